@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import JobError
-from paceline.place.stage.stages import Sent
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.parallel.pipeline.chain.stages import StageOutput
+from paceline.run_folder.run_folder import RunFolder
 from paceline.schedule import SCHEDULES, Action, Costs, Program, Span, Timeline, build, draw, simulate, write
-from paceline.schedule.text import parse
-from paceline.schedule.theory import Case, bubble_of
-from paceline.start import Request, failure_screen, start
-from paceline.step.pipeline import Pipeline
-from paceline.store.runs import RunFolder
-from paceline.world import Place, World
+from paceline.schedule.closed_forms import PipelineCase, bubble_of
+from paceline.schedule.text_format import parse
+from paceline.step.pipeline.schedule_interpreter import Pipeline
 
 WAITED = 2e-3
 Seconds = tuple[float, float, float]
@@ -87,10 +87,10 @@ class Stages:
         self.weights = [torch.tensor(1.0 + 0.1 * number, requires_grad=True) for number in range(program.num_stages)]
         self.inputs = [torch.linspace(0.0, 1.0 + number, 64) for number in range(program.num_micro)]
 
-    def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Sent | Tensor:
+    def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor:
         x = self.inputs[microbatch] if received is None else received.tensors[0]
         y = run_stage(x, self.weights[stage])
-        return y.sum() if stage == self.last else Sent(tensors=[y], spec=None)
+        return y.sum() if stage == self.last else StageOutput(tensors=[y], spec=None)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None: ...
 
@@ -120,7 +120,7 @@ def costs_of(program: Program, seconds: Seconds) -> Costs:
 def worker(payload: dict[str, Any]) -> int:
     """All schedules on this many ranks, step by step in turn."""
     torch.set_num_threads(1)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     rows: dict[str, list[Row]] = {name: [] for name in payload["programs"]}
     seconds: Seconds = tuple(payload["seconds"])
     for _ in range(payload["rounds"]):
@@ -188,7 +188,7 @@ def measure(programs: dict[str, Program], *, ranks: int, rounds: int, seconds: S
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     texts = {name: write(program) for name, program in programs.items()}
     payload = {"programs": texts, "rounds": rounds, "seconds": seconds, "answer": str(folder / "answer.json")}
-    outcome = start(Request(ranks=ranks, run=RunFolder(folder), entry="bubble:worker", payload=payload))
+    outcome = start(LaunchRequest(ranks=ranks, run=RunFolder(folder), entry="bubble:worker", payload=payload))
     if outcome.exit_code:
         sys.exit(failure_screen(outcome))
     found: dict[str, list[Row]] = json.loads((folder / "answer.json").read_text())
@@ -198,7 +198,7 @@ def measure(programs: dict[str, Program], *, ranks: int, rounds: int, seconds: S
 def line(program: Program, rows: Sequence[Row], *, seconds: Seconds) -> tuple[str, float]:
     """One of the table, and how far the bubble is from the simulation in percentage points."""
     schedule = SCHEDULES[program.name]
-    case = Case(
+    case = PipelineCase(
         ranks=program.num_ranks, micro=program.num_micro, virtual=program.num_stages // program.num_ranks,
         forward=seconds[0], input=seconds[1], weight=seconds[2],
     )  # fmt: skip

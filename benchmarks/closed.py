@@ -20,22 +20,29 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.config.update_rule import parse_update
 from paceline.errors import PacelineError
-from paceline.plan.candidate import Candidate
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, boughs, branches, leaves, trunks, twigs
-from paceline.plan.memory import Memory
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.spec.update import parse_update
-from paceline.train.learn import learn_facts
-from paceline.train.ready import Ready, prepare
-from paceline.train.rehearsed import with_stages
-from paceline.train.replay import Replayed, replay
-from paceline.train.shallow import built_once
-from paceline.verbs.running import Common, make_task
+from paceline.measured_planning.finalist_replay import with_stages
+from paceline.measured_planning.memory_replay import StageMemory, replay
+from paceline.measured_planning.profile.profile_job import profile_model
+from paceline.measured_planning.profile.truncated_model import built_once
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.cost.memory import Memory
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.planner.search.search_space import (
+    SearchSpace,
+    data_parallel_choices,
+    microbatch_choices,
+    model_parallel_choices,
+    recompute_choices,
+    schedule_choices,
+)
+from paceline.trainer.setup.prepare import PreparedJob, prepare
 
-GRID = Grid(
+GRID = SearchSpace(
     offload=((),), schedules=("gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv"), virtual=(2, 3),
 
 )  # fmt: skip
@@ -120,17 +127,17 @@ class Against:
         return f"{name:<110}{self.peak / 2**30:8.2f} GiB {self.error:+7.1%}  ({parts})"
 
 
-def ready_for(case: Case) -> Ready:
+def ready_for(case: Case) -> PreparedJob:
     """Its job with its settings."""
     words = {f"job.{name}": value for name, value in case.job.items()}
     words |= {"train.global_batch_size": case.batch, "train.precision": case.precision}
-    common = Common(ranks=1, layout="single", device="cpu", quiet=True)
+    common = RunOptions(ranks=1, layout="single", device="cpu", quiet=True)
     task = make_task("plan", f"benchmarks.memory.jobs:{case.family}", common, [f"--{k}={v}" for k, v in words.items()])
     ready = prepare(task)
     return replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
 
 
-def drawn(forecast: Forecast, draw: random.Random, *, each: int) -> list[Candidate]:
+def drawn(forecast: CostModel, draw: random.Random, *, each: int) -> list[Candidate]:
     """So many, of every family of layouts in turn; with several microbatches where there can be."""
     every: dict[str, list[Candidate]] = {}
     for _ in range(60 * each):
@@ -150,29 +157,29 @@ def drawn(forecast: Forecast, draw: random.Random, *, each: int) -> list[Candida
     return chosen
 
 
-def _one(forecast: Forecast, draw: random.Random) -> Candidate | None:
+def _one(forecast: CostModel, draw: random.Random) -> Candidate | None:
     facts = forecast.facts
-    ways = list(trunks(facts, forecast.fleet, GRID))
-    for level in (boughs, branches, twigs):
+    ways = list(model_parallel_choices(facts, forecast.fleet, GRID))
+    for level in (recompute_choices, microbatch_choices, schedule_choices):
         ways = list(level(draw.choice(ways), facts, GRID)) if ways else []
-    ways = list(leaves(draw.choice(ways), facts, forecast.fleet, GRID)) if ways else []
+    ways = list(data_parallel_choices(draw.choice(ways), facts, forecast.fleet, GRID)) if ways else []
     return draw.choice(ways) if ways else None
 
 
-def replayed_of(ready: Ready, candidate: Candidate, forecast: Forecast) -> Replayed:
+def replayed_of(ready: PreparedJob, candidate: Candidate, forecast: CostModel) -> StageMemory:
     """Its fullest stage."""
     facts = forecast.facts
-    plan = settle(
+    plan = make_execution_plan(
         layout=candidate.asked,
         update=parse_update("sync"),
-        cluster=Cluster(ranks=candidate.ranks, device=forecast.fleet.device.kind),
-        facts=Facts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
+        cluster=Resources(ranks=candidate.ranks, device=forecast.fleet.device.kind),
+        facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
     settings = with_stages(ready.settings, forecast.estimate(candidate).stages)
     return max(replay(ready.job, settings, plan), key=lambda stage: stage.peak.total)
 
 
-def against(case: Case, cluster: str, ready: Ready, forecast: Forecast, candidate: Candidate) -> Against:
+def against(case: Case, cluster: str, ready: PreparedJob, forecast: CostModel, candidate: Candidate) -> Against:
     """One setting, both ways."""
     began = time.monotonic()
     held = replayed_of(ready, candidate, forecast).peak
@@ -207,13 +214,13 @@ def compared(cases: Sequence[Case], *, each: int, seed: int) -> Iterator[Against
         ready = ready_for(case)
         most = max(read_fleet(cluster).ranks for cluster in case.clusters)
         try:
-            facts = learn_facts(ready.job, ready.settings, most_ranks=most)
+            facts = profile_model(ready.job, ready.settings, most_ranks=most)
         except (PacelineError, RuntimeError) as error:
             print(f"{case}: not learnt: {error}", file=sys.stderr)
             continue
         draw = random.Random(f"{seed} {case} {place}")
         for number, cluster in enumerate(case.clusters):
-            forecast = Forecast(facts=facts, fleet=read_fleet(cluster))
+            forecast = CostModel(facts=facts, fleet=read_fleet(cluster))
             share = each // len(case.clusters) + (number < each % len(case.clusters))
             for candidate in drawn(forecast, draw, each=share):
                 try:

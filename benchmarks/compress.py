@@ -34,16 +34,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import paceline as pl
-from paceline import talk
-from paceline.measure.sent import Sent
-from paceline.order.cursor import Cursor
-from paceline.prove.lockstep import feed_of
-from paceline.spec.task import Task
-from paceline.start import Request, failure_screen, start
-from paceline.store.runs import RunFolder
-from paceline.train.built import build
-from paceline.train.ready import prepare
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.task import Task
+from paceline.console import output as talk
+from paceline.data.order.cursor import Cursor
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.profiling.model_tracing.communication_counter import CommunicationCounter
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.prepare import prepare
+from paceline.verification.compare_in_lockstep import feed_of
 
 SAMPLES, WARM_UP, FOLLOWERS = 4096, 5, 4
 PLAIN = "none"
@@ -89,7 +89,7 @@ def ours(how: str, world: World, size: Size) -> Way:
         settings=asked, origins=dict.fromkeys(asked, "benchmark"),
     )  # fmt: skip
     ready = prepare(task, job=job)
-    built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+    built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
     given = _endless(lambda: feed_of(built, Cursor()))
 
     def step() -> float:
@@ -136,8 +136,8 @@ def worker(payload: dict[str, Any]) -> int:
     """Time the ways in turn, in the same order on every rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    talk.say = lambda *_, **__: None  # type: ignore[assignment]
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=300)
+    talk.print_line = lambda *_, **__: None  # type: ignore[assignment]
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=300)
     size = Size(**payload["size"])
     ways = {how: ours(how, world, size) for how in payload["ways"]}
     ways |= {f"torch {hook}": theirs(hook, world, size) for hook in payload["torch"]}
@@ -161,7 +161,7 @@ def worker(payload: dict[str, Any]) -> int:
 
 
 def _sent(way: Way) -> float:
-    with Sent() as sent:
+    with CommunicationCounter() as sent:
         way.step()
     return sent.total_bytes
 
@@ -172,7 +172,7 @@ def measure(ways: list[str], hooks: list[str], *, size: dict[str, int], rounds: 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     answer = folder / "answer.json"
     payload = {"ways": ways, "torch": hooks, "size": size, "rounds": rounds, "answer": str(answer)}
-    outcome = start(Request(ranks=ranks, run=RunFolder(folder), entry="compress:worker", payload=payload))
+    outcome = start(LaunchRequest(ranks=ranks, run=RunFolder(folder), entry="compress:worker", payload=payload))
     if not answer.exists():
         sys.exit(failure_screen(outcome))
     found = json.loads(answer.read_text())

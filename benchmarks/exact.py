@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 from overhead import bootstrap
 
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.job_reference import parse_jobref
+from paceline.config.settings import Settings, Train
+from paceline.config.task import Task
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.job import load_job
-from paceline.order.cursor import Cursor
-from paceline.spec.jobref import parse_jobref
-from paceline.spec.settings import Settings, Train
-from paceline.spec.task import Task
-from paceline.start import Request, failure_screen, start
-from paceline.store.runs import RunFolder
-from paceline.train.built import build
-from paceline.train.ready import prepare
-from paceline.world import Place, World
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.prepare import prepare
 
 STEPS_A_ROUND = 3
 TEXT = Path(__file__).parents[1] / "src" / "paceline" / "examples" / "text.py"
@@ -34,10 +34,10 @@ TEXT = Path(__file__).parents[1] / "src" / "paceline" / "examples" / "text.py"
 
 def worker(payload: dict) -> int:
     """Time both modes in turn, in an order that alternates."""
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     job = load_job(parse_jobref(str(TEXT)), params={})
     batch, share = job.global_batch_size, job.global_batch_size // world.world_size
-    cut = Cut(global_batch_size=batch, micro_batch_size=share, replica=world.rank, replicas=world.world_size)
+    cut = BatchPartition(global_batch_size=batch, micro_batch_size=share, replica=world.rank, replicas=world.world_size)
     task = Task(
         verb="train", job=str(TEXT), layout="ddp", ranks=world.world_size, device="cpu",
         settings={"train.threads": 1, "train.micro_batch_size": share}, origins={},
@@ -46,8 +46,8 @@ def worker(payload: dict) -> int:
     loops = {}
     for name, exact in (("default", False), ("exact", True)):
         settings = Settings(train=Train(max_grad_norm=1.0, exact=exact))
-        step = build(job=job, settings=settings, plan=plan, world=world).step
-        feed = iter(make_feed(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+        step = build_training_setup(job=job, settings=settings, plan=plan, world=world).step
+        feed = iter(make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
         loops[name] = (step, feed)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(payload["rounds"] + 2):
@@ -73,7 +73,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     payload = {"rounds": options.rounds, "answer": str(folder / "answer.json")}
-    outcome = start(Request(ranks=options.ranks, run=RunFolder(folder), entry="exact:worker", payload=payload))
+    outcome = start(LaunchRequest(ranks=options.ranks, run=RunFolder(folder), entry="exact:worker", payload=payload))
     if outcome.exit_code:
         sys.exit(failure_screen(outcome))
     times = json.loads((folder / "answer.json").read_text())

@@ -35,15 +35,15 @@ from overhead import bootstrap
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline import talk
-from paceline.order.cursor import Cursor
-from paceline.prove.lockstep import feed_of
-from paceline.spec.task import Task
-from paceline.start import Request, failure_screen, start
-from paceline.store.runs import RunFolder
-from paceline.train.built import build
-from paceline.train.ready import prepare
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.task import Task
+from paceline.console import output as talk
+from paceline.data.order.cursor import Cursor
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.prepare import prepare
+from paceline.verification.compare_in_lockstep import feed_of
 
 SAMPLES, WARM_UP, PROFILED, KEPT = 512, 5, 5, 0.95
 OURS, TWIN = "paceline", "its twin"
@@ -86,7 +86,7 @@ class Bench:
             settings=asked, origins=dict.fromkeys(asked, "benchmark"),
         )  # fmt: skip
         ready = prepare(task, job=job)
-        built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=self.world)
+        built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=self.world)
         start_from(built, self.model())
         feed = iter(feed_of(built, Cursor()))
         holding = built.weights
@@ -125,8 +125,8 @@ def worker(payload: dict[str, Any]) -> int:
     """Time the loops in turn, in the same order on every rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    talk.say = lambda *_, **__: None  # type: ignore[assignment]
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    talk.print_line = lambda *_, **__: None  # type: ignore[assignment]
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     bench = Bench(world, layout=payload["layout"], size=Size(**payload["size"]))
     loops, missing = bench.loops()
     times: dict[str, list[float]] = {name: [] for name in loops}
@@ -188,7 +188,7 @@ def measure(layout: str, *, size: dict[str, int], rounds: int, ranks: int, profi
     payload = {
         "layout": layout, "size": size, "rounds": rounds, "profile": profile, "answer": str(folder / "answer.json"),
     }  # fmt: skip
-    outcome = start(Request(ranks=ranks, run=RunFolder(folder), entry="layouts:worker", payload=payload))
+    outcome = start(LaunchRequest(ranks=ranks, run=RunFolder(folder), entry="layouts:worker", payload=payload))
     if not (folder / "answer.json").exists():
         sys.exit(failure_screen(outcome))
     answer = json.loads((folder / "answer.json").read_text())

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.spec.task import Task
-from paceline.start import Request, failure_screen, start
-from paceline.store.runs import RunFolder
-from paceline.train.ready import prepare
-from paceline.train.session import Session
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.task import Task
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.session import Session
+from paceline.trainer.setup.prepare import prepare
 
 Step = Callable[[], object]
 SAMPLES, WARM_UP, BLOCK = 4096, 30, 20
@@ -200,7 +200,7 @@ def worker(payload: dict) -> int:
     """Time the loops in turn, in the same order on every rank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     if world.world_size > 1:
         os.environ.setdefault("TORCHELASTIC_RUN_ID", "bench")  # the others then join the world that is there
     else:
@@ -232,7 +232,7 @@ def measure(*, rounds: int, ranks: int, width: int, batch: int, checks: bool) ->
     folder = Path(tempfile.mkdtemp())
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     payload = {"rounds": rounds, "checks": checks, "width": width, "batch": batch, "folder": str(folder)}
-    outcome = start(Request(ranks=ranks, run=RunFolder(folder), entry="overhead:worker", payload=payload))
+    outcome = start(LaunchRequest(ranks=ranks, run=RunFolder(folder), entry="overhead:worker", payload=payload))
     if outcome.exit_code:
         sys.exit(failure_screen(outcome))
     return json.loads((folder / "answer.json").read_text())

@@ -23,9 +23,9 @@ from pathlib import Path
 from sites import ADDRESSES, ENDS, PORT, SPACES, line
 
 from paceline.launch.environments import detect
-from paceline.measure.probe.here import SECONDS, Asked, probe_here, probe_joined
-from paceline.plan.curve import Curve
-from paceline.plan.probed import Probe, Rates
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark, Rates
+from paceline.planner.hardware.timing_curve import TimingCurve
+from paceline.profiling.machine_benchmarks.machine_benchmark import SECONDS, BenchmarkRequest, probe_here, probe_joined
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -42,7 +42,7 @@ def seconds(value: float) -> str:
     return f"{value / size:.3g} {unit}"
 
 
-def row(name: str, curve: Curve, unit: str) -> str:
+def row(name: str, curve: TimingCurve, unit: str) -> str:
     """A curve: every point's rate."""
     each = "  ".join(f"{short(p.amount, '')}: {short(p.amount / p.seconds, unit)}" for p in curve.points)
     noise = max(point.spread for point in curve.points)
@@ -63,7 +63,7 @@ def rates(own: Rates) -> Iterator[str]:
     yield f"  an operation {seconds(own.operation_seconds)}, with its backward {seconds(own.trained_operation_seconds)}"
 
 
-def table(probe: Probe) -> str:
+def table(probe: HardwareBenchmark) -> str:
     """All of it."""
     mark = probe.fingerprint
     lines = [
@@ -84,7 +84,7 @@ def table(probe: Probe) -> str:
     return "\n".join(lines)
 
 
-def all_curves(probe: Probe) -> dict[str, Curve]:
+def all_curves(probe: HardwareBenchmark) -> dict[str, TimingCurve]:
     """By a name of their own."""
     found = {f"{each.kind} {each.ranks}": each.curve for each in probe.collectives}
     for own in probe.rates:
@@ -94,19 +94,19 @@ def all_curves(probe: Probe) -> dict[str, Curve]:
     return found
 
 
-def ratios(first: Probe, second: Probe) -> Iterator[tuple[float, float | None]]:
+def ratios(first: HardwareBenchmark, second: HardwareBenchmark) -> Iterator[tuple[float, float | None]]:
     """Of each point: by what the other probe predicts, and by what its neighbours do."""
     others = all_curves(first)
     for name, curve in all_curves(second).items():
         for at, point in enumerate(curve.points):
             left = [each for each in curve.points if each is not point]
             inner = 0 < at < len(curve.points) - 1
-            between = Curve.of(left).seconds(point.amount) / point.seconds if inner else None
+            between = TimingCurve.of(left).seconds(point.amount) / point.seconds if inner else None
             if name in others:
                 yield others[name].seconds(point.amount) / point.seconds, between
 
 
-def check(first: Probe, second: Probe) -> str:
+def check(first: HardwareBenchmark, second: HardwareBenchmark) -> str:
     """How far off they are, in words."""
     pairs = list(ratios(first, second))
     lines = []
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--line", help="as 100mbit: what two namespaces are joined by")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    own = Asked(seconds=asked.seconds, folder=asked.folder)
+    own = BenchmarkRequest(seconds=asked.seconds, folder=asked.folder)
     joined = detect(os.environ)
     if asked.line is not None and joined is None:
         return over_line(asked.line, sys.argv[1:])

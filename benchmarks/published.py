@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.published_rows import Row, forecast_of, read_rows, step_seconds, their_seconds
 
-from paceline.plan.efficiency import ON_GPU, Efficiency
+from paceline.planner.hardware.efficiency import ON_GPU, Efficiency
 
 ANCHORS = {
     "matmul": 0.8, "attention": 0.5, "flops_per_joule": 1e12, "memory": 0.8, "link": 0.8, "overlap": 0.7,

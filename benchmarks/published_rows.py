@@ -17,14 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.plan.candidate import Candidate
-from paceline.plan.catalogue import DEVICES, LINKS, sold
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import NOTHING, Amount, ModelFacts, Part
-from paceline.plan.forecast import Forecast
-from paceline.plan.hardware import Fleet, Group
-from paceline.plan.work import Split, Work, work_of
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layer_cost import LayerCost, LayerPlacement, layer_cost
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.catalog import DEVICES, LINKS, catalog_cluster
+from paceline.planner.hardware.cluster import Cluster, Group
+from paceline.planner.hardware.efficiency import Efficiency
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.model_profile import NOTHING, BatchScaling, LayerProfile, ModelProfile
 
 Row = dict[str, Any]
 _FOUND = tomllib.loads((Path(__file__).parent / "published.toml").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def their_seconds(row: Row) -> float:
 
 
 @cache
-def _facts(name: str, length: int, batch: int, precision: str, source: str, is_compiled: bool) -> ModelFacts:
+def _facts(name: str, length: int, batch: int, precision: str, source: str, is_compiled: bool) -> ModelProfile:
     model = _FOUND["models"][name]
     sizes = Decoder(
         layers=model["layers"], width=model["hidden"], hidden=model["ffn"], heads=model["heads"],
@@ -80,7 +80,7 @@ def _facts(name: str, length: int, batch: int, precision: str, source: str, is_c
     )  # fmt: skip
 
 
-def _fleet(row: Row) -> Fleet:
+def _fleet(row: Row) -> Cluster:
     """Eight a host. Tensor cores do twice as many operations in 8 bits as in 16."""
     name, nodes = row["device"], max(1, row["devices"] // _NODE)
     entry = DEVICES["H100-80G" if name == "H100-96G-500W" else name]
@@ -89,7 +89,9 @@ def _fleet(row: Row) -> Fleet:
         device = replace(device, name=name, memory_bytes=96 * 2**30, bytes_per_second=2.4e12, watts=500.0)
     rates = {**device.flops_per_second, "float8": 2 * device.flops_per_second["bf16"]}
     link = _ROCE.get(row["source"])
-    fleet = sold(entry, nodes=nodes, devices=min(_NODE, row["devices"]), between=LINKS[link] if link else None)
+    fleet = catalog_cluster(
+        entry, nodes=nodes, devices=min(_NODE, row["devices"]), between=LINKS[link] if link else None
+    )
     return replace(fleet, device=replace(device, flops_per_second=rates))
 
 
@@ -108,7 +110,7 @@ def _candidate(row: Row) -> Candidate:
     )  # fmt: skip
 
 
-class Published(Forecast):
+class Published(CostModel):
     """Of a row, with what its framework does beside what ours does."""
 
     def __init__(self, row: Row, efficiency: Efficiency) -> None:
@@ -119,7 +121,7 @@ class Published(Forecast):
         self.row = row
         self.candidate = _candidate(row)
 
-    def works(self, candidate: Candidate) -> tuple[Work, ...]:
+    def works(self, candidate: Candidate) -> tuple[LayerCost, ...]:
         """Of each part, with what runs again and what hides messages as in the row."""
         found = super().works(candidate)
         return (
@@ -127,10 +129,10 @@ class Published(Forecast):
             *(self._theirs(work, part) for work, part in zip(found[2:], self.chain.parts[2:], strict=True)),
         )
 
-    def _theirs(self, work: Work, part: Part) -> Work:
+    def _theirs(self, work: LayerCost, part: LayerProfile) -> LayerCost:
         row, again = self.row, 0.0
         if row["recompute"] == "attention":
-            scores = replace(part, matmul_flops=NOTHING, moved_bytes=Amount(pair=part.moved_bytes.pair))
+            scores = replace(part, matmul_flops=NOTHING, moved_bytes=BatchScaling(pair=part.moved_bytes.pair))
             again = self._forward(scores)
         elif row["recompute"] == "operations":
             products = self._forward(replace(part, attention_flops=NOTHING, moved_bytes=NOTHING))
@@ -145,16 +147,16 @@ class Published(Forecast):
         hidden, keys, ffn = model["hidden"], model["hidden"] // model["heads"] * model["kv_heads"], model["ffn"]
         return float((keys + hidden + ffn) / (2 * hidden + 2 * keys + 3 * ffn))
 
-    def _forward(self, part: Part) -> float:
+    def _forward(self, part: LayerProfile) -> float:
         c = self.candidate
         alone = replace(self.efficiency, part_seconds=0.0)
-        split = Split(
+        split = LayerPlacement(
             samples=c.micro_batch_size, length=self.facts.length, precision=c.precision, sequence=c.sequence,
             remat="none", tp=Group(size=c.tp), cp=Group(size=c.cp), ep=Group(size=c.ep),
         )  # fmt: skip
-        return work_of(part, is_block=True, split=split, device=self.fleet.device, efficiency=alone).forward
+        return layer_cost(part, is_block=True, split=split, device=self.fleet.device, efficiency=alone).forward
 
-    def _hidden(self, work: Work) -> Work:
+    def _hidden(self, work: LayerCost) -> LayerCost:
         """Messages of tp behind the products next to them (asynchronous tensor parallelism)."""
         there, back = work.messages_forward - work.context / 2, work.messages_backward - work.context / 2
         left = [

@@ -34,10 +34,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from paceline.place.stage.stages import Sent
-from paceline.schedule.build import build
-from paceline.step.pipeline import Pipeline
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.parallel.pipeline.chain.stages import StageOutput
+from paceline.schedule.registry import build
+from paceline.step.pipeline.schedule_interpreter import Pipeline
 
 TORCH: dict[str, Any] = {
     "1f1b": Schedule1F1B,
@@ -83,12 +83,12 @@ class Ours:
         self.modules, self.inputs, self.last = modules, inputs, last
         self.losses: dict[int, Tensor] = {}
 
-    def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Sent | Tensor:
+    def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor:
         output = self.modules[stage](self.inputs[microbatch] if received is None else received.tensors[0])
         if stage == self.last:
             found = self.losses[microbatch] = loss(output, self.inputs[microbatch])
             return found
-        return Sent(tensors=[output], spec=None)
+        return StageOutput(tensors=[output], spec=None)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None: ...
 
@@ -102,7 +102,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def one_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     for name in options.schedules:
         found = compared(name, options, world)
         if world.is_main:

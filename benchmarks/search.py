@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid
-from paceline.plan.search import Found, key_of, search, try_all
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.search.branch_and_bound import SearchResult, key_of, search, try_all
+from paceline.planner.search.search_space import SearchSpace
 
 LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
 LLAMA_70B = Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
@@ -38,7 +38,7 @@ class Case:
     length: int
     batch: int
     precision: str = "bf16"
-    grid: Grid = Grid()  # noqa: RUF009
+    grid: SearchSpace = SearchSpace()  # noqa: RUF009
 
 
 CASES = (
@@ -47,21 +47,21 @@ CASES = (
     Case(name="70B on 128 H100", model=LLAMA_70B, cluster="16x8xH100-80G", length=8192, batch=512),
     Case(
         name="70B on 128 H100, gathered in bfloat16 too",
-        model=LLAMA_70B, cluster="16x8xH100-80G", length=8192, batch=512, grid=Grid(params=("fp32", "bf16")),
+        model=LLAMA_70B, cluster="16x8xH100-80G", length=8192, batch=512, grid=SearchSpace(params=("fp32", "bf16")),
     ),
     Case(name="405B on 16,384 H100", model=LLAMA_405B, cluster="2048x8xH100-80G", length=8192, batch=2048),
 )  # fmt: skip
 
 
-def forecast_of(case: Case) -> Forecast:
+def forecast_of(case: Case) -> CostModel:
     """Anew, so that nothing is remembered."""
     facts = decoder_facts(
         case.model, name=case.name, length=case.length, global_batch_size=case.batch, precision=case.precision
     )
-    return Forecast(facts=facts, fleet=read_fleet(case.cluster))
+    return CostModel(facts=facts, fleet=read_fleet(case.cluster))
 
 
-def timed(look: Callable[..., Found], case: Case) -> tuple[Found, float]:
+def timed(look: Callable[..., SearchResult], case: Case) -> tuple[SearchResult, float]:
     """With the seconds that this process computed for it."""
     forecast = forecast_of(case)
     start = time.process_time()

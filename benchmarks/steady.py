@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.spec.task import Task
-from paceline.start import Request, failure_screen, start
-from paceline.store.runs import RunFolder
-from paceline.train.run import Run
+from paceline.config.task import Task
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.run import Run
 
 RUNS = {  # by name: layout, update, microbatches a rank in a batch
     "gpipe": ("pp,schedule=gpipe", "sync", 4),
@@ -121,7 +121,7 @@ def measure(name: str, *, ranks: int, wait: float, micro: int) -> float:
         settings=settings, options={"steps": steps, "answer": str(folder / "answer.json")},
     )  # fmt: skip
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    outcome = start(Request(ranks=ranks, run=RunFolder(folder), entry="steady:worker", payload=task.as_json()))
+    outcome = start(LaunchRequest(ranks=ranks, run=RunFolder(folder), entry="steady:worker", payload=task.as_json()))
     if outcome.exit_code:
         sys.exit(failure_screen(outcome))
     return bubble(json.loads((folder / "answer.json").read_text()))

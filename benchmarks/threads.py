@@ -19,19 +19,19 @@ from pathlib import Path
 
 import torch
 
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.job_reference import parse_jobref
+from paceline.config.layout import parse_layout
+from paceline.config.settings import Settings, Train
+from paceline.config.update_rule import UpdateRule
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.job import load_job
-from paceline.order.cursor import Cursor
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.spec.jobref import parse_jobref
-from paceline.spec.layout import parse_layout
-from paceline.spec.settings import Settings, Train
-from paceline.spec.update import Update
-from paceline.start import Request, failure_screen, start
-from paceline.store.runs import RunFolder
-from paceline.train.built import Built, build
-from paceline.world import Place, World
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 
 STEPS_A_ROUND = 3
 TEXT = Path(__file__).parents[1] / "src" / "paceline" / "examples" / "text.py"
@@ -51,23 +51,25 @@ class Loop:
     def __init__(self, world: World, payload: dict, *, layout: str, dropout: float) -> None:
         replicas = payload["replicas"]
         self.cores = replicas if layout == "single" else 1
-        self.built: Built | None = None
+        self.built: TrainingSetup | None = None
         if layout != "ddp" and world.rank:
             return
         job = load_job(parse_jobref(str(TEXT)), params={"dropout": dropout, "width": payload["width"]})
-        plan = settle(
+        plan = make_execution_plan(
             layout=parse_layout(layout),
-            update=Update.SYNC,
-            cluster=Cluster(ranks=1 if layout == "single" else replicas, cores=replicas),
-            facts=Facts(global_batch_size=32, micro_batch_size=-(-32 // replicas)),
+            update=UpdateRule(),
+            cluster=Resources(ranks=1 if layout == "single" else replicas, cores=replicas),
+            facts=JobFacts(global_batch_size=32, micro_batch_size=-(-32 // replicas)),
         )
         own = world if layout == "ddp" else World.alone()
-        self.built = build(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=own)
-        cut = Cut(
+        self.built = build_training_setup(
+            job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=own
+        )
+        cut = BatchPartition(
             global_batch_size=32, micro_batch_size=plan.micro_batch_size, replica=own.rank, replicas=own.world_size
         )
         self._given: Iterator = iter(
-            make_feed(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+            make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
         )
 
     def run(self) -> float:
@@ -82,7 +84,7 @@ class Loop:
 
 def worker(payload: dict) -> int:
     """Time all loops in every round, in an order that all ranks draw alike."""
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     loops = {name: Loop(world, payload, layout=kind, dropout=rate) for name, (kind, rate) in LOOPS.items()}
     times: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(payload["rounds"] + 2):
@@ -115,7 +117,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     payload = {**vars(options), "answer": str(folder / "answer.json")}
-    outcome = start(Request(ranks=options.replicas, run=RunFolder(folder), entry="threads:worker", payload=payload))
+    outcome = start(
+        LaunchRequest(ranks=options.replicas, run=RunFolder(folder), entry="threads:worker", payload=payload)
+    )
     if outcome.exit_code:
         sys.exit(failure_screen(outcome))
     times = json.loads((folder / "answer.json").read_text())

@@ -21,13 +21,13 @@ from typing import Any
 
 from benchmarks.memory.measured import Setting
 
+from paceline.commands.common.execution import RunOptions, make_task
 from paceline.errors import PacelineError
-from paceline.plan.here import RESERVE_BYTES
-from paceline.train.deep import Chain
-from paceline.train.ready import prepare
-from paceline.train.replay import Replayed, replay
-from paceline.train.shallow import built_once, shallow
-from paceline.verbs.running import Common, make_task
+from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
+from paceline.measured_planning.memory_replay import StageMemory, replay
+from paceline.measured_planning.profile.truncated_model import built_once, truncate_depth
+from paceline.planner.hardware.local_cluster import RESERVE_BYTES
+from paceline.trainer.setup.prepare import prepare
 
 _LARGE, _NEAR = 500 << 20, 0.1  # bytes, of what is resident
 _PARTS = ("parameters", "gradients", "optimizer")
@@ -62,14 +62,14 @@ class Held:
         )
 
 
-def forecast(setting: Setting) -> list[Replayed]:
+def forecast(setting: Setting) -> list[StageMemory]:
     """Of every stage, as `plan` replays it: a deep model by few of its blocks, where they tell of all."""
-    common = Common(ranks=setting.ranks, layout=setting.layout, device="cpu", quiet=True)
+    common = RunOptions(ranks=setting.ranks, layout=setting.layout, device="cpu", quiet=True)
     ready = prepare(make_task("compare", f"benchmarks.memory.jobs:{setting.family}", common, setting.overrides))
-    depths = shallow(ready.job)[1]
+    depths = truncate_depth(ready.job)[1]
     if ready.plan.mesh.pp > 1 or len(depths) != 1:
         return replay(ready.job, ready.settings, ready.plan)
-    return Chain(built_once(ready.job, seed=0), ready.settings).replay(ready.settings, ready.plan, depths)
+    return DepthExtrapolation(built_once(ready.job, seed=0), ready.settings).replay(ready.settings, ready.plan, depths)
 
 
 def against(rows: Sequence[Mapping[str, Any]]) -> Held:

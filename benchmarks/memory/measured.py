@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.verbs.running import Answer, Common, execute, make_task, read_answer
+from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer
 
 ENTRY = "benchmarks.memory.worker:measure"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
         Failed: a rank ended otherwise than it should.
     """
     with tempfile.TemporaryDirectory() as folder:
-        common = Common(ranks=setting.ranks, layout=setting.layout, device="cpu", run_dir=folder, quiet=True)
+        common = RunOptions(ranks=setting.ranks, layout=setting.layout, device="cpu", run_dir=folder, quiet=True)
         task = make_task("compare", f"benchmarks.memory.jobs:{setting.family}", common, [*_OWN, *setting.overrides])
         with _workers_shown_the_way():
             answer = execute(task, entry=ENTRY, common=common)
@@ -103,7 +103,7 @@ def _row(setting: Setting, rank: Mapping[str, Any], *, micro: int) -> dict[str, 
     return {**asked, **rank}
 
 
-def _words(answer: Answer) -> str:
+def _words(answer: CommandResult) -> str:
     return answer.screen or f"exit code {answer.exit_code}"
 
 

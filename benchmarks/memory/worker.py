@@ -12,11 +12,11 @@ import torch
 from benchmarks.memory.allocator import count_all_threads, watch
 from benchmarks.memory.resident import forget_most, resident_most, resident_now
 
-from paceline.measure.held import held_now
-from paceline.spec.task import Task
-from paceline.store.disk import write_json
-from paceline.train.run import Run
-from paceline.train.session import Session
+from paceline.config.task import Task
+from paceline.filesystem.atomic_files import write_json
+from paceline.profiling.model_tracing.memory_tracker import memory_at_rest
+from paceline.trainer.run import Run
+from paceline.trainer.session import Session
 
 
 def measure(payload: Mapping[str, Any]) -> int:
@@ -71,5 +71,5 @@ def _accounted(session: Session, batches: Iterator[Any]) -> dict[str, Any]:
 def _held(session: Session) -> dict[str, int]:
     built = session.built
     shares = [each.parameter for each in built.named]
-    held = held_now(model=built.model, optimizers=built.update.optimizers, shares=shares).as_json()
+    held = memory_at_rest(model=built.model, optimizers=built.update.optimizers, shares=shares).as_json()
     return {name: held[name] for name in ("parameters", "gradients", "optimizer", "buffers")}

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from paceline.order.deal import deal
+from paceline.data.order.microbatch_assignment import assign_microbatches
 
 INK = ("#2563a8", "#b4541a", "#2c7a4b")
 
 
 def row(replicas: int, top: int) -> str:
     """One line of six microbatches, coloured by replica."""
-    owner = {j: r for r in range(replicas) for j in deal(6, replica=r, replicas=replicas)}
+    owner = {j: r for r in range(replicas) for j in assign_microbatches(6, replica=r, replicas=replicas)}
     cells = [f'<text x="16" y="{top + 25}" class="t">{replicas} ranks</text>']
     for j in range(6):
         x = 100 + j * 82

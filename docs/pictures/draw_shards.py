@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from paceline.order.deal import deal
-from paceline.order.shards import portions
+from paceline.data.order.microbatch_assignment import assign_microbatches
+from paceline.data.order.virtual_shards import samples_per_shard
 
 SHARDS = ("#2563a8", "#b4541a", "#2c7a4b", "#7a3f8f")
 LEFT = (9, 5, 13, 12)
@@ -14,7 +14,7 @@ def batches() -> list[list[int]]:
     """What each batch takes from each shard, until nothing is left."""
     left, found = list(LEFT), []
     while any(left):
-        takes = portions(have=left, ended=[True] * len(left), size=SIZE) or []
+        takes = samples_per_shard(have=left, ended=[True] * len(left), size=SIZE) or []
         left = [a - b for a, b in zip(left, takes, strict=True)]
         found.append(takes)
     return found
@@ -35,7 +35,7 @@ def ranks(replicas: int, top: int) -> str:
     """Which rank computes, and so reads, which part of a batch of four microbatches."""
     cells = [f'<text x="16" y="{top + 14}" class="t">{replicas} rank{"s" if replicas > 1 else ""}</text>']
     for replica in range(replicas):
-        for j in deal(4, replica=replica, replicas=replicas):
+        for j in assign_microbatches(4, replica=replica, replicas=replicas):
             x, wide = 90 + j * 3 * WIDE, 3 * WIDE - 3
             cells.append(f'<path d="M{x} {top + 2}v6h{wide}v-6" class="l"/>')
             cells.append(

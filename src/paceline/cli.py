@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from paceline import __version__
+from paceline.console.formatting import did_you_mean, shorten_line
+from paceline.console.output import flush, print_line, replace_closed
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.spec.words import did_you_mean, shortened
-from paceline.talk import flush, replace_closed, say
 
 _HELP = """\
 usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and answer with its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        say(_HELP)
+        print_line(_HELP)
         return int(ExitCode.DONE if words else ExitCode.REFUSED)
     if words[0] == "--version":
-        say(f"paceline {__version__}")
+        print_line(f"paceline {__version__}")
         return 0
     as_json = "--json" in words
     try:
@@ -72,9 +72,9 @@ def entry() -> None:
     code = main()
     flush()
     if any(name in os.environ for name in _RANKS):
-        from paceline.survive.ending import end_python, leave
+        from paceline.launch.agent.process_exit import end_python, exit_now
 
-        (end_python if code in (ExitCode.DONE, ExitCode.STOPPED) else leave)(code)
+        (end_python if code in (ExitCode.DONE, ExitCode.STOPPED) else exit_now)(code)
     sys.exit(code)
 
 
@@ -120,7 +120,7 @@ def _check_here() -> None:
 
 
 def _run(words: list[str]) -> int:
-    from paceline.verbs.table import VERBS
+    from paceline.commands.command_table import VERBS
 
     verb = words[0]
     if verb not in VERBS:
@@ -134,16 +134,16 @@ def _run(words: list[str]) -> int:
     code, value, text = VERBS[verb].run(options, settings)
     as_json = getattr(options, "json", False)
     if as_json and (value is not None or text):
-        say(json.dumps(_plain(value), indent=1, default=str))
+        print_line(json.dumps(_plain(value), indent=1, default=str))
     if text and (not as_json or value is None):
-        say(text, sys.stderr if code or as_json else sys.stdout)
+        print_line(text, sys.stderr if code or as_json else sys.stdout)
     return int(code)
 
 
 def _options(verb: str, cls: type, words: list[str]) -> Any:
     import tyro
 
-    from paceline.verbs.misfits import misplaced
+    from paceline.commands.common.option_checks import misplaced_option_hint
 
     known, kinds = _known_flags(cls), get_type_hints(cls)
     problems: list[PacelineError] = []
@@ -153,7 +153,11 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
         if flag.startswith("--") and name not in {*known, "help"}:
             cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known])
             is_letter = f"{name}s" in known  # --rank is --ranks rather than an option of powersgd
-            found = None if is_letter else misplaced(verb, flag, value if equals or then.startswith("--") else then)
+            found = (
+                None
+                if is_letter
+                else misplaced_option_hint(verb, flag, value if equals or then.startswith("--") else then)
+            )
             cause, hint = found or (cause, f"paceline {verb} --help")
             problems.append(UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint))
         elif name in kinds and flag.startswith("--"):
@@ -165,7 +169,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
             return tyro.cli(cls, args=words, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as error:
         if error.code in (0, None):
-            say(said.getvalue(), end="")
+            print_line(said.getvalue(), end="")
             raise
         what = f"these words can't be read: {' '.join(words)}" if words else f"{verb} needs a word more"
         raise UsageError(f"{what}.", cause=_in_a_line(said.getvalue()), hint=f"paceline {verb} --help") from None
@@ -197,16 +201,16 @@ def _known_flags(cls: type) -> list[str]:
 
 def _refuse(error: PacelineError, *, as_json: bool) -> int:
     """Say it; of the ranks of a world that others made, which all read the same words, the first says it for all."""
-    from paceline.survive.uncaught import report, sentence
+    from paceline.launch.failures.uncaught_exceptions import failure_sentence, report
 
     failure, turn = report(error)
     if not turn.tells_all:
         if turn.tells_line:
-            say(sentence(failure, turn), sys.stderr)
+            print_line(failure_sentence(failure, turn), sys.stderr)
     elif as_json:
-        say(json.dumps(error.as_json(), indent=1))
+        print_line(json.dumps(error.as_json(), indent=1))
     else:
-        say("\n".join(map(shortened, f"error: {error}".splitlines())), sys.stderr)
+        print_line("\n".join(map(shorten_line, f"error: {error}".splitlines())), sys.stderr)
     return int(error.exit_code)
 
 

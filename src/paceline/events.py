@@ -79,7 +79,7 @@ class Staleness(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foretold(Event):
+class ForecastChecked(Event):
     """What was forecast of a run, and what its first steps took.
 
     Bytes are of the fullest rank; `measured_by` says what was looked at: the device's `allocator`, or by how much the
@@ -139,9 +139,13 @@ class RunEnded(Event):
     seconds: float = 0.0
 
 
+NAMES_ON_DISK = {"ForecastChecked": "Foretold"}
+"""Names of events in `events.jsonl` that are older than their class's name."""
+
+
 def as_dict(event: Event) -> dict[str, Any]:
     """For a JSON line."""
-    return {"event": type(event).__name__, "time": time.time(), **vars(event)}
+    return {"event": NAMES_ON_DISK.get(type(event).__name__, type(event).__name__), "time": time.time(), **vars(event)}
 
 
 class Sink(Protocol):
@@ -154,7 +158,7 @@ class Sink(Protocol):
         """No more events."""
 
 
-class Stream:
+class EventBus:
     """Carries events to all sinks. A sink that raises is dropped with a note; it never ends the run."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
@@ -184,7 +188,7 @@ class Stream:
         self._sinks = []
 
 
-def ratios_of(event: Foretold) -> Mapping[str, float]:
+def ratios_of(event: ForecastChecked) -> Mapping[str, float]:
     """What was measured as so many times its forecast."""
     memory = {} if event.memory_ratio is None else {"forecast/memory_ratio": event.memory_ratio}
     return {"forecast/time_ratio": event.time_ratio, **memory}

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.config.job_reference import JobRef
 from paceline.errors import JobError, PacelineError, problems_of, raise_all
-from paceline.job_fields import unfit_fields, unknown_fields
+from paceline.job_field_checks import unfit_fields, unknown_fields
 from paceline.job_parameters import missing_parameters, typed_parameters
-from paceline.scalar import as_count, as_number
-from paceline.spec.jobref import JobRef
+from paceline.torch_internals.scalars import as_count, as_number
 from paceline.user_code import is_users, script_words
 
 _MAKES = "def make_job() -> pl.Job: return pl.Job(...)"
@@ -112,7 +112,7 @@ def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
 
 
 def _made(ref: JobRef, params: Mapping[str, Any]) -> Job:
-    module = imported(ref)
+    module = import_job_module(ref)
     found = _pick(ref, module)
     if isinstance(found, Job):
         if params:
@@ -148,7 +148,7 @@ def job_parameters(factory: Callable[..., Any]) -> dict[str, Any]:
     return {name: p.default for name, p in inspect.signature(factory).parameters.items()}
 
 
-def imported(ref: JobRef) -> ModuleType:
+def import_job_module(ref: JobRef) -> ModuleType:
     """The module or the file that `ref` names."""
     if ref.path is None:
         if str(Path.cwd()) not in sys.path:

@@ -2,9 +2,7 @@
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 from paceline.errors import UsageError
@@ -50,16 +48,3 @@ def lazy_attributes(places: Mapping[str, str], *, package: str) -> Callable[[str
         return getattr(importlib.import_module(places[name]), name)
 
     return get
-
-
-def call_package(name: str, *, as_if: str) -> None:
-    """Let a package be called as the object that `as_if` names, for one that a public function shares its name with.
-
-    Importing anything below the package makes it the attribute of that name.
-    """
-
-    class Called(ModuleType):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return resolve(as_if)(*args, **kwargs)
-
-    sys.modules[name].__class__ = Called

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import paceline as pl
+from paceline.config.loading import default_of, known_settings, range_of
+from paceline.config.resume_allowances import COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
 from paceline.errors import ExitCode
-from paceline.prove.guesses import Facts, guesses
-from paceline.spec.allowances import COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
-from paceline.spec.read import default_of, known_settings, range_of
+from paceline.verification.diagnosis.hypotheses import GradientFacts, guesses
 from tests.docs.page import ROOT
 
 DOCS = ROOT / "docs"
@@ -68,7 +68,7 @@ def test_every_number_has_a_range_or_may_be_any() -> None:
 
 
 def test_every_option_of_a_verb_is_known() -> None:
-    from paceline.verbs.table import TrainOptions
+    from paceline.commands.command_table import TrainOptions
 
     listed = {re.split(r"[ `]", name.strip("`"))[0] for name in rows("settings.md") if name.startswith("`--")}
     fields = {f"--{name.replace('_', '-')}" for name in TrainOptions.__dataclass_fields__ if name != "job"}
@@ -87,9 +87,12 @@ def test_every_error_class_and_exit_code_is_explained() -> None:
 def test_causes_in_the_page_are_causes_that_verify_gives(cause: str) -> None:
     found = set()
     for ranks, counts in ((2, [3, 5]), (2, [3.0, 5, 2, 6, 1, 4, 2, 3])):
-        facts = Facts(counts=np.asarray(counts, dtype=np.float64), ranks=ranks, samples=40)
+        facts = GradientFacts(counts=np.asarray(counts, dtype=np.float64), ranks=ranks, samples=40)
         found |= {_plain(guess.cause) for guess in guesses(facts)}
-    texts = [Path(ROOT / "src/paceline/prove" / name).read_text() for name in ("cause.py", "free.py")]
+    texts = [
+        Path(ROOT / "src/paceline/verification" / name).read_text()
+        for name in ("diagnosis/gradient_cause.py", "compare_independent_runs.py")
+    ]
     source = _plain(" ".join(re.findall(r'"([^"]*)"', " ".join(texts))))
     words = _plain(cause.strip("`"))
     pieces = [piece.strip() for piece in re.split(r"[#:;,()]|clipped", words) if len(piece.strip()) > 9]

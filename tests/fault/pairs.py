@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from paceline import talk
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.task import Task
+from paceline.console import output as talk
+from paceline.data.order.cursor import Cursor
 from paceline.errors import ExitCode, PacelineError
 from paceline.job import Job
-from paceline.order.cursor import Cursor
-from paceline.prove.lockstep import feed_of
-from paceline.spec.task import Task
-from paceline.train.built import Built, build
-from paceline.train.ready import prepare
-from paceline.world import Place, World
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.trainer.setup.prepare import prepare
+from paceline.verification.compare_in_lockstep import feed_of
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once, by the one that forks
 _GRACE_SECONDS = 5.0
@@ -35,7 +35,7 @@ class Told:
     at: float = 0.0
 
 
-def nothing(built: Built) -> None:
+def nothing(built: TrainingSetup) -> None:
     """All is seen."""
 
 
@@ -45,7 +45,7 @@ def try_pair(
     make: Callable[[], Job],
     folder: Path,
     seconds: float = 60.0,
-    then: Callable[[Built], None] = nothing,
+    then: Callable[[TrainingSetup], None] = nothing,
 ) -> Told:
     """Prepare, build and step twice on `task.ranks` processes that stand in `folder`, and look at what they have."""
     with socket.socket() as free:
@@ -81,22 +81,22 @@ def _serve(
     task: Task,
     make: Callable[[], Job],
     folder: Path,
-    then: Callable[[Built], None],
+    then: Callable[[TrainingSetup], None],
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a user's own, such as torch.jit's
-    talk.say = lambda *_, **__: None  # type: ignore[assignment]
+    talk.print_line = lambda *_, **__: None  # type: ignore[assignment]
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     os.chdir(folder)
-    place = Place(rank=rank, world_size=task.ranks, local_rank=rank, port=port)
+    place = LaunchInfo(rank=rank, world_size=task.ranks, local_rank=rank, port=port)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.ranks)}
     told = Told(state="done")
     try:
         ready = prepare(task, job=make())
         world = World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=30.0)
-        built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         for given, _ in zip(feed_of(built, Cursor()), range(2), strict=False):
             built.step.run(given)
         then(built)

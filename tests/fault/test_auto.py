@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.measure.probe.cache import cache_folder, fingerprint, keep
-from paceline.store.runs import RunFolder
-from paceline.watch.report import page
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder, fingerprint, store_benchmark
+from paceline.reporting.run_report import run_page
+from paceline.run_folder.run_folder import RunFolder
 from tests.conftest import Ended, Shop
 from tests.pure.test_probed import probe
 
@@ -23,7 +23,7 @@ def auto(shop: Shop) -> Shop:
     """A shop with a job that can be short of memory, on a machine that has been probed."""
     shop.write("job.py", (Path(__file__).parent / "short_job.py").read_text())
     rates = tuple(replace(one, streams={**one.streams, "copy": one.streams["add"]}) for one in probe().rates)
-    keep(probe(rates=rates, fingerprint=fingerprint(ranks=2, device="cpu")), environ=environ(shop))
+    store_benchmark(probe(rates=rates, fingerprint=fingerprint(ranks=2, device="cpu")), environ=environ(shop))
     return shop
 
 
@@ -59,7 +59,7 @@ def test_it_says_what_it_chose_and_is_held_against_it(auto: Shop) -> None:
     assert sum(line.startswith("forecast | ") for line in lines) == 1
     metrics = (auto.path / "run" / "metrics.jsonl").read_text()
     assert '"forecast/time_ratio": ' in metrics and "forecast/memory_ratio" not in metrics
-    assert "Forecast and measured" in page(RunFolder(auto.path / "run"))
+    assert "Forecast and measured" in run_page(RunFolder(auto.path / "run"))
     again = train(auto, *small, steps=4)
     assert again.code == 0 and f"{lines[0].partition(', on ')[0]}, as this run had it" in again.out
     assert "planned in" not in again.out and len(events(auto, "Foretold")) == 2

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from paceline.plan.legal import refuse_products
-from paceline.plan.mesh import mesh_of
-from paceline.spec.layout import parse_layout
-from paceline.spec.read import read_asked
-from paceline.spec.task import Task
+from paceline.config.layout import parse_layout
+from paceline.config.loading import read_asked
+from paceline.config.task import Task
+from paceline.planner.layout.axis_products import check_axis_products
+from paceline.planner.layout.mesh import mesh_of
 from tests.conftest import Shop, no_process
 from tests.fault import bad_models
 from tests.fault.pairs import try_pair
@@ -256,7 +256,7 @@ def _hints_are_legal(text: str, ranks: int) -> None:
         layout = parse_layout(word.strip(",;"))
         problems: list[Any] = []
         mesh = mesh_of(layout, ranks=layout.ranks or ranks, problems=problems)
-        assert not [*problems, *refuse_products(layout, mesh)], word
+        assert not [*problems, *check_axis_products(layout, mesh)], word
 
 
 def _sampled(names: Iterable[str]) -> list[Any]:

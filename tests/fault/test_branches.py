@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.store.checkpoints import all_steps
-from paceline.store.disk import write_json
-from paceline.store.runs import RunFolder, find_run, newest_saved_run, run_of
-from paceline.store.writing import save
+from paceline.checkpoint.files.checkpoint_folder import all_steps
+from paceline.checkpoint.files.two_phase_commit import save
+from paceline.filesystem.atomic_files import write_json
+from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of
 from tests.conftest import Shop
 from tests.fault.test_store import STATE
 

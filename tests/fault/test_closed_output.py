@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.talk import say
-from paceline.watch.console import Tail
+from paceline.console.output import print_line
+from paceline.reporting.sinks.log_tail import Tail
 from tests.conftest import SMALL_JOB, Shop
 
 TRAIN = ("train", "job.py", "--ranks", "2", "--train.steps", "8", "--log.every", "1", "--run-dir", "run")
@@ -59,7 +59,7 @@ def test_a_console_that_can_not_be_written_raises_nothing_and_leaves_word(
     tail = Tail(folder, out=Refusing(number))
     tail()
     tail.close()
-    say("more", Refusing(number))
+    print_line("more", Refusing(number))
     told = (tmp_path / "events.jsonl").read_text()
     silently = number in (errno.EIO, errno.EPIPE)  # the reader has left
     assert silently is (told == "") is (capsys.readouterr().err == "")
@@ -86,8 +86,8 @@ def test_a_pipe_that_is_not_ready_is_waited_for() -> None:
     reader = threading.Timer(0.2, read)
     reader.start()
     with os.fdopen(writes, "w") as stream:
-        say("x" * 300_000, stream)  # more than a pipe holds while nobody reads
-        say("!", stream)
+        print_line("x" * 300_000, stream)  # more than a pipe holds while nobody reads
+        print_line("!", stream)
     reader.join()
     os.close(reads)
     assert found.endswith(b"x\n!\n")
@@ -98,7 +98,7 @@ EVIL = "a\x1b]0;owned\x07b\x1b[2Jc\x9b31md\re\x00f\u202eg\x7fh"
 
 def test_nothing_of_a_stranger_commands_the_terminal() -> None:
     out = io.StringIO()
-    say(f"✓ {EVIL}\n\tüñ语", out)
+    print_line(f"✓ {EVIL}\n\tüñ语", out)
     assert out.getvalue() == "✓ a\\x1b]0;owned\\x07b\\x1b[2Jc\\x9b31md\\x0de\\x00f\\u202eg\\x7fh\n\tüñ语\n"
     assert all(mark in "\n\t" or mark.isprintable() for mark in out.getvalue())
 
@@ -115,7 +115,7 @@ def test_what_a_job_prints_keeps_its_colours_and_its_bars_alone(tmp_path: Path) 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_marks_that_a_terminal_lacks_are_said_with_others(tmp_path: Path, encoding: str) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    say("✓ one × 2, 语", terminal)
+    print_line("✓ one × 2, 语", terminal)
     assert terminal.buffer.getvalue() == {"latin-1": "ok one × 2, ?\n", "ascii": "ok one x 2, ?\n"}[encoding].encode(
         encoding
     )

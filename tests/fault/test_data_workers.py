@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from paceline.data.loader import eval_feed, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import DataError
-from paceline.feed.feed import eval_feed, make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
 from tests.conftest import Shop
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -95,8 +95,8 @@ def in_time() -> Iterator[None]:
 
 
 def train(data: Any, *, workers: int) -> None:
-    cut = Cut(global_batch_size=4, micro_batch_size=4, replicas=1)
-    feed = make_feed(
+    cut = BatchPartition(global_batch_size=4, micro_batch_size=4, replicas=1)
+    feed = make_loader(
         data=data, collate=None if isinstance(data, DataLoader) else listed, order=None, seed=1, cut=cut,
         cursor=Cursor(), workers=workers,
     )  # fmt: skip
@@ -205,7 +205,7 @@ def test_sockets_are_where_temporary_files_are_unless_the_path_is_too_long(
 
 
 SOCKET = """
-from paceline.survive.sockets import short_temporary_folder
+from paceline.launch.agent.socket_paths import short_temporary_folder
 from multiprocessing.connection import Listener
 print(short_temporary_folder())
 Listener(family="AF_UNIX").close()

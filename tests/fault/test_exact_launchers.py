@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.resume_checks import check_identity
 from paceline.errors import ResumeError
-from paceline.start import EXACT_KERNELS
-from paceline.train.identity import check_identity
+from paceline.launch.launcher import EXACT_KERNELS
 from tests.conftest import SMALL_JOB, Ended, Shop
 
 WORDS = ("--train.exact", "--train.micro_batch_size", "3", "--watch.to", "jsonl")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.survive.failure import failure_of, read_failure, write_failure
-from paceline.survive.slate import make_slate
+from paceline.launch.failures.failure_record import failure_of, read_failure, write_failure
+from paceline.launch.failures.shared_status import make_failure_buffer
 from tests.conftest import SMALL_JOB, Shop
 from tests.fault.test_runs import wait_for
 
@@ -85,7 +85,7 @@ def test_what_can_not_be_written_is_said_in_our_words(shop: Shop, name: str) -> 
 
 
 def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:
-    slate = make_slate()
+    slate = make_failure_buffer()
     try:
         write_failure(tmp_path / "gone", rank=2, error=ValueError("too much"), slate=slate)
         write_failure(tmp_path / "gone", rank=1, error=ValueError("\u2028" * 10**6), slate=slate)

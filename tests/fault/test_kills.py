@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.survive.stacks import catches
+from paceline.launch.failures.stack_dumps import has_signal_handler
 from tests.conftest import Shop
 from tests.fault.processes import children, marked_processes, wait_until_gone
 
@@ -87,7 +87,7 @@ class Story:
     def _hurt(self, process: "subprocess.Popen[str]", mark: str) -> None:
         victim = self.rng.choice(VICTIMS)
         if victim in ("ctrl-c", "term"):
-            while process.poll() is None and not catches(process.pid, signal.SIGTERM):
+            while process.poll() is None and not has_signal_handler(process.pid, signal.SIGTERM):
                 time.sleep(0.01)  # before the run listens, a signal ends it as it would end any command
             process.send_signal(signal.SIGINT if victim == "ctrl-c" else signal.SIGTERM)
         elif found := _of_kind(victim, process.pid, mark):

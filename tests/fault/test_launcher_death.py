@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from paceline.survive.launcher_death import die_with_launcher, outlive_launcher
+from paceline.launch.agent.launcher_death import die_with_launcher, outlive_launcher
 from tests.conftest import Shop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.store.scratch import remove_abandoned, scratch_folder
+from paceline.filesystem.temporary_folders import remove_abandoned, scratch_folder
 from tests.conftest import Shop
 
 LIMIT_SECONDS = 60.0
@@ -117,7 +117,7 @@ def test_a_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pyt
         assert folder.path.is_dir() and folder.path.name.startswith("paceline-trial-")
         raise KeyError
     assert not left(tmp_path)
-    killed = "import os; from paceline.store.scratch import *\nwith scratch_folder('trial'): os.kill(os.getpid(), 9)"
+    killed = "import os; from paceline.filesystem.temporary_folders import *\nwith scratch_folder('trial'): os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", killed], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
     assert len(left(tmp_path)) == 1
     with scratch_folder("trial") as mine:
@@ -128,7 +128,7 @@ def test_a_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pyt
 
 def test_commands_side_by_side_leave_each_other_their_folders(tmp_path: Path) -> None:
     loop = """
-from paceline.store.scratch import scratch_folder
+from paceline.filesystem.temporary_folders import scratch_folder
 for _ in range(300):
     with scratch_folder("trial") as folder:
         assert folder.path.is_dir()

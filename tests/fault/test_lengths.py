@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.config.task import Task
 from paceline.errors import LayoutError
-from paceline.spec.task import Task
-from paceline.train.context import Lengths
+from paceline.trainer.checks.parallel_checks import BatchLengthCheck
 from tests.fault.bad_models import Tiny, job_of, rows
 from tests.fault.pairs import try_pair
 from tests.matrix.page import patterns, stands
@@ -49,7 +49,7 @@ def test_a_few_lengths_are_tried_once_each_and_leave_no_trace() -> None:
             raise LayoutError("it is odd.", hint="leave it out")
 
     live = nn.Linear(2, 2)
-    lengths, drawn = Lengths(live, tried, first=4), torch.get_rng_state()
+    lengths, drawn = BatchLengthCheck(live, tried, first=4), torch.get_rng_state()
     for length in (4, 5, 5, 4, 6, 5, 6):
         lengths(torch.zeros(length), length)
     with pytest.raises(LayoutError, match="at a length of 9, other than the first batch's, it is odd"):

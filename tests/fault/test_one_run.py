@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import paceline as pl
+from paceline.config.task import Task
 from paceline.errors import UsageError
-from paceline.spec.task import Task
-from paceline.store import hold as module
-from paceline.store.hold import LOCK, hold
+from paceline.filesystem import run_lock as module
+from paceline.filesystem.run_lock import LOCK, lock_run_folder
 from tests.conftest import SMALL_JOB, Shop
 from tests.fault.test_runs import wait_for
 from tests.parity.test_found import job, rows, trained
@@ -82,8 +82,8 @@ def test_a_killed_launcher_leaves_no_lock(shop: Shop) -> None:
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from paceline.store.hold import hold
-held = hold(Path(sys.argv[1]), wait=print)
+from paceline.filesystem.run_lock import lock_run_folder
+held = lock_run_folder(Path(sys.argv[1]), wait=print)
 if os.fork() == 0:
     print("child", flush=True)
     time.sleep(1.5)
@@ -97,11 +97,11 @@ def test_who_comes_after_a_killed_launcher_waits_for_its_workers(tmp_path: Path)
     launcher = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None and launcher.stdout.readline() == "child\n"
     with pytest.raises(UsageError, match=f"process {launcher.pid} on "):
-        hold(tmp_path, wait=print)
+        lock_run_folder(tmp_path, wait=print)
     launcher.kill()
     launcher.wait()
     told: list[str] = []
-    held = hold(tmp_path, wait=told.append)
+    held = lock_run_folder(tmp_path, wait=told.append)
     assert (tmp_path / "written").exists() and len(told) == 1
     held.close()
     launcher.stdout.close()
@@ -109,11 +109,11 @@ def test_who_comes_after_a_killed_launcher_waits_for_its_workers(tmp_path: Path)
 
 def test_a_worker_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.2)
-    held = hold(tmp_path, wait=print)
+    held = lock_run_folder(tmp_path, wait=print)
     holder = json.loads((tmp_path / LOCK).read_text())
     (tmp_path / LOCK).write_text(json.dumps({**holder, "born": "0"}))  # the number was given to another process since
     with pytest.raises(UsageError, match="another run's") as refused:
-        hold(tmp_path, wait=print)
+        lock_run_folder(tmp_path, wait=print)
     assert "launcher is gone" in refused.value.cause and "fuser" in refused.value.hint
     held.close()
 
@@ -125,11 +125,11 @@ def test_a_disk_without_locks_still_tells_a_second_run_of_this_machine(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(module.fcntl, "flock", flock)
-    held = hold(tmp_path, wait=print)
+    held = lock_run_folder(tmp_path, wait=print)
     with pytest.raises(UsageError, match=f"process {os.getpid()} on "):
-        hold(tmp_path, wait=print)
+        lock_run_folder(tmp_path, wait=print)
     held.close()
-    hold(tmp_path, wait=print).close()
+    lock_run_folder(tmp_path, wait=print).close()
 
 
 def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(
@@ -138,11 +138,11 @@ def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(
     folder = tmp_path / "run"
 
     def other_ends_first(path: Path, **more: Any) -> Any:
-        monkeypatch.setattr("paceline.train.ready.hold", hold)
+        monkeypatch.setattr("paceline.trainer.setup.prepare.lock_run_folder", lock_run_folder)
         trained(job(), folder, train_steps=3)
-        return hold(path, **more)
+        return lock_run_folder(path, **more)
 
-    monkeypatch.setattr("paceline.train.ready.hold", other_ends_first)
+    monkeypatch.setattr("paceline.trainer.setup.prepare.lock_run_folder", other_ends_first)
     trained(job(), folder, train_steps=5, log_every=1)
     assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 3, 4, 5]
 

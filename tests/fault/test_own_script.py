@@ -11,7 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.errors import JobError, UsageError
-from paceline.train.script import script_to_start
+from paceline.trainer.script_restart import script_to_start
 from tests.conftest import SMALL_JOB, Ended, Shop
 from tests.parity.test_found import job, trained
 

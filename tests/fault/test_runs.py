@@ -105,7 +105,7 @@ def test_two_signals_stop_now(shop: Shop) -> None:
 
 
 def test_what_starts_ranks_for_a_launcher_that_is_gone_leaves_before_it_reads_a_word(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "paceline.survive.nursery", str(tmp_path / "none.json"), "1"]
+    command = [sys.executable, "-m", "paceline.launch.agent.forkserver", str(tmp_path / "none.json"), "1"]
     assert subprocess.run(command, check=False).returncode == 128 + signal.SIGKILL
 
 
@@ -122,7 +122,7 @@ def test_nothing_outlives_a_killed_launcher(shop: Shop, victim: str) -> None:
     if victim == "launcher":
         process.kill()
     else:
-        nursery = next(p for p in marked_processes(mark) if b"survive.nursery" in Path(f"/proc/{p}/cmdline").read_bytes()
+        nursery = next(p for p in marked_processes(mark) if b"launch.agent.forkserver" in Path(f"/proc/{p}/cmdline").read_bytes()
                        and int(Path(f"/proc/{p}/stat").read_text().rsplit(")")[1].split()[1]) == process.pid)  # fmt: skip
         os.kill(nursery, signal.SIGKILL)
     process.communicate(timeout=20)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import CheckpointError
-from paceline.store.checkpoints import (
+from paceline.checkpoint.files.checkpoint_folder import (
     ASIDE,
     all_steps,
     load,
@@ -23,8 +22,9 @@ from paceline.store.checkpoints import (
     remove_leftovers,
     verify,
 )
-from paceline.store.tensors import TensorBytes
-from paceline.store.writing import commit, save, write_part
+from paceline.checkpoint.files.safetensors_io import TensorBytes
+from paceline.checkpoint.files.two_phase_commit import commit, save, write_part
+from paceline.errors import CheckpointError
 
 STATE = {
     "identity": {"seed": 1},
@@ -263,7 +263,7 @@ def test_parts_that_are_never_committed_are_not_seen(tmp_path: Path) -> None:
 
 def _rewrite(manifest: Path, change: object) -> None:
     """A manifest that was changed together with its digest, as an attacker would."""
-    from paceline.store.tensors import digest
+    from paceline.checkpoint.files.safetensors_io import digest
 
     body = json.loads(json.loads(manifest.read_text())["body"])
     change(body)  # type: ignore[operator]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.checkpoint.files.checkpoint_folder import load, newest_good, prune
+from paceline.checkpoint.files.manifest import kind_of, rank_file, write_files, write_manifest
+from paceline.checkpoint.files.resharding_reader import check_cover
+from paceline.checkpoint.files.safetensors_io import LazyTensor, TensorBytes, TensorEntry, write_tensors
+from paceline.checkpoint.files.two_phase_commit import begin, commit
 from paceline.errors import CheckpointError
-from paceline.store.checkpoints import load, newest_good, prune
-from paceline.store.manifest import kind_of, rank_file, write_files, write_manifest
-from paceline.store.pieces import check_cover
-from paceline.store.tensors import Later, TensorBytes, TensorEntry, write_tensors
-from paceline.store.writing import begin, commit
 from tests.fault.test_store import STATE
 
 Shape = tuple[int, ...]
@@ -163,6 +163,6 @@ def test_of_tensors_that_are_made_later_one_is_there_at_a_time(tmp_path: Path) -
         most[0] = max(most[0], living[0])
         return memoryview(Counted(1 << 17))
 
-    tensors = [Later(name=f"t{i}", dtype="U8", shape=(1 << 17,), make=make) for i in range(6)]
+    tensors = [LazyTensor(name=f"t{i}", dtype="U8", shape=(1 << 17,), make=make) for i in range(6)]
     write_tensors(tmp_path / "x.safetensors", tensors)
     assert living[0] == 0 and most[0] <= 2  # the one that is written, and the next, which is made as it is let go of

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.place.units import trainable
-from paceline.step.joint import Joint
-from paceline.step.update import Update
-from paceline.train.inputs import place_of
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.step.optimizer_update import OptimizerUpdate
+from paceline.step.step_reduction import StepReduction
+from paceline.trainer.diagnostics.nonfinite_inputs import place_of
 from tests.conftest import SMALL_JOB, Shop
 from tests.parity.test_found import job, trained
 
@@ -43,7 +43,7 @@ def test_the_microbatch_whose_loss_is_not_finite_is_named_with_its_rank(
 
 
 def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> None:
-    joint = Joint(world=World.alone(), names=["main", "aux"], num_micro=5)
+    joint = StepReduction(world=World.alone(), names=["main", "aux"], num_micro=5)
     for index in range(5):
         totals = {"main": 1.0, "aux": float("inf") if index in (1, 4) else 2.0}
         joint.put(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
@@ -66,8 +66,8 @@ def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_b
     model = nn.Linear(2, 1)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    update = Update(
-        named=trainable(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], schedules=[], scaler=None,
+    update = OptimizerUpdate(
+        named=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], schedules=[], scaler=None,
         max_grad_norm=None, check_finite=True, skip_nonfinite=False, ema=None,
     )  # fmt: skip
     said = str(update.refusal(step=3, loss=float("inf")))

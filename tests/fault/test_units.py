@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.place.shard.order import Order
-from paceline.spec.read import read_asked
-from paceline.spec.task import Task
-from paceline.survive.failure import doing, failure_of
-from paceline.survive.stuck import apart
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.config.loading import read_asked
+from paceline.config.task import Task
+from paceline.launch.failures.failure_record import annotate_progress, failure_of
+from paceline.launch.failures.hang_detection import divergence_failure
+from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
 from tests.fault.pairs import Told, try_pair
 from tests.matrix.page import patterns, stands
 
@@ -274,14 +274,14 @@ def test_a_gradient_in_the_loss_is_right_or_refused(layout: str, says: str, tmp_
 
 
 def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:
-    order = Order(["blocks.0", "blocks.1"], world=World.alone())
+    order = UnitOrderCheck(["blocks.0", "blocks.1"], world=World.alone())
     failures = []
     for rank, said in enumerate(("Application timeout caused pair closure", "Connection closed by peer")):
         order.saw(rank, backward=bool(rank))
-        with pytest.raises(RuntimeError) as caught, doing(order.told):
+        with pytest.raises(RuntimeError) as caught, annotate_progress(order.told):
             raise RuntimeError(f"gloo: {said}")
         failures.append(replace(failure_of(caught.value, rank=rank, step=3), is_users_own=False))  # gloo has raised it
-    found = apart(failures)
+    found = divergence_failure(failures)
     assert found.screen.startswith(
         "the ranks waited for each other in different places: rank 0 has gathered units 1 times"
     )

@@ -14,31 +14,31 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import CheckpointError, MachineError, SaveError, UsageError
-from paceline.store import checkpoints
-from paceline.store import tensors as tensors_module
-from paceline.store.checkpoints import (
+from paceline.checkpoint.files import checkpoint_folder as checkpoints
+from paceline.checkpoint.files import safetensors_io as tensors_module
+from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
     all_steps,
     is_mark_lost,
     load,
     mark_best,
-    marked,
     newest_good,
+    pointed_checkpoint,
     prune,
     verify,
 )
-from paceline.store.disk import open_regular, read_json, read_regular
-from paceline.store.export import check_consolidated, digest_files, seal, write_folder
-from paceline.store.full import explain_refusal
-from paceline.store.hold import LOCK, FolderIdentity, hold, refuse_links
-from paceline.store.pieces import check_cover
-from paceline.store.runs import RunFolder
-from paceline.store.tensors import TensorBytes, TensorEntry, digest
-from paceline.store.writing import save
-from paceline.train.plain import from_plain
-from paceline.verbs import ckpt
-from paceline.watch.files import JsonlSink, read_counted
+from paceline.checkpoint.files.hf_folder import check_consolidated, digest_files, seal, write_folder
+from paceline.checkpoint.files.resharding_reader import check_cover
+from paceline.checkpoint.files.safetensors_io import TensorBytes, TensorEntry, digest
+from paceline.checkpoint.files.two_phase_commit import save
+from paceline.checkpoint.state_json import from_plain
+from paceline.commands import ckpt
+from paceline.errors import CheckpointError, MachineError, SaveError, UsageError
+from paceline.filesystem.atomic_files import open_regular, read_json, read_regular
+from paceline.filesystem.disk_full import explain_refusal
+from paceline.filesystem.run_lock import LOCK, FolderIdentity, lock_run_folder, refuse_links
+from paceline.reporting.sinks.jsonl import JsonlSink, read_counted
+from paceline.run_folder.run_folder import RunFolder
 from tests.fault.test_store import STATE, tensors, write
 
 MODEL = "model.safetensors"
@@ -160,7 +160,7 @@ def test_other_files_of_a_run_are_read_as_if_they_were_not_there(tmp_path: Path,
         read_json(tmp_path / "x.json")
     assert read_counted(tmp_path / "x.json")[0] == []
     replace_by(tmp_path / "best", kind)
-    assert marked(tmp_path, BEST) is None and is_mark_lost(tmp_path, BEST)
+    assert pointed_checkpoint(tmp_path, BEST) is None and is_mark_lost(tmp_path, BEST)
 
 
 def test_a_file_that_is_too_large_or_too_deep_is_no_json(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_no_flipped_bit_of_the_mark_costs_the_best(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         (tmp_path / BEST).write_bytes(data)
-        assert marked(tmp_path, BEST) == paths[1], data
+        assert pointed_checkpoint(tmp_path, BEST) == paths[1], data
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 80, b"step-0000", b"step-00000077\n", b"nonsense\nmore\n"])
@@ -380,7 +380,7 @@ def test_a_run_does_not_write_through_links(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(victim)
     with pytest.raises(UsageError, match=f"{name} is a link to {victim}"):
-        hold(tmp_path / "run", wait=print)
+        lock_run_folder(tmp_path / "run", wait=print)
     if name.endswith(".jsonl"):
         with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
             JsonlSink(RunFolder(tmp_path / "run"))
@@ -429,7 +429,7 @@ def test_prune_passes_over_a_step_that_the_run_has_removed_meanwhile(
 @pytest.mark.parametrize("how", ["removed", "moved", "made anew", "made anew and locked"])
 def test_a_run_whose_folder_is_gone_writes_into_no_other(tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
-    held = hold(run, wait=print)
+    held = lock_run_folder(run, wait=print)
     place = FolderIdentity(run)
     place.check()
     run.rename(tmp_path / "elsewhere") if how == "moved" else (run / LOCK).unlink()
@@ -437,7 +437,7 @@ def test_a_run_whose_folder_is_gone_writes_into_no_other(tmp_path: Path, how: st
         run.rmdir()
     if "anew" in how:
         run.mkdir()
-    other = hold(run, wait=print) if "locked" in how else None
+    other = lock_run_folder(run, wait=print) if "locked" in how else None
     with pytest.raises(SaveError, match="was moved or removed"):
         place.check()
     for each in (held, other):

@@ -1,6 +1,7 @@
 """The house keeps its shape: who imports whom, how long things are, what needs no torch, what is public."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 ORDER = [
-    ("user_code",), ("errors",), ("plugins", "events", "pulse", "talk", "traffic", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
-    ("launch",), ("survive",), ("watch",), ("start",), ("torch_private",), ("torch_modes", "nested", "scalar", "signatures"), ("job", "job_fields", "job_parameters", "job_transfer", "world", "worlds", "streams"), ("feed",),
-    ("measure",), ("place",), ("step",), ("train",), ("prove",), ("hf",), ("verbs",), ("cli",), ("__main__", "__init__"),
+    ("user_code",), ("errors",), ("plugins", "events", "console", "faults", "bytes_sent"), ("config",), ("schedule",), ("planner",),
+    ("filesystem",), ("checkpoint.files",), ("run_folder",), ("launch",), ("reporting",), ("torch_internals",),
+    ("job", "job_field_checks", "job_parameters", "job_transfer"), ("comm",), ("data",), ("profiling",), ("parallel",), ("step",),
+    ("checkpoint",), ("trainer",), ("verification",), ("measured_planning",), ("custom_loop", "hf"), ("commands",), ("cli",),
+    ("__main__", "__init__"),
 ]  # fmt: skip
 RANK = {name: place for place, names in enumerate(ORDER) for name in names}
 FREE_OF_TORCH = [
@@ -20,24 +23,29 @@ FREE_OF_TORCH = [
     "errors",
     "plugins",
     "events",
-    "pulse",
-    "talk",
-    "traffic",
+    "console",
     "faults",
-    "spec",
+    "bytes_sent",
+    "config",
     "schedule",
-    "plan",
-    "order",
-    "store",
-    "launch",
-    "start",
+    "planner",
+    "filesystem",
+    "checkpoint.files",
+    "run_folder",
+    "reporting",
+    "data.order",
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts)
 
 
+def package_of(module: str) -> str:
+    """The entry of `ORDER` that a module, `parallel.sharding.units`, belongs to: the longest that it begins with."""
+    names = module.split(".")
+    return next(".".join(names[:n]) for n in range(len(names), 0, -1) if ".".join(names[:n]) in RANK)
+
+
 def room(path: Path) -> str:
-    inside = path.relative_to(PACKAGE)
-    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+    return package_of(str(path.relative_to(PACKAGE)).removesuffix(".py").replace("/", "."))
 
 
 def imports(path: Path) -> list[str]:
@@ -55,7 +63,7 @@ def test_a_room_imports_only_rooms_above_it(path: Path) -> None:
     own = RANK[room(path)]
     for module in imports(path):
         if module.startswith("paceline."):
-            other = module.split(".")[1]
+            other = package_of(module.removeprefix("paceline."))
             assert RANK[other] <= own, f"{path.name} in {room(path)} imports {module}, which stands below it"
             if RANK[other] == own and own != RANK["errors"]:
                 assert other == room(path) or len(ORDER[own]) > 1
@@ -89,13 +97,48 @@ def test_files_and_functions_are_small(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_stand_at_the_top(path: Path) -> None:
-    if room(path) in ("verbs", "cli", "__init__"):
+    if room(path) in ("commands", "cli", "__init__"):
         return
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.If | ast.Try):
             inner = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
             assert not inner, f"{path.name}:{inner[0].lineno} imports inside a block"
+
+
+def test_a_file_name_says_one_thing() -> None:
+    """A traceback shows base names: no two files share one, but for the twins of a chain's and a graph's stages."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.stem != "__init__":
+            found.setdefault(path.stem, []).append(str(path.relative_to(PACKAGE)))
+    twins = {"split", "stages", "simulate"}
+    assert {stem: paths for stem, paths in found.items() if len(paths) > 1 and stem not in twins} == {}
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    """At most 16 modules and packages side by side; the package's own folder, which holds the parts, has more."""
+    for folder in {path.parent for path in FILES} - {PACKAGE}:
+        inside = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+        assert len(inside) - 1 <= 16, f"{folder.relative_to(PACKAGE)} has {len(inside) - 1}"
+
+
+def test_each_package_says_what_it_is_for() -> None:
+    for path in FILES:
+        if path.stem == "__init__":
+            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert len(said.split()) >= 4, f"{path.relative_to(PACKAGE)} has no docstring"
+
+
+def test_files_that_are_named_in_strings_are_there() -> None:
+    """Frames are told by the end of their file's name: a file that moves takes its name along."""
+    files = {"/" + str(path.relative_to(PACKAGE.parent)) for path in FILES}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for name in re.findall(r"^[\w/]*/\w+\.py$", node.value):
+                    is_ours = not name.startswith("/torch/") and "paceline/examples" not in name
+                    assert not is_ours or any(file.endswith(name) for file in files), f"{path.name}: {name}"
 
 
 def test_rooms_that_need_no_device_import_no_torch() -> None:
@@ -105,17 +148,17 @@ def test_rooms_that_need_no_device_import_no_torch() -> None:
         f"names = {FREE_OF_TORCH!r}\n"
         "for name in names:\n"
         "    module = importlib.import_module('paceline.' + name)\n"
-        "    for info in pkgutil.iter_modules(getattr(module, '__path__', [])):\n"
-        "        importlib.import_module(f'paceline.{name}.{info.name}')\n"
-        "import paceline.survive.agent, paceline.survive.decide, paceline.survive.nursery, paceline.survive.failure, paceline.watch.report\n"
-        "import paceline.watch.sinks, paceline.watch.console, paceline.cli\n"
+        "    for info in pkgutil.walk_packages(getattr(module, '__path__', []), f'paceline.{name}.'):\n"
+        "        importlib.import_module(info.name)\n"
+        "import paceline.launch.agent.supervisor, paceline.launch.failures.first_failure, paceline.launch.agent.forkserver, paceline.launch.failures.failure_record, paceline.reporting.run_report\n"
+        "import paceline.reporting.sinks.sink_registry, paceline.reporting.sinks.log_tail, paceline.cli\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_command_begins_without_torch_and_numpy() -> None:
-    code = "import sys, paceline.verbs.table; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, paceline.commands.command_table; assert not {'torch', 'numpy'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -145,12 +188,12 @@ def test_public_names_are_few_and_all_there() -> None:
 
 def test_private_torch_is_touched_in_one_place() -> None:
     for path in FILES:
-        if path.name not in ("torch_private.py", "torch_modes.py"):
+        if path.name not in ("private_api.py", "dispatch_modes.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                     assert not any(a.name.startswith("_") for a in node.names), f"{path.name}:{node.lineno}"
         for module in imports(path):
-            if path.name in ("torch_private.py", "torch_modes.py"):
+            if path.name in ("private_api.py", "dispatch_modes.py"):
                 continue
             if module.startswith("torch."):
                 parts = module.split(".")
@@ -158,7 +201,7 @@ def test_private_torch_is_touched_in_one_place() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    from paceline.spec.read import known_settings
+    from paceline.config.loading import known_settings
 
     text = (ROOT / "docs" / "settings.md").read_text()
     missing = [name for name in known_settings() if f"`{name}`" not in text]

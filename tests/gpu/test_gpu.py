@@ -5,21 +5,21 @@ import warnings
 import pytest
 import torch
 
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
+from paceline.comm.process_group import World
+from paceline.config.settings import Settings, Train
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.job import Job
-from paceline.order.cursor import Cursor
-from paceline.plan.settle import Plan
-from paceline.spec.settings import Settings, Train
-from paceline.train.built import build
-from paceline.world import World
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.trainer.setup.build_training_setup import build_training_setup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 
-def alone(*, batch: int) -> Plan:
+def alone(*, batch: int) -> ExecutionPlan:
     """One process on one GPU."""
-    return Plan(
+    return ExecutionPlan(
         layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
         global_batch_size=batch, micro_batch_size=batch, num_micro=1, notes=(),
     )  # fmt: skip
@@ -36,9 +36,9 @@ def test_a_step_never_waits_for_the_device() -> None:
     )
     plan = alone(batch=32)
     world = World.alone(device=torch.device("cuda", 0))
-    step = build(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=world).step
-    cut = Cut(global_batch_size=32, micro_batch_size=32)
-    feed = iter(make_feed(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor(), pin_memory=True))
+    step = build_training_setup(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=world).step
+    cut = BatchPartition(global_batch_size=32, micro_batch_size=32)
+    feed = iter(make_loader(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor(), pin_memory=True))
     for _ in range(3):
         step.run(next(feed))
     torch.cuda.set_sync_debug_mode("warn")
@@ -54,7 +54,7 @@ def test_a_step_never_waits_for_the_device() -> None:
 @pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu")])
 def test_replicas_as_threads_on_and_beside_a_gpu(devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas on one GPU, and weights that are copied to another device, against one process on the CPU."""
-    monkeypatch.setattr("paceline.place.meeting._device", lambda world, rank: torch.device(devices[rank]))
+    monkeypatch.setattr("paceline.comm.rank_threads._device", lambda world, rank: torch.device(devices[rank]))
     data = [(torch.randn(16, dtype=torch.float64), torch.tensor(i % 4)) for i in range(64)]
     job = Job(
         model=lambda: torch.nn.Linear(16, 4, dtype=torch.float64),
@@ -65,13 +65,13 @@ def test_replicas_as_threads_on_and_beside_a_gpu(devices: tuple[str, str], monke
     )
     weights = []
     for replicas, device in ((2, torch.device("cuda", 0)), (1, torch.device("cpu"))):
-        plan = Plan(
+        plan = ExecutionPlan(
             layout="threads", update="sync", processes=1, replicas=replicas, device=device.type, backend="none",
             threads=1, global_batch_size=30, micro_batch_size=8, num_micro=4, notes=(),
         )  # fmt: skip
-        made = build(job=job, settings=Settings(), plan=plan, world=World.alone(device=device))
-        cut = Cut(global_batch_size=30, micro_batch_size=8)
-        feed = iter(make_feed(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+        made = build_training_setup(job=job, settings=Settings(), plan=plan, world=World.alone(device=device))
+        cut = BatchPartition(global_batch_size=30, micro_batch_size=8)
+        feed = iter(make_loader(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
         for _ in range(4):
             made.step.run(next(feed))
         weights.append([p.detach().cpu() for p in made.model.parameters()])
@@ -91,9 +91,9 @@ def test_a_step_that_is_not_finite_is_left_out_on_a_gpu_too() -> None:
     )
     plan = alone(batch=4)
     world = World.alone(device=torch.device("cuda", 0))
-    made = build(job=job, settings=Settings(train=Train(on_nonfinite="skip")), plan=plan, world=world)
-    feed = make_feed(
-        data=data, collate=None, order="sequential", seed=0, cut=Cut(global_batch_size=4, micro_batch_size=4),
+    made = build_training_setup(job=job, settings=Settings(train=Train(on_nonfinite="skip")), plan=plan, world=world)
+    feed = make_loader(
+        data=data, collate=None, order="sequential", seed=0, cut=BatchPartition(global_batch_size=4, micro_batch_size=4),
         cursor=Cursor(),
     )  # fmt: skip
     assert [made.step.run(given).committed for given, _ in zip(feed, range(4), strict=False)] == [

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.measure.probe.here import Asked, probe_here
-from paceline.measure.probe.links import KINDS
-from paceline.plan.probed import Probe
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark
+from paceline.profiling.machine_benchmarks.collective_benchmarks import KINDS
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -18,10 +18,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def probed(home: Path, *, ranks: int) -> Probe:
+def probed(home: Path, *, ranks: int) -> HardwareBenchmark:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
-        return probe_here(ranks=ranks, device="cuda", asked=Asked(seconds=20.0, folder=home))
+        return probe_here(ranks=ranks, device="cuda", asked=BenchmarkRequest(seconds=20.0, folder=home))
 
 
 def test_one_gpu(home: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.start import choose_kernels
+from paceline.launch.launcher import choose_kernels
 
 choose_kernels()  # before torch, for exact mode
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.spec.layout import Kind, parse_layout
+from paceline.config.layout import LayoutKind, parse_layout
 
 MODELS = ("text", "digits", "llama", "gpt2", "bert", "t5", "vit", "mixtral", "nano")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "zb_h1", "zb_v")
@@ -144,4 +144,4 @@ def whole(sizes: Iterable[int] = (2, 4, 8), **more: Any) -> list[Case]:
 def is_single(layout: str) -> bool:
     """A layout of one word, or that with its schedule."""
     word, _, rest = layout.partition(",")
-    return word in list(Kind) and (not rest or rest.startswith("schedule="))
+    return word in list(LayoutKind) and (not rest or rest.startswith("schedule="))

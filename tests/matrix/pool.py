@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from paceline.world import World
+from paceline.comm.process_group import World
 from tests.matrix.cases import Case
 from tests.matrix.work import join, work
 

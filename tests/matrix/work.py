@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from paceline import talk
+from paceline.checkpoint.tensor_bytes import weights_digest
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.task import Task
+from paceline.console import output as talk
+from paceline.data.order.cursor import Cursor
 from paceline.errors import ExitCode, PacelineError, Problems
-from paceline.order.cursor import Cursor
-from paceline.prove.double import in_double
-from paceline.prove.finding import BITWISE, VERDICTS
-from paceline.prove.lockstep import Lockstep, feed_of
-from paceline.prove.placed import built_in
-from paceline.prove.reference import At
-from paceline.prove.worker import cursors, reference
-from paceline.spec.task import Task
-from paceline.train.built import Built
-from paceline.train.convert import weights_digest
-from paceline.train.ready import Ready, prepare
-from paceline.world import Place, World
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.prepare import PreparedJob, prepare
+from paceline.verification.compare_in_lockstep import Lockstep, feed_of
+from paceline.verification.finding import BITWISE, VERDICTS
+from paceline.verification.precision import built_in
+from paceline.verification.reference.float64_mode import in_double
+from paceline.verification.reference.reference import RunPosition
+from paceline.verification.verify_worker import compared_steps, reference
 from tests.matrix.cases import Case
 from tests.zoo import JOBS, Rows
 
@@ -37,9 +37,9 @@ _CAN: dict[str, bool] = {}
 def join(rank: int, *, ranks: int, port: int, timeout_seconds: float) -> World:
     """The pool's own world: cases share it."""
     torch.set_num_threads(1)
-    talk.say = _nothing  # type: ignore[assignment]
+    talk.print_line = _nothing  # type: ignore[assignment]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    place = Place(rank=rank, world_size=ranks, local_rank=rank, port=port)
+    place = LaunchInfo(rank=rank, world_size=ranks, local_rank=rank, port=port)
     return World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
 
 
@@ -57,7 +57,7 @@ def work(case: Case, world: World) -> dict[str, Any]:
     return {**found, "at": time.monotonic(), "rank": world.rank}
 
 
-def ready_of(case: Case) -> Ready:
+def ready_of(case: Case) -> PreparedJob:
     """The case as a user would ask for it."""
     job = JOBS[case.model](**case.params)
     data = job.train_data
@@ -92,13 +92,13 @@ def _run(case: Case, world: World) -> dict[str, Any]:
     return found
 
 
-def _precisions(case: Case, ready: Ready, world: World) -> list[str]:
+def _precisions(case: Case, ready: PreparedJob, world: World) -> list[str]:
     """Those that were asked for; fp32 in place of a float64 that the model can't do in one process either."""
     asked = [name for name in case.checks if name in _DTYPES]
     if "float64" in asked and world.is_main and case.model not in _CAN:
         try:
             with in_double():
-                reference(ready, torch.float64).gradient(At(step=0, epoch=0, position=0))
+                reference(ready, torch.float64).gradient(RunPosition(step=0, epoch=0, position=0))
             _CAN[case.model] = True
         except RuntimeError:
             _CAN[case.model] = False
@@ -106,10 +106,10 @@ def _precisions(case: Case, ready: Ready, world: World) -> list[str]:
     return asked if can else sorted({*asked, "fp32"} - {"float64"})
 
 
-def _lockstep(case: Case, ready: Ready, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
+def _lockstep(case: Case, ready: PreparedJob, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
     built = built_in(ready, world, dtype)
     alone = reference(ready, dtype) if world.is_main else None
-    finding = Lockstep(built=built, reference=alone, say=_nothing).run(cursors(ready, case.steps))
+    finding = Lockstep(built=built, reference=alone, say=_nothing).run(compared_steps(ready, case.steps))
     _leave(built)
     return vars(finding)
 
@@ -121,13 +121,13 @@ def _merge(found: dict[str, Any], name: str, finding: dict[str, Any]) -> None:
         found.setdefault("first_difference", {"precision": name, **finding["first_difference"]})
 
 
-def wholes(built: Built) -> dict[str, torch.Tensor]:
+def wholes(built: TrainingSetup) -> dict[str, torch.Tensor]:
     """Parameters and buffers, whole, on every rank."""
     holding = built.weights
     return dict(holding.wholes({name: held.tensor for name, held in holding.mine.items()}))
 
 
-def _feed(built: Built) -> Iterator[Any]:
+def _feed(built: TrainingSetup) -> Iterator[Any]:
     feed = feed_of(built, Cursor())
     try:
         yield from feed
@@ -135,7 +135,7 @@ def _feed(built: Built) -> Iterator[Any]:
         feed.close()
 
 
-def _leave(built: Built) -> None:
+def _leave(built: TrainingSetup) -> None:
     built.close()
 
 

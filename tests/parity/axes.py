@@ -1,6 +1,6 @@
 """What `cp` and `ep` are held against: the same batches through the whole model in one process, in float64.
 
-`over` is an `Exchange`: threads of one process, or processes. One of size 1 is the one process.
+`over` is an `AxisExchange`: threads of one process, or processes. One of size 1 is the one process.
 """
 
 import copy
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.played_ranks import AxisExchange, ThreadBarrier, ThreadExchange, run_simulated_ranks
 from paceline.examples.text import GPT
 from paceline.examples.text import loss as text_loss
-from paceline.place.context.check import InDouble
-from paceline.place.context.sequence import ContextParallel
-from paceline.place.exchange import Exchange, Played, Table, play
-from paceline.place.experts.spread import split_experts
-from paceline.place.parts import Part
+from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.context_parallel_check import InDouble
+from paceline.parallel.expert_parallel.expert_parallel import split_experts
+from paceline.parallel.module_access.shard_spec import ShardSpec
 
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64,
@@ -49,11 +49,11 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def alone() -> Exchange:
-    return Played(table=Table(size=1), rank=0)
+def alone() -> AxisExchange:
+    return ThreadExchange(table=ThreadBarrier(size=1), rank=0)
 
 
-def train(case: Case, over: Exchange, start: nn.Module | None = None) -> Trained:
+def train(case: Case, over: AxisExchange, start: nn.Module | None = None) -> Trained:
     """Steps of SGD with momentum on this rank's part of every sequence. Threads share a generator, so a `start`."""
     model = copy.deepcopy(start or case.model()).double()
     placed = ContextParallel(model=model, sequence=case.sequence, over=over, own_loss=case.own_loss)
@@ -95,7 +95,7 @@ def distance_context(case: Case, *, ranks: int) -> float:
     """The largest difference of any rank's training to one process's."""
     start = case.model()
     wanted = train(case, alone(), start)
-    return max(far(found, wanted) for found in play(lambda over: train(case, over, start), size=ranks))
+    return max(far(found, wanted) for found in run_simulated_ranks(lambda over: train(case, over, start), size=ranks))
 
 
 # -- models
@@ -226,14 +226,14 @@ class Mixture(nn.Module):
 
 
 def train_experts(
-    model: nn.Module, data: Sequence[Sequence[Any]], over: Exchange | None, *, twice: bool = False
-) -> tuple[dict[str, Tensor | None], dict[str, Tensor], dict[str, Part]]:
+    model: nn.Module, data: Sequence[Sequence[Any]], over: AxisExchange | None, *, twice: bool = False
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor], dict[str, ShardSpec]]:
     """Steps over `data` (a list of rank batches a step): all of them in one process without `over`, else one's own.
 
     Gives the gradients of the first step, the weights after the last and the parts. `twice` plants a fault.
     """
     model = copy.deepcopy(model).double()
-    parts: dict[str, Part] = {}
+    parts: dict[str, ShardSpec] = {}
     if over is not None:
         parts = dict(split_experts(model=model, over=over).parts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -270,7 +270,7 @@ def far_experts(model: nn.Module, data: Sequence[Sequence[Any]], found: Any, wan
     gradients, weights, parts = found
     for got, right in ((gradients, wanted[0]), (weights, wanted[1])):
         for name, whole in right.items():
-            part = parts.get(name, Part.all_of(() if whole is None else whole.shape))
+            part = parts.get(name, ShardSpec.all_of(() if whole is None else whole.shape))
             if part.local is None:
                 assert name not in got
                 continue
@@ -288,7 +288,7 @@ def assert_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: in
 def distance_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: int, twice: bool = False) -> float:
     """The largest difference of any rank's gradients and weights to one process's."""
     wanted = train_experts(model, data, None)
-    every = play(lambda over: train_experts(model, data, over, twice=twice), size=ranks)
+    every = run_simulated_ranks(lambda over: train_experts(model, data, over, twice=twice), size=ranks)
     return max(far_experts(model, data, found, wanted) for found in every)
 
 

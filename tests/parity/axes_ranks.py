@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.place.context.check import InDouble
-from paceline.place.context.sequence import ContextParallel, context
-from paceline.place.exchange import Sent
-from paceline.place.experts.spread import split_experts
-from paceline.world import World
+from paceline.comm.played_ranks import ProcessExchange
+from paceline.comm.process_group import World
+from paceline.parallel.context_parallel.context_parallel import ContextParallel, split_context
+from paceline.parallel.context_parallel.context_parallel_check import InDouble
+from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from tests.parity.axes import (
     BERT,
     BERT_PLAIN,
@@ -71,7 +71,7 @@ def contexts(world: World) -> None:
     if world.world_size == 2:  # the others are in `make soak`, and between threads in test_context.py
         cases = {name: cases[name] for name in ("text", "llama")}
     for name, case in cases.items():
-        distance = far(train(case, Sent(world=world)), train(case, alone()))
+        distance = far(train(case, ProcessExchange(world=world)), train(case, alone()))
         assert distance < CLOSE, (name, distance)
 
 
@@ -87,7 +87,7 @@ def mixtures(world: World) -> None:
             continue
         data = tokens(*(sizes if name != "mixtral" else [size + 4 for size in sizes]))
         wanted = train_experts(model, data, None)
-        distance = far_experts(model, data, train_experts(model, data, Sent(world=world)), wanted)
+        distance = far_experts(model, data, train_experts(model, data, ProcessExchange(world=world)), wanted)
         assert distance < CLOSE, (name, distance)
 
 
@@ -116,13 +116,13 @@ def product(world: World) -> None:
 
 
 def faces(world: World) -> None:
-    """`context` by hand, and outputs joined."""
+    """`split_context` by hand, and outputs joined."""
     case = text(length=13)
     model, ids = case.model(), case.batches[0][0]
     placed = ContextParallel(model=model, sequence=case.sequence, world=world)
     part = placed.cut(case.batches[0])
     mine = part.data
-    with torch.no_grad(), context(world=world, model=model, length=13):
+    with torch.no_grad(), split_context(world=world, model=model, length=13):
         by_hand = model(mine[0])
     with torch.no_grad(), placed.forward(part):
         found = placed.join(model(mine[0]), part=part)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.feed.stream import checksum
+from paceline.data.stream.iterable_loader import checksum
 from paceline.job import Job
-from paceline.prove.dropout import quiet
-from paceline.prove.finding import Finding
-from paceline.prove.judge import Judge
-from paceline.prove.reference import At, Reference, Spec
-from paceline.prove.seen import Seen
-from paceline.streams import key, random_blocks, seed_all, seed_torch
+from paceline.torch_internals.rng import random_blocks, seed_all, seed_torch, stream_key
+from paceline.verification.compare_step import StepComparison
+from paceline.verification.diagnosis.observed_step import ObservedStep
+from paceline.verification.finding import RungResult
+from paceline.verification.reference.dropout_isolation import without_dropout
+from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Bed:
     def __init__(
         self,
         job: Job,
-        spec: Spec,
+        spec: ReferenceConfig,
         *,
         ranks: int,
         fault: str = "",
@@ -48,18 +48,18 @@ class Bed:
         self.job, self.spec, self.fault, self.layer = job, spec, fault, layer
         self.reference = Reference(job=job, spec=spec, cast=cast)
         self.ranks = [self._rank(number) for number in range(ranks)]
-        self.finding = Finding()
+        self.finding = RungResult()
         self._last: dict[str, Tensor] = {}
 
-    def run(self, places: Sequence[At]) -> Finding:
+    def run(self, places: Sequence[RunPosition]) -> RungResult:
         """Lock-step over these places, as `verify` does it."""
         self._compare_start()
         for at in places:
             self._take_over()
-            judge = Judge(reference=self.reference, at=at, finding=self.finding, last=self._last)
+            judge = StepComparison(reference=self.reference, at=at, finding=self.finding, last=self._last)
             judge.see(self._play(at))
             if judge.wants_quiet:
-                with quiet([self.reference.model, *(rank.model for rank in self.ranks)]):
+                with without_dropout([self.reference.model, *(rank.model for rank in self.ranks)]):
                     self._take_over()
                     judge.see_quiet(self._play(at).gradients)
                 self._take_over()
@@ -73,7 +73,7 @@ class Bed:
     # -- building
 
     def _rank(self, number: int) -> Rank:
-        seed = key(self.spec.seed, "build") + (number if self.fault == "unequal start weights" else 0)
+        seed = stream_key(self.spec.seed, "build") + (number if self.fault == "unequal start weights" else 0)
         seed_all(seed)
         model = self.job.model()
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -119,7 +119,7 @@ class Bed:
 
     # -- one step
 
-    def _play(self, at: At) -> Seen:
+    def _play(self, at: RunPosition) -> ObservedStep:
         num = len(self.ranks)
         pieces = self.reference.pieces(at)
         read = {j: list(piece.samples) for j, piece in enumerate(pieces)}
@@ -141,7 +141,7 @@ class Bed:
         reported = [loss] * num
         if self.fault == "loss logged by rank 0 alone":
             reported = [losses[0] / sum(counts[0])] * num
-        return Seen(
+        return ObservedStep(
             gradients=reduced,
             buffers=[{n: b.detach().clone() for n, b in rank.model.named_buffers()} for rank in self.ranks],
             losses=reported,
@@ -149,7 +149,7 @@ class Bed:
             contents={j: checksum(value, 0) for j, value in data.items()},
         )
 
-    def _spoil_data(self, at: At, read: dict[int, list[int]], data: dict[int, Any]) -> None:
+    def _spoil_data(self, at: RunPosition, read: dict[int, list[int]], data: dict[int, Any]) -> None:
         num = len(self.ranks)
         if self.fault in ("same samples", "same samples, unseen"):
             for j in list(data):
@@ -168,7 +168,7 @@ class Bed:
 
     def _backward(
         self,
-        at: At,
+        at: RunPosition,
         number: int,
         mine: range,
         data: Any,
@@ -187,7 +187,7 @@ class Bed:
         clipped: dict[str, Tensor] = {}
         for j in mine:
             stream = j // len(self.ranks) if self.fault == "equal dropout" else j
-            rank.stream = key(self.spec.seed, at.step, stream)
+            rank.stream = stream_key(self.spec.seed, at.step, stream)
             seed_all(rank.stream + (number * 7 if self.fault == "dropout by rank" else 0))
             for module in self._norms(rank.model):
                 module.momentum = 1.0
@@ -320,7 +320,7 @@ class Bed:
                 with torch.no_grad():
                     buffer.copy_(value)
 
-    def _update(self, judge: Judge, right: dict[str, Tensor]) -> None:
+    def _update(self, judge: StepComparison, right: dict[str, Tensor]) -> None:
         afters = []
         for rank in self.ranks:
             for name, p in rank.model.named_parameters():
@@ -336,11 +336,11 @@ class Bed:
             judge.update(before=before, after=after, where=f", on rank {number}" if number else "")
 
 
-def places(total: int, batch: int, steps: int) -> list[At]:
+def places(total: int, batch: int, steps: int) -> list[RunPosition]:
     """The first steps and the short last one."""
     starts = list(range(0, total, batch))
     chosen = [*starts[: steps - 1], starts[-1]] if len(starts) >= steps else starts
-    return [At(step=start // batch, epoch=0, position=start) for start in dict.fromkeys(chosen)]
+    return [RunPosition(step=start // batch, epoch=0, position=start) for start in dict.fromkeys(chosen)]
 
 
 def copied(model: nn.Module) -> nn.Module:

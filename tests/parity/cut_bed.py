@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.place.holding import Held, Holding
-from paceline.place.meeting import PeerLeft, thread_worlds
-from paceline.place.parts import Part, row_range, sharded
-from paceline.place.units import Named
-from paceline.train.apart import Unlisted
-from paceline.train.optimizer_state import Shares
-from paceline.train.state import Trained
-from paceline.world import World
+from paceline.checkpoint.optimizer_state import Shares
+from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers
+from paceline.checkpoint.train_state import TrainState
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import PeerFailed, thread_worlds
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.shard_spec import ShardSpec, row_range, shard_rows
+from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
 
 T = TypeVar("T")
-Cuts = Mapping[str, Sequence[Part]]
+Cuts = Mapping[str, Sequence[ShardSpec]]
 
 
 class Counter(nn.Module):
@@ -108,34 +108,34 @@ def adamw(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def any_cut(shape: Sequence[int], *, ranks: int, rng: random.Random) -> list[Part]:
+def any_cut(shape: Sequence[int], *, ranks: int, rng: random.Random) -> list[ShardSpec]:
     """How the ranks hold a tensor: by rows, columns, heads of a fused one, stages, replicas, or rows of columns."""
-    whole, none = Part.all_of(shape), Part.none_of(shape)
-    ways: list[Callable[[int], Part]] = [lambda r: whole]
+    whole, none = ShardSpec.all_of(shape), ShardSpec.none_of(shape)
+    ways: list[Callable[[int], ShardSpec]] = [lambda r: whole]
     home = rng.randrange(ranks)
     ways.append(lambda r: whole if r == home else none)
-    ways.append(lambda r: sharded(whole, place=r, places=ranks) if shape else (whole if r == home else none))
+    ways.append(lambda r: shard_rows(whole, place=r, places=ranks) if shape else (whole if r == home else none))
     if len(shape) > 1 and 0 not in shape:
         last = len(shape) - 1
         ways.append(lambda r: _ranges(shape, last, [row_range(shape[last], place=r, places=ranks)]))
         ways.append(lambda r: _heads(shape, place=r, places=ranks))
     if len(shape) > 1 and ranks == 4:
-        ways.append(lambda r: sharded(_heads(shape, place=r // 2, places=2), place=r % 2, places=2))
+        ways.append(lambda r: shard_rows(_heads(shape, place=r // 2, places=2), place=r % 2, places=2))
     if ranks > 2:
         ways.append(
             lambda r: (
-                sharded(whole, place=r % 2, places=2) if shape and r < ranks // 2 * 2 else none if shape else whole
+                shard_rows(whole, place=r % 2, places=2) if shape and r < ranks // 2 * 2 else none if shape else whole
             )
         )
     way = rng.choice(ways)
     return [way(rank) for rank in range(ranks)]
 
 
-def _ranges(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Part:
-    return Part.of_ranges(shape, dim=dim, ranges=ranges)
+def _ranges(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> ShardSpec:
+    return ShardSpec.of_ranges(shape, dim=dim, ranges=ranges)
 
 
-def _heads(shape: Sequence[int], *, place: int, places: int) -> Part:
+def _heads(shape: Sequence[int], *, place: int, places: int) -> ShardSpec:
     """A part of each third of the rows, as of a fused query, key and value."""
     third = shape[0] // 3
     starts = [0, third, 2 * third]
@@ -148,14 +148,14 @@ def cuts(model: nn.Module, *, ranks: int, rng: random.Random, whole: bool = Fals
     """For every tensor one."""
     named = [*model.named_parameters(), *model.named_buffers()]
     if whole:
-        return {name: [Part.all_of(t.shape)] * ranks for name, t in named}
+        return {name: [ShardSpec.all_of(t.shape)] * ranks for name, t in named}
     found = {name: any_cut(t.shape, ranks=ranks, rng=rng) for name, t in named}
     # what stands once in a module tree is whole where it is there
-    found |= {name: [Part.all_of(t.shape)] * ranks for name, t in named if name.endswith("table")}
+    found |= {name: [ShardSpec.all_of(t.shape)] * ranks for name, t in named if name.endswith("table")}
     return found
 
 
-def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None = None) -> Trained:
+def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None = None) -> TrainState:
     """A rank that was just built: zeros of the right shapes."""
     model = model or Model()
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -172,7 +172,7 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path).register_buffer(leaf, tensor, persistent=False)
     held = [
-        Held(
+        LocalTensor(
             name=name,
             part=weights[name][world.rank],
             dtype=t.dtype,
@@ -185,11 +185,11 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
     ]
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named = [
-        Named(index=i, name=n, parameter=nn.Parameter(_empty(p, kept[n][world.rank])))
+        NamedParameter(index=i, name=n, parameter=nn.Parameter(_empty(p, kept[n][world.rank])))
         for i, (n, p) in enumerate(trainable)
     ]
     shares = [
-        Held(name=m.name, part=kept[m.name][world.rank], dtype=m.parameter.dtype, find=lambda p=m.parameter: p)
+        LocalTensor(name=m.name, part=kept[m.name][world.rank], dtype=m.parameter.dtype, find=lambda p=m.parameter: p)
         for m in named
     ]
     ema_names = [name for name, _ in model.named_parameters()]
@@ -197,16 +197,16 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
     ema = SimpleNamespace(names=ema_names, averages=[torch.zeros_like(t) for t in live], live=live, decay=0.9)
     optimizer = adamw([(m.name, m.parameter) for m in named])
     update: Any = SimpleNamespace(optimizers=[optimizer], schedules=[], scaler=None, ema=ema)
-    return Trained(
+    return TrainState(
         model=model,
         update=update,
-        unlisted=Unlisted(model),
-        weights=Holding(world=world, held=held),
-        shares=Shares(named=named, kept=Holding(world=world, held=shares), world=world),
+        unlisted=NonPersistentBuffers(model),
+        weights=ShardedTensors(world=world, held=held),
+        shares=Shares(named=named, kept=ShardedTensors(world=world, held=shares), world=world),
     )
 
 
-def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> Trained:
+def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> TrainState:
     """A rank that holds its parts of the truth."""
     made = hollow(weights=weights, kept=kept, world=world)
     whole = found.tensors
@@ -231,7 +231,7 @@ def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> Trained
     return made
 
 
-def check(made: Trained, found: Truth) -> None:
+def check(made: TrainState, found: Truth) -> None:
     """It holds its parts of the truth, bit for bit."""
     whole = found.tensors
     for name, held in made.weights.mine.items():
@@ -264,7 +264,7 @@ def play(ranks: int, work: Callable[[World], T]) -> list[T]:
     def run(rank: int) -> None:
         try:
             found[rank] = work(worlds[rank])
-        except PeerLeft:
+        except PeerFailed:
             pass
         except BaseException as error:
             failed.append(error)
@@ -287,5 +287,5 @@ def copied(found: Truth) -> Truth:
     return copy.deepcopy(found)
 
 
-def _empty(tensor: Tensor, part: Part) -> Tensor:
+def _empty(tensor: Tensor, part: ShardSpec) -> Tensor:
     return torch.zeros((0,) if part.local is None else part.local, dtype=tensor.dtype)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from paceline.place.stage.graph_plan import plan_graph
-from paceline.place.stage.graph_stages import GraphStages
-from paceline.schedule.build import build
-from paceline.schedule.forward import forward_only
-from paceline.step.pipeline import Pipeline
-from paceline.step.staged import Staged, add_ties
-from paceline.streams import Streams
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.parallel.pipeline.graph.cut_points import plan_graph
+from paceline.parallel.pipeline.graph.stages import GraphStages
+from paceline.schedule.lowering import forward_only
+from paceline.schedule.registry import build
+from paceline.step.pipeline.schedule_interpreter import Pipeline
+from paceline.step.pipeline.stage_worker import Staged, add_ties
+from paceline.torch_internals.rng import RandomStreams
 from tests.parity.graph_models import CASES, built
 
 MICRO = 4
@@ -25,7 +25,7 @@ MICRO = 4
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     answers = {word: one(word, world) for word in sys.argv[1:]}
     world.barrier()
     print(json.dumps(answers))
@@ -36,9 +36,9 @@ def one(word: str, world: World) -> dict[str, Any]:
     name, schedule, *fault = word.split(":")
     case, program = CASES[name], build(schedule, ranks=world.world_size, micro=MICRO)
     losses, looked, right, weights = whole(name)
-    model, streams = built(name), Streams(seed=3)
+    model, streams = built(name), RandomStreams(seed=3)
     plan = plan_graph(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
-    streams.arm(model)
+    streams.attach(model)
     stages = GraphStages(model, cut=plan.cut, own=program.stages_of(world.rank), bare=plan.bare)
     if fault:
         plant(stages)
@@ -77,8 +77,8 @@ def plant(stages: GraphStages) -> None:
 
 def whole(name: str) -> tuple[list[float], float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """One process: losses, the loss after the update without dropout, gradients and weights."""
-    model, streams, losses = built(name), Streams(seed=3), []
-    streams.arm(model)
+    model, streams, losses = built(name), RandomStreams(seed=3), []
+    streams.attach(model)
     for microbatch in range(MICRO):
         streams.enter(step=0, microbatch=microbatch)
         losses.append(CASES[name].loss(model, microbatch))

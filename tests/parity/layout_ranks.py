@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.spec.task import Task
-from paceline.start import EXACT_KERNELS
-from paceline.train.run import Run
-from paceline.train.session import Session
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.config.task import Task
+from paceline.launch.launcher import EXACT_KERNELS
+from paceline.trainer.run import Run
+from paceline.trainer.session import Session
 
 SETTINGS = {
     "train.steps": 3,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.errors import PacelineError
-from paceline.train import begin
+from paceline.trainer.setup import initial_model as begin
 
 STEPS = 4
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -224,17 +224,17 @@ def files(layout: str, *, build: Callable[[], nn.Module] = Net, make: Any = adam
 
 def handed(layout: str) -> dict[str, Any]:
     """A model that is large though below the limit: rank 0 builds it, and ranks get rows of it."""
-    small, draft, calls = begin.SMALL_BYTES, begin.draft, list[int]()
+    small, draft, calls = begin.SMALL_BYTES, begin.defer_init, list[int]()
 
     def heard(*args: Any, **more: Any) -> Any:
         calls.append(1)
         return draft(*args, **more)
 
-    begin.SMALL_BYTES, begin.draft = 100, heard
+    begin.SMALL_BYTES, begin.defer_init = 100, heard
     try:
         return {**plain_loop(layout), "drafted": len(calls)}
     finally:
-        begin.SMALL_BYTES, begin.draft = small, draft
+        begin.SMALL_BYTES, begin.defer_init = small, draft
 
 
 def large(layout: str) -> dict[str, Any]:

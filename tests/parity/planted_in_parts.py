@@ -11,7 +11,7 @@ IN_PARTS = [
         should="Each rank's gradient holds only its last microbatch (6 and 7 of 8); the earlier ones are lost.",
         says=("microbatch|accumul",),
         code="""
-from paceline.place.replicate import BucketReducer
+from paceline.parallel.data_parallel.reducer import BucketReducer
 _before = BucketReducer.before_backward
 
 def before_backward(self, *, last, counts=True):
@@ -31,7 +31,7 @@ BucketReducer.before_backward = before_backward
         should="The gradient of the embedding is 3 times too large, the number of ranks: it was reduced twice.",
         says=("factor of 3|3 times|times 3", "twice|again|number of ranks|two times"),
         code="""
-from paceline.place.replicate import BucketReducer
+from paceline.parallel.data_parallel.reducer import BucketReducer
 _finish = BucketReducer.finish
 
 def finish(self, *, divisor):
@@ -51,7 +51,7 @@ BucketReducer.finish = finish
         should="Every gradient is a quarter of what it should be: divided by the number of ranks once too often.",
         says=(r"factor of (0\.25|1/4)|1/4|0\.25|4 times too small|quarter|divided", "rank"),
         code="""
-from paceline.place.replicate import BucketReducer
+from paceline.parallel.data_parallel.reducer import BucketReducer
 _finish = BucketReducer.finish
 
 def finish(self, *, divisor):
@@ -70,7 +70,7 @@ BucketReducer.finish = finish
         should="Each rank's loss was divided by its own count of targets, not the joint one: a mean of means.",
         says=("count",),
         code="""
-from paceline.step import telling
+from paceline.step.loss import reporting as telling
 _joint_counts = telling.joint_counts
 SPACE = 32
 
@@ -98,8 +98,8 @@ changed_job(lambda job: {"count": lambda batch: (batch[-1] != SPACE).sum()})
         says=("statistic|running|BatchNorm", "rank|local|own|joined|fold"),
         quick=True,
         code="""
-from paceline.place.batchnorm import StatisticsTape
-_fold = StatisticsTape.fold
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+_fold = MicrobatchStatistics.fold
 
 def fold(self, *, num_micro):
     if self._world.world_size == 1:
@@ -114,7 +114,7 @@ def fold(self, *, num_micro):
     self._has_run = False
     return True
 
-StatisticsTape.fold = fold
+MicrobatchStatistics.fold = fold
 """,
     ),
     Planted(
@@ -125,13 +125,13 @@ StatisticsTape.fold = fold
         should="In step 2 the ranks read other samples than one process, which has the epoch's last 6 there.",
         says=("sample|batch|data|order",),
         code="""
-from paceline.feed.feed import IndexedFeed
-_start = IndexedFeed.__init__
+from paceline.data.loader import MapStyleLoader
+_start = MapStyleLoader.__init__
 
 def start(self, *, cut, **rest):
     _start(self, cut=replace(cut, drop_last=cut.drop_last or cut.replicas > 1), **rest)
 
-IndexedFeed.__init__ = start
+MapStyleLoader.__init__ = start
 _read = read_digits
 
 def read_digits():
@@ -146,8 +146,8 @@ def read_digits():
         should="Rank 1 reads one sample twice and one not at all.",
         says=("rank 1", "twice|sample|index|read"),
         code="""
-from paceline.feed.feed import IndexedFeed
-_wanted = IndexedFeed._wanted
+from paceline.data.loader import MapStyleLoader
+_wanted = MapStyleLoader._wanted
 
 def wanted(self, batch, index):
     asked = _wanted(self, batch, index)
@@ -155,7 +155,7 @@ def wanted(self, batch, index):
         return replace(asked, indices=(*asked.indices[:-1], asked.indices[0]))
     return asked
 
-IndexedFeed._wanted = wanted
+MapStyleLoader._wanted = wanted
 """,
     ),
     Planted(
@@ -166,9 +166,9 @@ IndexedFeed._wanted = wanted
         should="Ranks 0 and 1 both run microbatches 0 and 2; nobody runs 1 and 3.",
         says=("microbatch|sample", "twice|both|same|nobody|no rank|missing|not read"),
         code="""
-from paceline.feed import feed
-_deal = feed.deal
-feed.deal = lambda num_micro, *, replica, replicas: _deal(num_micro, replica=0, replicas=replicas)
+from paceline.data import loader as feed
+_deal = feed.assign_microbatches
+feed.assign_microbatches = lambda num_micro, *, replica, replicas: _deal(num_micro, replica=0, replicas=replicas)
 """,
     ),
     Planted(
@@ -179,7 +179,7 @@ feed.deal = lambda num_micro, *, replica, replicas: _deal(num_micro, replica=0, 
         should="Step 2's gradient holds step 1's as well: gradients are not cleared between steps.",
         says=("previous|last step|step 1|step before|clear|zero_grad|stale|left over",),
         code="""
-from paceline.place.replicate import BucketReducer
+from paceline.parallel.data_parallel.reducer import BucketReducer
 _begin = BucketReducer.begin
 
 def begin(self):
@@ -199,7 +199,7 @@ BucketReducer.begin = begin
         should="head.weight stays as it was on rank 2, though its gradient is right: the optimizer does not hold it.",
         says=("rank 2", "not updated|unchanged|did not (move|change)|stays|update|optimizer"),
         code="""
-from paceline.train import built
+from paceline.trainer.setup import build_training_setup as built
 _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):
@@ -226,7 +226,7 @@ built.make_update = make_update
         should="The ranks clip by different norms: each measures only its own half of the gradients.",
         says=("clip|norm",),
         code="""
-from paceline.train import built
+from paceline.trainer.setup import build_training_setup as built
 _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):
@@ -247,7 +247,7 @@ built.make_update = make_update
         should="Gradients agree; in step 2 rank 2's learning rate is another: its schedule is a step ahead.",
         says=("rank 2", r"\blr\b|learning rate|schedule"),
         code="""
-from paceline.train import built
+from paceline.trainer.setup import build_training_setup as built
 _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):
@@ -266,7 +266,7 @@ built.make_update = make_update
         should="Every reduced gradient is right to 3 digits only: something rounds to bf16 on the way.",
         says=("bf16|bfloat16|precision|rounded|digits|low",),
         code="""
-from paceline.place.replicate import _Unit
+from paceline.parallel.data_parallel.reducer import _Unit
 _payload = _Unit._payload
 
 def payload(self):
@@ -285,7 +285,7 @@ _Unit._payload = payload
         should="Rank 1 sends up_proj's gradient as gate_proj's and the other way round: another order there.",
         says=("gate_proj", "up_proj", "swap|place|order|exchange|mixed|another parameter"),
         code="""
-from paceline.place.replicate import _Unit
+from paceline.parallel.data_parallel.reducer import _Unit
 _payload = _Unit._payload
 
 def payload(self):
@@ -306,13 +306,13 @@ _Unit._payload = payload
         should="Ranks 1 to 3 read other samples than the one order gives them: their shuffle has another seed.",
         says=("rank 1", "sample|order|shuffle|read|seed"),
         code="""
-from paceline.feed.feed import IndexedFeed
-_start = IndexedFeed.__init__
+from paceline.data.loader import MapStyleLoader
+_start = MapStyleLoader.__init__
 
 def start(self, *, seed, cut, **rest):
     _start(self, seed=seed + (cut.replica if cut.replicas > 1 else 0), cut=cut, **rest)
 
-IndexedFeed.__init__ = start
+MapStyleLoader.__init__ = start
 """,
     ),
     Planted(
@@ -323,7 +323,7 @@ IndexedFeed.__init__ = start
         should="blocks.0.mlp.2.weight holds each rank's own gradient: it was not reduced. All others agree.",
         says=("not reduced|own gradient|local|not summed",),
         code="""
-from paceline.place.replicate import _Unit
+from paceline.parallel.data_parallel.reducer import _Unit
 _payload, _land = _Unit._payload, _Unit.land
 SKIPPED = "blocks.0.mlp.2.weight"
 

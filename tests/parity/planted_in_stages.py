@@ -12,7 +12,7 @@ IN_STAGES = [
         quick=True,
         code="""
 import torch
-from paceline.place.stage.stages import Stages
+from paceline.parallel.pipeline.chain.stages import Stages
 _block_gate = Stages._block_gate
 
 def block_gate(self, number, dummy):
@@ -37,7 +37,7 @@ Stages._block_gate = block_gate
         should="Dropout after the last block draws from another stream on stage 1: another mask than one process's.",
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
-from paceline.place.stage import stages
+from paceline.parallel.pipeline.chain import stages
 stages.take_stream = lambda state, device: torch.manual_seed(len(state))
 """,
     ),
@@ -49,8 +49,8 @@ stages.take_stream = lambda state, device: torch.manual_seed(len(state))
         should="embed.weight is tied to the head on stage 1; its gradient is not summed over the stages.",
         says=("tied|tie|both stages|stages 0", "stage", "not summed|not added|sum|part"),
         code="""
-from paceline.place.stage.pipe import Piped
-Piped.ties = property(lambda self: {})
+from paceline.parallel.pipeline.pipeline_model import PipelineModel
+PipelineModel.ties = property(lambda self: {})
 """,
     ),
     Misplaced(
@@ -61,15 +61,15 @@ Piped.ties = property(lambda self: {})
         should="Stage 0 (rank 0) has the sum of embed.weight's gradients, stage 1 (rank 1) only its own part.",
         says=("stage 1", "rank 1", "not summed|not added|part|copies|copy"),
         code="""
-from paceline.place.stage import ties
-added = ties.added
+from paceline.parallel.gradients import tied_parameters as ties
+added = ties.sum_tied_gradients
 
 def part(parameter, *, ranks, place, world):
     own = parameter.grad
     found = added(parameter, ranks=ranks, place=place, world=world)
     return own if world.rank == 1 else found
 
-ties.added = part
+ties.sum_tied_gradients = part
 """,
     ),
     Misplaced(
@@ -79,7 +79,7 @@ ties.added = part
         parameters=("embed.weight",),
         says=("stage 0", "zero|no gradient|border|lost|sent back"),
         code="""
-from paceline.step.pipeline import Pipeline
+from paceline.step.pipeline.schedule_interpreter import Pipeline
 _return = Pipeline._return
 
 def back(self, at, gradients):
@@ -95,7 +95,7 @@ Pipeline._return = back
         should="The pipeline runs microbatch 1's samples twice and microbatch 2's never.",
         says=("microbatch", "twice|never|2|same"),
         code="""
-from paceline.step.piped import _Work
+from paceline.step.pipeline.pipeline_forward_backward import _Work
 _forward = _Work.forward
 
 def forward(self, *, stage, microbatch, received):
@@ -113,7 +113,7 @@ _Work.forward = forward
         should="Stage 0's weight gradients lack the last microbatch: its W action is not done.",
         says=("stage 0", "microbatch"),
         code="""
-from paceline.step.pipeline import Pipeline
+from paceline.step.pipeline.schedule_interpreter import Pipeline
 _weight = Pipeline._weight
 
 def weight(self, action, work):
@@ -135,8 +135,8 @@ Pipeline._weight = weight
         says=("remat|recomput|again", "dropout|random|mask|stream"),
         code="""
 import torch
-from paceline.place.remat import Rerun
-_again = Rerun.again
+from paceline.parallel.activation_checkpointing.checkpointing import RecomputedForward
+_again = RecomputedForward.again
 
 def again(self, once, args, kwargs):
     drops = [m for m in self._caches._block.modules() if isinstance(m, torch.nn.Dropout)] if hasattr(
@@ -150,7 +150,7 @@ def _shifted(inner):
         return inner(*args, **kwargs)
     return run
 
-Rerun.again = again
+RecomputedForward.again = again
 """,
     ),
     Misplaced(
@@ -161,7 +161,7 @@ Rerun.again = again
         says=("rank 1", "row", "moved|shift|off by|order|roll|neighbour|places"),
         quick=True,
         code="""
-from paceline.place.shard.scatter import ScatterReducer
+from paceline.parallel.sharding.reduce_scatter import ScatterReducer
 _finish = ScatterReducer.finish
 
 def finish(self, *, divisor):
@@ -180,7 +180,7 @@ ScatterReducer.finish = finish
         should="Every gradient is half of what it should be: reduce-scatter averaged over 2 ranks and not summed.",
         says=(r"factor of (0\.5|1/2)|1/2|0\.5|half|2 times too small", "averag|divided|ranks"),
         code="""
-from paceline.place.shard import scatter
+from paceline.parallel.sharding import reduce_scatter as scatter
 _start = scatter.start_reduce_scatter
 
 def start(buffer, *, out, world):
@@ -202,7 +202,7 @@ scatter.start_reduce_scatter = start
         should="Gradients are summed over dp_shard but not over dp_replicate: ranks 0, 1 and ranks 2, 3 differ.",
         says=("dp_replicate|replica", "not summed|not added|not reduced|a part|own part"),
         code="""
-from paceline.place.shard.scatter import ScatterReducer
+from paceline.parallel.sharding.reduce_scatter import ScatterReducer
 _start = ScatterReducer.__init__
 
 def start(self, *, replicas=None, **rest):
@@ -217,8 +217,8 @@ ScatterReducer.__init__ = start
         should="Gradients agree; after the update each rank's model has only its own rows new, the others are stale.",
         says=("stale|not gathered|not updated|unchanged|gather", "rank|rows"),
         code="""
-from paceline.place.shard.zero import Spread
-Spread.__call__ = lambda self: None
+from paceline.parallel.sharding.zero1_zero2 import ParameterAllGather
+ParameterAllGather.__call__ = lambda self: None
 """,
     ),
     Misplaced(
@@ -229,7 +229,7 @@ Spread.__call__ = lambda self: None
         says=("microbatch|sample|stand", "rank 1|twice|counted|stand"),
         code="""
 import torch
-from paceline.step import passes
+from paceline.step import forward_backward as passes
 
 def stand_in(self, given, data, missing, joint, *, step, stop):
     if not missing:
@@ -241,8 +241,8 @@ def stand_in(self, given, data, missing, joint, *, step, stop):
     passes.backward(self._parts, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
     return joint
 
-_stand_in = passes.MicroPasses._stand_in
-passes.MicroPasses._stand_in = stand_in
+_stand_in = passes.MicrobatchForwardBackward._stand_in
+passes.MicrobatchForwardBackward._stand_in = stand_in
 """,
     ),
     Misplaced(
@@ -255,15 +255,15 @@ passes.MicroPasses._stand_in = stand_in
         code="""
 from dataclasses import replace
 
-from paceline.place.tensor import rules_product as products
-from paceline.place.tensor.split import RULES
-from paceline.place.tensor.wire import _CopyIn
+from paceline.parallel.tensor_parallel.rules import matmul as products
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES
+from paceline.parallel.tensor_parallel.collectives import _CopyIn
 
 _plain = RULES["linear"]
 
 def linear(call):
     weight, bias = call["weight"], call["bias"]
-    if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None and my_rank() >= 2:
+    if isinstance(weight, products.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None and my_rank() >= 2:
         return _plain(replace(call, given=call.given | {"bias": None})) + _CopyIn.apply(bias, weight.wire)
     return _plain(call)
 
@@ -278,7 +278,7 @@ RULES["linear"] = linear
         should="Rank 3 (stage 1, second shard) does not update its rows of blocks.3.down.weight.",
         says=("rank 3", "not updated|unchanged|did not (move|change)|stays|update", "stage 1|dp_shard"),
         code="""
-from paceline.train import built
+from paceline.trainer.setup import build_training_setup as built
 _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):

@@ -11,13 +11,13 @@ IN_TENSORS = [
         code="""
 from dataclasses import replace
 
-from paceline.place.tensor import rules_product as products
-from paceline.place.tensor.split import RULES
+from paceline.parallel.tensor_parallel.rules import matmul as products
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES
 _plain = RULES["linear"]
 
 def linear(call):
     weight, bias = call["weight"], call["bias"]
-    if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None:
+    if isinstance(weight, products.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None:
         found = _plain(replace(call, given=call.given | {"bias": None}))
         return found + bias * weight.wire.size
     return _plain(call)
@@ -34,15 +34,15 @@ RULES["linear"] = linear
         code="""
 from dataclasses import replace
 
-from paceline.place.tensor import rules_product as products
-from paceline.place.tensor.split import RULES
-from paceline.place.tensor.wire import _CopyIn
+from paceline.parallel.tensor_parallel.rules import matmul as products
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES
+from paceline.parallel.tensor_parallel.collectives import _CopyIn
 
 _plain = RULES["linear"]
 
 def linear(call):
     weight, bias = call["weight"], call["bias"]
-    if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None:
+    if isinstance(weight, products.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None:
         return _plain(replace(call, given=call.given | {"bias": None})) + _CopyIn.apply(bias, weight.wire)
     return _plain(call)
 
@@ -57,7 +57,7 @@ RULES["linear"] = linear
         says=("norm", "not summed|not added|not reduced|a part|own part", r"\btp\b"),
         quick=True,
         code="""
-from paceline.place.tensor import rules_math
+from paceline.parallel.tensor_parallel.rules import elementwise as rules_math
 rules_math.copy_in = lambda whole, wire: whole
 """,
     ),
@@ -67,7 +67,7 @@ rules_math.copy_in = lambda whole, wire: whole
         should="What column-parallel layers send back is each rank's part only: everything before them is wrong.",
         says=(r"\btp\b", "not summed|not added|not reduced|a part|own part|differ"),
         code="""
-from paceline.place.tensor import wire
+from paceline.parallel.tensor_parallel import collectives as wire
 wire._CopyIn.backward = staticmethod(lambda ctx, grad: (grad, None))
 """,
     ),
@@ -81,13 +81,13 @@ wire._CopyIn.backward = staticmethod(lambda ctx, grad: (grad, None))
 from dataclasses import replace
 
 import torch
-from paceline.place.tensor.split import RULES, Split
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor
 
 _plain = RULES["embedding"]
 
 def embedding(call):
     ids, weight = call["input"], call["weight"]
-    if isinstance(weight, Split) and weight.cut.dim == 0 and weight.wire.rank == 1:
+    if isinstance(weight, ShardPropagatingTensor) and weight.cut.dim == 0 and weight.wire.rank == 1:
         start, stop = weight.cut.ranges(1)[0]
         mine = (ids >= start) & (ids < stop)
         call = replace(call, given=call.given | {"input": torch.where(mine, (ids + 1).clamp(max=stop - 1), ids)})
@@ -102,7 +102,7 @@ RULES["embedding"] = embedding
         should="In attention each rank's queries meet the next head's keys: qkv and all before it are wrong.",
         says=("qkv|attention|head|blocks.0", "output|forward|loss"),
         code="""
-from paceline.place.tensor import rules_product as products
+from paceline.parallel.tensor_parallel.rules import matmul as products
 _keys = products._keys
 _turn = [0]
 
@@ -121,13 +121,13 @@ products._keys = keys
         should="Under tp the keys that go round the ring are the next head's: qkv of the first block and all after it.",
         says=("qkv|attention|head|blocks.0", "output|forward|loss"),
         code="""
-from paceline.place.context.mode import ContextMode
-_around = ContextMode._around
+from paceline.parallel.context_parallel.function_mode import ContextParallelMode
+_around = ContextParallelMode._around
 
 def around(self, query, key, value, *, heads, **given):
     return _around(self, query, key if heads is None else key.roll(1, -3), value, heads=heads, **given)
 
-ContextMode._around = around
+ContextParallelMode._around = around
 """,
     ),
     Misplaced(
@@ -138,7 +138,7 @@ ContextMode._around = around
         parameters=("blocks.", "embed"),
         says=("not trained", "gradient is zero|no gradient"),
         code="""
-from paceline.place.tensor import seam
+from paceline.parallel.tensor_parallel import user_hook_calls as seam
 _back = seam._Laid.put_back
 
 def put_back(self, values):
@@ -157,7 +157,7 @@ seam._Laid.put_back = put_back
         steps=(0, 1),
         says=("start|before the first step", "rank 1"),
         code="""
-from paceline.place.tensor import placed
+from paceline.parallel.tensor_parallel import tensor_parallel as placed
 _split_over = placed.split_over
 
 def split_over(model, *, plan, wire):
@@ -178,7 +178,7 @@ placed.split_over = split_over
         says=("loss", r"\btp\b", "vocabulary|logits|head|cross"),
         code="""
 import torch
-from paceline.place.tensor import rules_loss
+from paceline.parallel.tensor_parallel.rules import loss as rules_loss
 
 def forward(ctx, local, own, mine, kept, dim, wire):
     top = wire.largest(local.amax(dim, keepdim=True))
@@ -198,8 +198,8 @@ rules_loss._EntropyOfClass.forward = staticmethod(forward)
         should="Gradients agree; the norm counts what both tp ranks hold twice, so clipping makes them too small.",
         says=("norm|clip", "twice|counted|too large|replicated|every rank"),
         code="""
-from paceline.place.holding import Holding
-Holding.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors
+ShardedTensors.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
 """,
     ),
     Misplaced(
@@ -209,7 +209,7 @@ Holding.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
         should="At each border of the sequence's pieces the label is missing or another's: labels moved after the cut.",
         says=("label|target|count", "border|cut|cp|sequence"),
         code="""
-from paceline.place.context import sequence as context
+from paceline.parallel.context_parallel import context_parallel as context
 _cut_batch = context.cut_batch
 
 def cut_batch(batch, *, sequence, ranks, rank, shift_labels=False):
@@ -229,8 +229,8 @@ context.cut_batch = cut_batch
         says=("places|position", r"\bcp\b|sequence"),
         verdict="refused",
         code="""
-from paceline.place.context import cut as context_cut
-context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self.size(rank), device=device)
+from paceline.parallel.context_parallel import sequence_sharding as context_cut
+context_cut.SequenceSharding.positions = lambda self, rank, *, device=None: torch.arange(self.size(rank), device=device)
 """,
     ),
     Misplaced(
@@ -240,7 +240,7 @@ context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self
         says=("attention|qkv|blocks.0", r"\bcp\b|sequence"),
         verdict="refused",
         code="""
-from paceline.place.context.ring import Ring
+from paceline.parallel.context_parallel.ring_attention import Ring
 _pairs = Ring.pairs
 Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.rank else iter(())
 """,
@@ -251,7 +251,7 @@ Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.r
         should="Gradients are added over data ranks only, not over cp: each holds its part of the sequence's.",
         says=(r"\bcp\b", "not summed|not added|not reduced|a part|own part"),
         code="""
-from paceline.place import divide
+from paceline.parallel import build_reducer as divide
 _reducer = divide.reducer_of
 divide.reducer_of = lambda named, world, grid, compress=None: _reducer(named, type(world).alone(), grid)
 """,
@@ -264,8 +264,8 @@ divide.reducer_of = lambda named, world, grid, compress=None: _reducer(named, ty
         says=("expert", "swap|place|other|exchange|mixed"),
         code="""
 from dataclasses import replace
-from paceline.place.experts import spread as experts
-from paceline.train import context
+from paceline.parallel.expert_parallel import expert_parallel as experts
+from paceline.trainer.checks import parallel_checks as context
 _plan_route = experts.plan_route
 context.check_experts = lambda **_: None  # which would find it before verify does
 
@@ -284,14 +284,14 @@ experts.plan_route = plan_route
         should="Experts' gradients are half of the right ones, 1/ep: tokens of all ranks have come, nothing to average.",
         says=("expert", r"factor of (0\.5|1/2)|1/2|0\.5|half", r"\bep\b|experts?.parallel|ranks"),
         code="""
-from paceline.place.both import BothReducers
-_finish = BothReducers.finish
+from paceline.parallel.gradients.combined_reducer import ComposedReducer
+_finish = ComposedReducer.finish
 
 def finish(self, *, divisor):
     first, *rest = [r.finish(divisor=divisor if n == 0 else divisor * 2) for n, r in enumerate(self._reducers)]
     return first and all(rest)
 
-BothReducers.finish = finish
+ComposedReducer.finish = finish
 """,
     ),
 ]

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.measure.held import Watch, held_now
-from paceline.place import divide, tried
-from paceline.place.shard import fsdp, sharded
-from paceline.spec.task import Task
-from paceline.train.built import build
-from paceline.train.convert import weights_digest
-from paceline.train.ready import prepare
-from paceline.world import Place, World
+from paceline.checkpoint.tensor_bytes import weights_digest
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.task import Task
+from paceline.parallel import build_reducer as divide
+from paceline.parallel.sharding import fully_sharded as fsdp
+from paceline.parallel.sharding import shardability_check as tried
+from paceline.parallel.sharding import sharded_model as sharded
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, memory_at_rest
+from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.prepare import prepare
 
 WORDS = 32
 
@@ -106,7 +108,7 @@ def tell(answer: str) -> None:
     Path(f"{answer}-{os.environ['RANK']}.json").write_text(json.dumps(told))
 
 
-class Meter(Watch):
+class Meter(MemoryTracker):
     """The most bytes of tensors from here until gradients are given their memory, and of the process's memory."""
 
     def __init__(self) -> None:
@@ -136,7 +138,7 @@ METER = Meter() if __name__ != "tests.parity.reach_job" and "RANK" in os.environ
 def run(payload: dict[str, Any]) -> int:
     """One rank: for each layout the most bytes while it was built, those that it holds, and the digest of the whole."""
     torch.set_num_threads(1)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     told = {}
     for layout in payload["layouts"]:
         task = Task(
@@ -148,8 +150,8 @@ def run(payload: dict[str, Any]) -> int:
         )
         ready = prepare(task, job=make_job(asks=layout in payload.get("asks", ())))
         meter = Meter()
-        built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
-        held = held_now(model=built.model)
+        built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        held = memory_at_rest(model=built.model)
         wholes = dict(built.weights.wholes({name: one.tensor for name, one in built.weights.mine.items()}))
         told[layout] = {
             "most": meter.peak.total,

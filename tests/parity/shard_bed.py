@@ -24,17 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.place import units
-from paceline.place.exact import ExactReducer, Grid
-from paceline.place.norm import joint_norm
-from paceline.place.parts import Part
-from paceline.place.replicate import LocalReducer
-from paceline.place.rules import learn
-from paceline.place.shard.chosen import FullySharded
-from paceline.place.shard.fsdp import shard_fully
-from paceline.place.shard.sharded import Data, Sharded, zero
-from paceline.place.units import trainable
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
+from paceline.parallel.data_parallel.reducer import LocalReducer
+from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.module_access import parameters as units
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.sharding.fsdp_options import FullySharded
+from paceline.parallel.sharding.fully_sharded import shard_fully
+from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
+from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
 
 CLIP = 0.5
 
@@ -214,24 +214,24 @@ def plain(case: Case) -> dict[str, dict[str, Tensor]]:
     return {"weights": weights, "gradients": gradients, "norms": {"all": torch.stack(norms)}}
 
 
-def place(case: Case, model: nn.Module, data: Data, grid: Grid | None) -> tuple[Sharded, list[Any]]:
-    named = trainable(model)
-    rules = learn(OPTIMIZERS[case.optimizer], named)
+def place(case: Case, model: nn.Module, data: DataGroups, grid: FixedPointGrid | None) -> tuple[Sharded, list[Any]]:
+    named = trainable_parameters(model)
+    rules = try_optimizer_factory(OPTIMIZERS[case.optimizer], named)
     if case.layout == "fsdp":
         rules.refuse_rows(layout="fsdp", exact=case.exact)
         sharded = shard_fully(model, named=named, data=data, grid=grid, asked=case.asked)
     else:
         whole = list(rules.whole(exact=case.exact))
         stage = int(case.layout.removeprefix("zero"))
-        sharded = zero(stage=stage, model=model, named=named, data=data, grid=grid, whole=whole)
+        sharded = shard_zero12(stage=stage, model=model, named=named, data=data, grid=grid, whole=whole)
     return sharded, rules.on(sharded.shares)
 
 
 def alone(case: Case) -> dict[str, dict[str, Tensor]]:
     """The package's own one process: the reducer of `single`, for the bits."""
     model = build(case)
-    named = trainable(model)
-    grid = Grid(names=[member.name for member in named]) if case.exact else None
+    named = trainable_parameters(model)
+    grid = FixedPointGrid(names=[member.name for member in named]) if case.exact else None
     reducer: Any = ExactReducer(named=named, world=World.alone(), grid=grid) if grid else LocalReducer(named=named)
     made = OPTIMIZERS[case.optimizer]([(m.name, m.parameter) for m in named])
     optimizers = made if isinstance(made, list) else [made]
@@ -294,10 +294,10 @@ def _microbatch(
         assert all(p.grad is None for p in model.parameters()), "a whole gradient stays after its microbatch"
 
 
-def worlds_of(rank: int, size: int, replicate: int) -> Data:
+def worlds_of(rank: int, size: int, replicate: int) -> DataGroups:
     every = World(rank=rank, world_size=size, backend="gloo", group=dist.group.WORLD)
     if replicate == 1:
-        return Data(all=every, shard=every)
+        return DataGroups(all=every, shard=every)
     each = size // replicate
     rows = [list(range(r * each, (r + 1) * each)) for r in range(replicate)]
     columns = [list(range(c, size, each)) for c in range(each)]
@@ -308,18 +308,18 @@ def worlds_of(rank: int, size: int, replicate: int) -> Data:
             return World.alone()
         return World(rank=ranks.index(rank), world_size=len(ranks), backend="gloo", group=groups[tuple(ranks)])
 
-    return Data(all=every, shard=world(rows[rank // each]), replicas=world(columns[rank % each]))
+    return DataGroups(all=every, shard=world(rows[rank // each]), replicas=world(columns[rank % each]))
 
 
 def train(case: Case, rank: int, size: int) -> dict[str, Any]:
     """One rank's part of it."""
     data = worlds_of(rank, size, case.replicate)
     model = build(case)
-    grid = Grid(names=[member.name for member in trainable(model)]) if case.exact else None
+    grid = FixedPointGrid(names=[member.name for member in trainable_parameters(model)]) if case.exact else None
     sharded, optimizers = place(case, model, data, grid)
     _plant(case, sharded, rank)
     if case.offload_state:
-        from paceline.place.shard.offload import offload_state
+        from paceline.parallel.sharding.optimizer_offload import offload_state
 
         for optimizer in optimizers:
             offload_state(optimizer)
@@ -384,7 +384,7 @@ def together(pieces: Sequence[Sequence[tuple[str, Any, Tensor | None]]]) -> dict
     whole: dict[str, Tensor] = {}
     for piece in pieces:
         for name, json, tensor in piece:
-            part = Part.from_json(json)
+            part = ShardSpec.from_json(json)
             if tensor is not None:
                 target = whole.setdefault(name, torch.full(part.shape, math.nan, dtype=tensor.dtype))
                 part.put(tensor, into=target)

@@ -11,20 +11,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.place.stage.cut import plan_cut
-from paceline.place.stage.hollow import hollow_parameters
-from paceline.place.stage.stages import Stages
-from paceline.schedule.build import build
-from paceline.step.pipeline import Pipeline
-from paceline.step.staged import Staged
-from paceline.streams import Streams
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.parallel.pipeline.free_memory import hollow_parameters
+from paceline.schedule.registry import build
+from paceline.step.pipeline.schedule_interpreter import Pipeline
+from paceline.step.pipeline.stage_worker import Staged
+from paceline.torch_internals.rng import RandomStreams
 from tests.parity.staged_models import CASES, built
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    everybody = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    everybody = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     mesh = init_device_mesh("cpu", (2, everybody.world_size // 2), mesh_dim_names=("pp", "dp"))
     group = mesh["pp"].get_group()
     world = World(rank=mesh["pp"].get_local_rank(), world_size=2, backend="gloo", group=group)
@@ -42,8 +42,8 @@ def one(word: str, mesh: Any, world: World) -> dict[str, Any]:
     right = whole(name, 3 * replicas)
     cut = plan_cut(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
     stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
-    streams = Streams(seed=3)
-    streams.arm(model)
+    streams = RandomStreams(seed=3)
+    streams.attach(model)
     own = {n for stage in stages.own for n in cut.parts[stage].parameters}
     modules = dict(model.named_modules())
     blocks = [modules[cut.blocks[b]] for s in stages.own for b in range(cut.parts[s].start, cut.parts[s].stop)]
@@ -87,8 +87,8 @@ def summed(gradient: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 def whole(name: str, num_micro: int) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(built(name))
-    streams = Streams(seed=3)
-    streams.arm(model)
+    streams = RandomStreams(seed=3)
+    streams.attach(model)
     for j in range(num_micro):
         streams.enter(step=0, microbatch=j)
         CASES[name].loss(model, j).backward()

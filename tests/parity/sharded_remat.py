@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.config.activation_checkpointing import parse_remat
 from paceline.examples.text import GPT
-from paceline.measure.held import Watch, elements, held_now
-from paceline.measure.sent import Sent
-from paceline.place.remat import remat
-from paceline.spec.remat import parse_remat
+from paceline.parallel.activation_checkpointing.checkpointing import remat
+from paceline.profiling.model_tracing.communication_counter import CommunicationCounter
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, elements, memory_at_rest
 
 RANKS = 2
 HEADERS = 20 + 32  # bytes of a packet on the loopback: IPv4, and TCP with its time stamps
@@ -47,7 +47,7 @@ def flows() -> dict[str, object]:
     for name, job in jobs.items():
         dist.barrier()
         before = wire()
-        with Sent() as sent:
+        with CommunicationCounter() as sent:
             job()
         dist.barrier()
         total = torch.tensor([sent.total_bytes], dtype=torch.float64)
@@ -71,10 +71,10 @@ def shard(policy: str, reshard: bool) -> dict[str, object]:
     ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
         torch.manual_seed(7)
-        with Sent() as sent, Watch(model=model, optimizers=[optimizer]) as watch:
+        with CommunicationCounter() as sent, MemoryTracker(model=model, optimizers=[optimizer]) as watch:
             loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
-            held = held_now(model=model, optimizers=[optimizer])
+            held = memory_at_rest(model=model, optimizers=[optimizer])
             grads = [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()

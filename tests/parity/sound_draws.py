@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.start import choose_kernels
+from paceline.launch.launcher import choose_kernels
 
 choose_kernels()  # before torch, for exact mode
 
+from paceline.comm.process_group import World  # noqa: E402
+from paceline.config.task import Task  # noqa: E402
 from paceline.errors import ExitCode, PacelineError  # noqa: E402
-from paceline.prove.worker import examine  # noqa: E402
-from paceline.spec.task import Task  # noqa: E402
-from paceline.train.ready import prepare  # noqa: E402
-from paceline.world import World  # noqa: E402
+from paceline.trainer.setup.prepare import prepare  # noqa: E402
+from paceline.verification.verify_worker import run_all_rungs  # noqa: E402
 from tests.matrix.pool import Pool  # noqa: E402
 from tests.parity.sound_jobs import Draw, draw, job_of  # noqa: E402
 
@@ -44,7 +44,7 @@ def examined(value: dict[str, Any], world: World) -> dict[str, Any]:
             ranks=one.ranks,
             settings=one.settings,
         )
-        answer = examine(prepare(task, job=job_of(one)), world, steps=STEPS)
+        answer = run_all_rungs(prepare(task, job=job_of(one)), world, steps=STEPS)
         found: dict[str, Any] = {"state": "done", **answer}
     except PacelineError as error:
         refused = error.exit_code == ExitCode.REFUSED

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 import paceline as pl
-from paceline.spec.layout import parse_layout
+from paceline.config.layout import parse_layout
 from tests.zoo import JOBS
 
 WIDTH, CLASSES, SAMPLES, BATCH, LENGTH = 12, 5, 34, 8, 6

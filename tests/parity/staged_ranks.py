@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from paceline.place.stage.cut import plan_cut
-from paceline.place.stage.stages import Stages
-from paceline.schedule.build import build
-from paceline.schedule.forward import forward_only
-from paceline.step.pipeline import Pipeline
-from paceline.step.staged import Staged, add_ties
-from paceline.streams import Streams
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.schedule.lowering import forward_only
+from paceline.schedule.registry import build
+from paceline.step.pipeline.schedule_interpreter import Pipeline
+from paceline.step.pipeline.stage_worker import Staged, add_ties
+from paceline.torch_internals.rng import RandomStreams
 from tests.forked import run_forked
 from tests.parity.staged_models import CASES, built
 
@@ -40,7 +40,7 @@ def run_ranks(
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     answers = {word: one(word, world) for word in sys.argv[1:]}
     world.barrier()
     print(json.dumps(answers))
@@ -54,8 +54,8 @@ def one(word: str, world: World) -> dict[str, Any]:
     case = CASES[name]
     losses, right = whole(name, int(num_micro))
     cut = plan_cut(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
-    streams = Streams(seed=3)
-    streams.arm(model)
+    streams = RandomStreams(seed=3)
+    streams.attach(model)
     stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
     work = Staged(stages, call=lambda j: case.loss(model, j), enter=lambda j: streams.enter(step=0, microbatch=j))
     fired: dict[str, int] = {}
@@ -86,8 +86,8 @@ def one(word: str, world: World) -> dict[str, Any]:
 def whole(name: str, num_micro: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """One process."""
     model = copy.deepcopy(built(name))
-    streams = Streams(seed=3)
-    streams.arm(model)
+    streams = RandomStreams(seed=3)
+    streams.attach(model)
     losses = []
     for j in range(num_micro):
         streams.enter(step=0, microbatch=j)

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.place.stage.cut import Cut
-from paceline.place.stage.graph_cut import GraphCut
-from paceline.place.stage.stages import Sent
-from paceline.streams import Streams
+from paceline.parallel.pipeline.chain.split import StageSplit
+from paceline.parallel.pipeline.chain.stages import StageOutput
+from paceline.parallel.pipeline.graph.split import GraphStageSplit
+from paceline.torch_internals.rng import RandomStreams
 
 Loss = Callable[[nn.Module, int], Tensor]
 
 
-def streamed(model: nn.Module) -> Streams:
-    streams = Streams(seed=3)
-    streams.arm(model)
+def streamed(model: nn.Module) -> RandomStreams:
+    streams = RandomStreams(seed=3)
+    streams.attach(model)
     return streams
 
 
@@ -37,21 +37,26 @@ class Ranks:
     """`staged(model, index)` cuts one copy, which runs the stage of that index."""
 
     def __init__(
-        self, model: nn.Module, *, cut: Cut | GraphCut, loss: Loss, staged: Callable[[nn.Module, int], Any]
+        self,
+        model: nn.Module,
+        *,
+        cut: StageSplit | GraphStageSplit,
+        loss: Loss,
+        staged: Callable[[nn.Module, int], Any],
     ) -> None:
         self.cut, self._loss = cut, loss
         self.models = [copy.deepcopy(model) for _ in cut.parts]
         self.streams = [streamed(each) for each in self.models]
         self.stages = [staged(each, index) for index, each in enumerate(self.models)]
 
-    def forward(self, microbatch: int) -> tuple[list[Any], list[Sent | None]]:
+    def forward(self, microbatch: int) -> tuple[list[Any], list[StageOutput | None]]:
         received, sent, taken = None, [], []
         for index, stages in enumerate(self.stages):
             self.streams[index].enter(step=0, microbatch=microbatch)
             taken.append(received)
             output = stages.run(index, received, lambda m=self.models[index]: self._loss(m, microbatch))
             sent.append(output)
-            received = output.received() if isinstance(output, Sent) else None
+            received = output.received() if isinstance(output, StageOutput) else None
         return sent, taken
 
     def train(self, microbatch: int) -> Tensor:

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import DesyncError
-from paceline.place.parts import Part, Parts, sharded
-from paceline.place.start.draft import draft
-from paceline.place.start.hollow import named_tensors
-from paceline.streams import key, seed_all
-from paceline.torch_modes import TorchDispatchMode
-from paceline.world import Place, World
+from paceline.parallel.initialization.deferred_init import defer_init
+from paceline.parallel.initialization.meta_model import named_tensors
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec, shard_rows
+from paceline.torch_internals.dispatch_modes import TorchDispatchMode
+from paceline.torch_internals.rng import seed_all, stream_key
 from tests.zoo import JOBS
 
 SEED = 7
@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def plain(name: str) -> nn.Module:
     """As one process builds it."""
-    seed_all(key(SEED, "build"))
+    seed_all(stream_key(SEED, "build"))
     return MODELS[name]()
 
 
@@ -89,13 +89,13 @@ def split(model: nn.Module, *, rank: int, ranks: int) -> Parts:
     """Rows over ranks; every third tensor is one rank's alone; buffers are everybody's."""
     found = {}
     for place, (name, tensor) in enumerate(named_tensors(model).items()):
-        whole = Part.all_of(tensor.shape)
+        whole = ShardSpec.all_of(tensor.shape)
         if not isinstance(tensor, nn.Parameter):
             found[name] = whole
         elif place % 3 == 2:
-            found[name] = whole if place % ranks == rank else Part.none_of(tensor.shape)
+            found[name] = whole if place % ranks == rank else ShardSpec.none_of(tensor.shape)
         else:
-            found[name] = sharded(whole, place=rank, places=ranks)
+            found[name] = shard_rows(whole, place=rank, places=ranks)
     return found
 
 
@@ -104,7 +104,7 @@ def _refused(world: World) -> list[str]:
     found = []
     for limit in (1 << 40, 8):
         try:
-            draft(lambda: nn.Linear(4, 4, bias=world.rank != 1), seed=SEED, world=world, limit_bytes=limit)
+            defer_init(lambda: nn.Linear(4, 4, bias=world.rank != 1), seed=SEED, world=world, limit_bytes=limit)
         except DesyncError as error:
             found.append(error.what)
     return found
@@ -113,15 +113,15 @@ def _refused(world: World) -> list[str]:
 def run(payload: dict[str, Any]) -> int:
     """Each job in turn."""
     torch.set_num_threads(1)
-    place = Place.read(os.environ)
+    place = LaunchInfo.read(os.environ)
     if payload.get("nodes"):
-        place = Place(**{**vars(place), "local_rank": place.rank % payload["nodes"]})
+        place = LaunchInfo(**{**vars(place), "local_rank": place.rank % payload["nodes"]})
     world = World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=60)
     told: dict[str, Any] = {}
     for limit in payload["limits"]:
         for job in payload["jobs"]:
             with Meter() as meter:
-                made = draft(lambda job=job: plain(job), seed=SEED, world=world, limit_bytes=limit)
+                made = defer_init(lambda job=job: plain(job), seed=SEED, world=world, limit_bytes=limit)
                 parts = split(made.model, rank=world.rank, ranks=world.world_size)
                 values, _ = made.values(parts)
             told[f"{job}-{limit}"] = {

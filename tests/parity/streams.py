@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from paceline.feed.feed import Feed, make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
-from paceline.order.shards import blocks
+from paceline.data.loader import BatchLoader, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.virtual_shards import block_sizes
+from paceline.data.types import BatchPartition
 
 
 class Files:
@@ -143,12 +143,12 @@ def read_together(
             finally:
                 turn.acquire()
 
-        cut = Cut(
+        cut = BatchPartition(
             global_batch_size=batch, micro_batch_size=micro, replica=replica, replicas=replicas, drop_last=drop_last
         )
         turn.acquire()
         try:
-            feed = make_feed(
+            feed = make_loader(
                 data=make(), collate=collate, order=None, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers,
                 sample_seeds="never" if replicas > 1 else "auto", shards=shards, agree=agree,
             )  # fmt: skip
@@ -171,7 +171,7 @@ def read_together(
     return [told for told in found if told is not None]
 
 
-def _drain(feed: Feed, *, steps: int, cursor: Cursor, state: Mapping[str, Any] | None) -> Told:
+def _drain(feed: BatchLoader, *, steps: int, cursor: Cursor, state: Mapping[str, Any] | None) -> Told:
     if state is not None:
         feed.restore(state)
     told = Told({}, {}, cursor, list(feed.notes))
@@ -201,7 +201,7 @@ def naive_order(shards: list[list[int]], batch: int) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in left]
         while (wanted := batch - sum(map(len, rows))) and any(left):
             live = [k for k in range(len(left)) if left[k]]
-            for k, share in zip(live, blocks(wanted, len(live)), strict=True):
+            for k, share in zip(live, block_sizes(wanted, len(live)), strict=True):
                 rows[k] += left[k][:share]
                 left[k] = left[k][share:]
         batches.append([value for row in rows for value in row])

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.place.parts import Part
-from paceline.place.tensor.derive import derive_plan
-from paceline.place.tensor.placed import split_over
-from paceline.place.tensor.plan import TensorPlan
-from paceline.place.tensor.split import Split
-from paceline.place.tensor.trial import together
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
+from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.tensor_plan import TensorPlan
+from paceline.parallel.tensor_parallel.thread_ranks import run_simulated_ranks
 
 Run = Callable[[nn.Module], Any]
 WIDTH, VOCABULARY, LENGTH, STEPS = 32, 53, 8, 3  # 53 divides by nothing
@@ -39,7 +39,7 @@ class Trained:
     output: Tensor | None
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, ShardSpec] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -53,7 +53,7 @@ def train(model: nn.Module, run: Run, *, steps: int = STEPS) -> Trained:
         output.loss.backward()
         if first is None:
             logits = output.logits
-            logits = logits.gathered() if isinstance(logits, Split) else logits
+            logits = logits.gathered() if isinstance(logits, ShardPropagatingTensor) else logits
             grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             first = Trained(float(output.loss.detach()), logits.detach(), grads, {})
         optimizer.step()
@@ -80,7 +80,7 @@ def train_split(model: nn.Module, run: Run, plan: TensorPlan, *, ranks: int, seq
         found.parts, found.notes = placed.parts, placed.notes
         return found
 
-    return together(work, ranks=ranks, sequence=sequence)
+    return run_simulated_ranks(work, ranks=ranks, sequence=sequence)
 
 
 def assembled(found: list[Trained], kind: str, shapes: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import LayoutError
-from paceline.place.tensor import placed  # which makes every rule known
-from paceline.place.tensor.cut import even_cut
-from paceline.place.tensor.split import Split, name_of
-from paceline.place.tensor.trial import ThreadWire, together
-from paceline.place.tensor.wire import take_own
-from paceline.signatures import _NUMPY, SIGNATURES, Signature
-from paceline.torch_private import tree_flatten, tree_unflatten
+from paceline.parallel.tensor_parallel import tensor_parallel as placed
+from paceline.parallel.tensor_parallel.collectives import take_own
+from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, name_of
+from paceline.parallel.tensor_parallel.sharding import even_cut
+from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
+from paceline.torch_internals.function_signatures import _NUMPY, SIGNATURES, Signature
+from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 assert placed
 SHAPE = (4, 6, 5)
@@ -44,7 +44,7 @@ class Cuttable:
         size = value.shape[self.dim]
         sections = (size // 3, size - size // 3) if fused and size > 2 else (size,)
         cut = even_cut(size, ranks=wire.size, sections=sections, dim=self.dim)
-        return Split.of(take_own(value, cut, wire).clone(), cut, wire), leaf
+        return ShardPropagatingTensor.of(take_own(value, cut, wire).clone(), cut, wire), leaf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    return value.gathered() if isinstance(value, Split) else value
+    return value.gathered() if isinstance(value, ShardPropagatingTensor) else value
 
 
 def _equal(mine: Any, whole: Any, far: float) -> bool:
@@ -215,7 +215,7 @@ class Count:
 
         words = f"{spelling.words} on {ranks} ranks{', fused' * fused}"
         try:
-            found = together(work, ranks=ranks)
+            found = run_simulated_ranks(work, ranks=ranks)
         except LayoutError as error:
             self.refused.append(f"{words}: {error.what}")
             return

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.place.tensor.rules_math import ELEMENTWISE, WRITING
+from paceline.parallel.tensor_parallel.rules.elementwise import ELEMENTWISE, WRITING
 from tests.parity.tensor_calls import SHAPE, Cuttable, Spelling, draw, is_taken, mark, name_of, spellings
 
 Given = dict[str, Any]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.spec.read import read_asked
-from paceline.spec.task import Task
-from paceline.train.built import Built
-from paceline.train.replicas import first_apart
-from paceline.train.saving import write_final
+from paceline.config.loading import read_asked
+from paceline.config.task import Task
+from paceline.trainer.checkpointer import write_final
+from paceline.trainer.diagnostics.replica_check import first_apart
+from paceline.trainer.setup.build_training_setup import TrainingSetup
 from tests.fault.bad_models import job_of
 from tests.fault.pairs import try_pair
 
@@ -25,7 +25,7 @@ def _sgd(named: Any) -> torch.optim.Optimizer:
 def _written(folder: Path, layout: str, *words: str, ranks: int) -> dict[str, torch.Tensor]:
     """The average of a run of two steps."""
 
-    def then(built: Built) -> None:
+    def then(built: TrainingSetup) -> None:
         assert first_apart(built) is None
         write_final(built, folder, step=2)
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.measure.backends import ABILITIES, built_in
-from paceline.plan.settle import Cluster, Facts, settle_backend
-from paceline.start import Request, start
-from paceline.store.runs import RunFolder
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
+from paceline.profiling.backends import ABILITIES, built_in
+from paceline.run_folder.run_folder import RunFolder
 
 WORKER = """
 import json, os
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
 
 
 def tries(rank, device):
@@ -60,7 +60,7 @@ def tries(rank, device):
 
 def run(payload):
     backend, device = payload["backend"], payload["device"]
-    world = World.join(place=Place.read(os.environ), device_type=device, backend=backend, timeout_seconds=30)
+    world = World.join(place=LaunchInfo.read(os.environ), device_type=device, backend=backend, timeout_seconds=30)
     found = {}
     for name, attempt in tries(world.rank, world.device).items():
         try:
@@ -86,7 +86,7 @@ def test_each_backend_can_do_what_the_table_says(
     (tmp_path / "tries.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(p for p in sys.path if p)}")
     payload = {"backend": backend, "device": device, "answer": str(tmp_path / "answer")}
-    outcome = start(Request(ranks=2, run=RunFolder(tmp_path / "run"), entry="tries:run", payload=payload))
+    outcome = start(LaunchRequest(ranks=2, run=RunFolder(tmp_path / "run"), entry="tries:run", payload=payload))
     assert outcome.exit_code == 0, outcome.failure
     for rank in range(2):
         found = json.loads((tmp_path / f"answer{rank}").read_text())
@@ -114,16 +114,16 @@ def test_the_documented_table_is_this_one() -> None:
 )
 def test_the_rule(ranks: int, device: str, asked: str, has: tuple[str, ...], backend: str, word: str) -> None:
     problems: list[object] = []
-    facts = Facts(global_batch_size=8, backend=asked, built_in=has)
-    found, why = settle_backend(Cluster(ranks=ranks, device=device), facts, problems)  # type: ignore[arg-type]
+    facts = JobFacts(global_batch_size=8, backend=asked, built_in=has)
+    found, why = settle_backend(Resources(ranks=ranks, device=device), facts, problems)  # type: ignore[arg-type]
     assert (found, problems) == (backend, []) and word in why
 
 
 @pytest.mark.parametrize(("asked", "word"), [("mpi", "has no backend mpi"), ("nccl", "can't send")])
 def test_what_is_not_there_is_refused(asked: str, word: str) -> None:
     problems: list[Exception] = []
-    facts = Facts(global_batch_size=8, backend=asked, built_in=("nccl", "gloo"))
-    settle_backend(Cluster(ranks=2, device="cpu"), facts, problems)  # type: ignore[arg-type]
+    facts = JobFacts(global_batch_size=8, backend=asked, built_in=("nccl", "gloo"))
+    settle_backend(Resources(ranks=2, device="cpu"), facts, problems)  # type: ignore[arg-type]
     assert word in str(problems[0])
 
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from paceline.train import beside
-from paceline.train.beside import Helper, NoAnswer, can_fork, helped
+from paceline.measured_planning import helper_process as beside
+from paceline.measured_planning.helper_process import Helper, NoAnswer, can_fork, start_helper
 
 
 class Hands:
@@ -38,7 +38,7 @@ class Hands:
 @pytest.fixture
 def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helper]:
     monkeypatch.setattr(beside, "can_fork", lambda: True)
-    with helped(Hands) as found:
+    with start_helper(Hands) as found:
         assert found is not None
         yield found
     assert not any(child.pid == found._child for child in psutil.Process().children())
@@ -95,7 +95,7 @@ def test_none_is_forked_beside_threads_or_devices(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(where, name, _always(value))
             assert not can_fork()
-            with helped(Hands) as found:
+            with start_helper(Hands) as found:
                 assert found is None
 
 

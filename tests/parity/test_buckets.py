@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.place import replicate, units
-from paceline.place.replicate import BucketReducer
-from paceline.place.shard.sharded import Data, zero
-from paceline.place.units import trainable
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.data_parallel import reducer as replicate
+from paceline.parallel.data_parallel.reducer import BucketReducer
+from paceline.parallel.module_access import parameters as units
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.sharding.sharded_model import DataGroups, shard_zero12
 
 RANKS = 3
 ALONE, FULL = 200, 100  # bytes: above the first a parameter travels alone, and a bucket is full at the second
@@ -71,7 +72,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "LARGE_BYTES", ALONE)
     monkeypatch.setattr(units, "FIRST_BYTES", FULL)
     monkeypatch.setattr(units, "PASSING_BYTES", FULL)
-    monkeypatch.setattr(replicate, "cut_units", partial(units.cut_units, bucket_bytes=FULL))
+    monkeypatch.setattr(replicate, "make_buckets", partial(units.make_buckets, bucket_bytes=FULL))
 
 
 def model() -> Net:
@@ -95,7 +96,7 @@ def test_every_gradient_is_that_of_all_ranks_in_buckets_and_alone(
 ) -> None:
     samples, net, world = torch.randn(4, 3), model(), Wired()
     right = gradients(net, samples)
-    reducer = BucketReducer(named=trainable(net), world=world)
+    reducer = BucketReducer(named=trainable_parameters(net), world=world)
     for _ in range(2):  # a second step uses the first one's buffers
         world.sent.clear()
         reducer.begin()
@@ -117,7 +118,12 @@ def test_every_gradient_is_that_of_all_ranks_in_buckets_and_alone(
 def test_replicas_of_a_rank_without_a_microbatch_get_nothing_of_the_step_before(small: None) -> None:
     """One shard, so that nobody waits for a stand-in: a replica may have no microbatch, and adds zeros."""
     net, world = model(), Wired()
-    sharded = zero(stage=2, model=net, named=trainable(net), data=Data(all=world, shard=World.alone(), replicas=world))
+    sharded = shard_zero12(
+        stage=2,
+        model=net,
+        named=trainable_parameters(net),
+        data=DataGroups(all=world, shard=World.alone(), replicas=world),
+    )
     for samples in (torch.randn(4, 3), None):
         world.sent.clear()
         sharded.reducer.begin()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.place.batchnorm import StatisticsTape
-from paceline.streams import Streams
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.torch_internals.rng import RandomStreams
 
 
 class Block(nn.Module):
@@ -48,8 +48,8 @@ class Repeated(nn.Module):
 def run(**how: Any) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(3)
     model = Repeated(**how)
-    streams = Streams(seed=5)
-    streams.arm(model)
+    streams = RandomStreams(seed=5)
+    streams.attach(model)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
     for microbatch in range(2):
         streams.enter(step=4, microbatch=microbatch)
@@ -101,7 +101,7 @@ def test_norms_that_are_run_again_are_counted_as_in_plain_torch() -> None:
     def train(tape: bool) -> nn.Module:
         torch.manual_seed(3)
         model = Normed(remat=True)
-        tapes = StatisticsTape(model=model, world=World.alone()) if tape else None
+        tapes = MicrobatchStatistics(model=model, world=World.alone()) if tape else None
         for _ in range(3):
             if tapes:
                 tapes.begin()

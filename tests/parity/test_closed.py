@@ -6,21 +6,21 @@ from benchmarks.closed import Case, against, ready_for
 from benchmarks.memory.jobs import llama
 from torch import nn
 
-from paceline.measure.hollow import Hollow
-from paceline.measure.lives import Lives
-from paceline.measure.tally import FIRST, LAST
-from paceline.plan.candidate import candidate_of
-from paceline.plan.facts import ModelFacts, read_facts
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.mesh import mesh_of
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.spec.layout import parse_layout
-from paceline.spec.update import parse_update
-from paceline.train.learn import learn_facts
-from paceline.train.ready import Ready
-from paceline.train.replay import replay
-from paceline.train.shallow import built_once
+from paceline.config.layout import parse_layout
+from paceline.config.update_rule import parse_update
+from paceline.measured_planning.memory_replay import replay
+from paceline.measured_planning.profile.profile_job import profile_model
+from paceline.measured_planning.profile.truncated_model import built_once
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import candidate_of
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
+from paceline.profiling.model_tracing.activation_tracker import ActivationTracker
+from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
+from paceline.profiling.model_tracing.flop_counter import FIRST, LAST
+from paceline.trainer.setup.prepare import PreparedJob
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_scatter_tensor"),  # torch's own, of tp
@@ -28,13 +28,13 @@ pytestmark = [
 ]
 SIZES = {"width": 256, "depth": 4, "length": 128, "vocabulary": 4096}
 CASE = Case(family="llama", clusters=("4xH100-80G",), batch=16, job=SIZES)
-Known = tuple[Ready, ModelFacts]
+Known = tuple[PreparedJob, ModelProfile]
 
 
 @pytest.fixture(scope="module")
 def known() -> Known:
     ready = ready_for(CASE)
-    return ready, learn_facts(ready.job, ready.settings, most_ranks=4)
+    return ready, profile_model(ready.job, ready.settings, most_ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_it_is_near_the_replayed_step(layout: str, samples: int, known: Known) -
     fleet, asked = read_fleet(CASE.clusters[0]), parse_layout(layout)
     mesh = mesh_of(asked, ranks=fleet.ranks, problems=[])
     candidate = candidate_of(asked, mesh, micro_batch_size=samples, precision=facts.precision)
-    found = against(CASE, CASE.clusters[0], ready, Forecast(facts=facts, fleet=fleet), candidate)
+    found = against(CASE, CASE.clusters[0], ready, CostModel(facts=facts, fleet=fleet), candidate)
     assert abs(found.error) < 0.08, str(found)
     assert abs(found.part_error("parameters")) < 0.001 and abs(found.part_error("optimizer")) < 0.001
 
@@ -62,9 +62,9 @@ def test_facts_are_read_back_with_what_was_seen(known: Known) -> None:
 
 def test_a_replay_does_not_count_the_model_that_it_copies(known: Known) -> None:
     ready, _ = known
-    plan = settle(
-        layout=parse_layout("ddp"), update=parse_update("sync"), cluster=Cluster(ranks=2, device="cuda"),
-        facts=Facts(global_batch_size=8, micro_batch_size=2),
+    plan = make_execution_plan(
+        layout=parse_layout("ddp"), update=parse_update("sync"), cluster=Resources(ranks=2, device="cuda"),
+        facts=JobFacts(global_batch_size=8, micro_batch_size=2),
     )  # fmt: skip
     jobs = (llama(**SIZES), built_once(llama(**SIZES), seed=ready.settings.seed))
     plain, copied = (replay(job, ready.settings, plan)[0].peak for job in jobs)
@@ -75,12 +75,12 @@ def test_what_parts_hold_is_what_a_chain_of_products_must() -> None:
     width, rows = 64, 32
     blocks = {str(n): nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for n in range(3)}
     each = rows * width * 4
-    heard: list[Lives] = []
-    with Hollow(see=lambda *told: heard[0].see(*told) if heard else None):
+    heard: list[ActivationTracker] = []
+    with FakeExecutionMode(see=lambda *told: heard[0].see(*told) if heard else None):
         given = torch.empty(rows, width, requires_grad=True)
         for block in blocks.values():
             block[0].weight.grad = torch.zeros_like(block[0].weight)
-        lives = Lives(blocks=blocks)
+        lives = ActivationTracker(blocks=blocks)
         heard.append(lives)
         with lives.running():
             x = given

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
+from paceline.config.activation_checkpointing import parse_remat
 from paceline.examples.text import GPT
-from paceline.place.batchnorm import StatisticsTape
-from paceline.place.compile import compile_blocks
-from paceline.place.remat import remat
-from paceline.spec.remat import parse_remat
-from paceline.streams import Streams
-from paceline.torch_private import guard_hooks
-from paceline.world import World
+from paceline.parallel.activation_checkpointing.checkpointing import remat
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.compile import compile_blocks
+from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.rng import RandomStreams
 from tests.parity.test_remat import Images, hf, hf_loss, image_loss, text_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -32,9 +32,9 @@ def step(case: str, *, compiled: bool, policy: str = "none") -> tuple[dict[str, 
     build, loss = CASES[case]
     torch.manual_seed(3)
     model = build().train()
-    streams = Streams(seed=5)
-    streams.arm(model)
-    tape = StatisticsTape(model=model, world=World.alone())
+    streams = RandomStreams(seed=5)
+    streams.attach(model)
+    tape = MicrobatchStatistics(model=model, world=World.alone())
     remat(model, policy=parse_remat(policy))
     if compiled:
         compile_blocks(model, say=said.append)

@@ -15,9 +15,12 @@ from functools import partial
 import torch, torch.nn as nn
 import job as plain
 import paceline as pl
-from paceline.place import replicate, units
-from paceline.place.compress import grain, held, memory
-from paceline.train import saving
+from paceline.parallel.data_parallel import reducer as replicate
+from paceline.parallel.module_access import parameters as units
+from paceline.parallel.compression import codecs as grain
+from paceline.parallel.compression import error_feedback_reducer as held
+from paceline.parallel.compression import residual_memory as memory
+from paceline.trainer import checkpointer as saving
 
 
 class Branched(nn.Module):
@@ -44,20 +47,20 @@ def cut_off(self, values):  # the sums, which are one row
     return rounded(self, values if len(values) > 1 else values * (1 - 2.0**-9))
 
 
-corrected, rounded = memory.Memory.corrected, grain.Bf16.pack
+corrected, rounded = memory.ResidualBuffers.corrected, grain.Bf16.pack
 
 
 def small_units():
     units.FIRST_BYTES = 64
     for module in (held, replicate):
-        module.cut_units = partial(units.cut_units, bucket_bytes=64)
+        module.make_buckets = partial(units.make_buckets, bucket_bytes=64)
 
 
 PLANTS = {
-    "forgetful": lambda: setattr(memory.Memory, "corrected", forgetful),
+    "forgetful": lambda: setattr(memory.ResidualBuffers, "corrected", forgetful),
     "scale": lambda: setattr(grain, "_step", lambda most: torch.empty_like(most, dtype=torch.float32).copy_(most / 126.0)),
     "small units": small_units,
-    "twice": lambda: setattr(memory.Memory, "corrected", twice),
+    "twice": lambda: setattr(memory.ResidualBuffers, "corrected", twice),
     "cut off": lambda: setattr(grain.Bf16, "pack", cut_off),
     "dropped": lambda: setattr(saving, "load_held", lambda *_, **__: None),
     "undivided": lambda: setattr(held, "divide_all", lambda *_: None),
@@ -205,14 +208,14 @@ def test_a_step_that_is_left_out_leaves_what_is_held_back_as_it_was(bench: Shop)
 COUNTED = """
 import json, sys
 import paceline as pl
-from paceline.measure.sent import Sent
+from paceline.profiling.model_tracing.communication_counter import CommunicationCounter
 from wire import make_job
 
 if __name__ == "__main__":
     settings = {"train.steps": 2, "train.check_every": 0, "train.micro_batch_size": 2}
     with pl.Run(make_job(), ranks=3, compress=sys.argv[1], run_dir=sys.argv[2], settings=settings) as run:
         for batch in run.batches():
-            with Sent() as sent:
+            with CommunicationCounter() as sent:
                 run._live.built.step.run(batch)
             break
         if run.rank == 0:

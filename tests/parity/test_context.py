@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.played_ranks import AxisExchange, ThreadBarrier, ThreadExchange, run_simulated_ranks
 from paceline.errors import JobError, LayoutError
-from paceline.place.context import cut as context_cut
-from paceline.place.context import mode as context_mode
-from paceline.place.context import ring as context_ring
-from paceline.place.context import sequence as context
-from paceline.place.context.check import check_context
-from paceline.place.context.cut import Cut, cut_batch, shifted
-from paceline.place.context.mask import meaning
-from paceline.place.context.ring import Ring, ring_attention
-from paceline.place.context.sequence import ContextParallel
-from paceline.place.exchange import Exchange, Played, Table, play
+from paceline.parallel.context_parallel import context_parallel as context
+from paceline.parallel.context_parallel import function_mode as context_mode
+from paceline.parallel.context_parallel import ring_attention as context_ring
+from paceline.parallel.context_parallel import sequence_sharding as context_cut
+from paceline.parallel.context_parallel.attention_mask import read_mask
+from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.context_parallel_check import check_context
+from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
+from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, cut_batch, next_position_labels
 from tests.parity.axes import (
     BERT,
     BERT_PLAIN,
@@ -39,7 +39,7 @@ from tests.parity.axes import (
 
 @pytest.mark.parametrize(("length", "ranks"), [(4, 2), (5, 2), (17, 3), (64, 4), (11, 1), (16, 8)])
 def test_every_position_is_on_one_rank_and_comes_back(length: int, ranks: int) -> None:
-    cut = Cut(length=length, ranks=ranks)
+    cut = SequenceSharding(length=length, ranks=ranks)
     held = torch.cat([cut.positions(rank) for rank in range(ranks)])
     assert sorted(held.tolist()) == list(range(length))
     sizes = [cut.size(rank) for rank in range(ranks)]
@@ -49,13 +49,13 @@ def test_every_position_is_on_one_rank_and_comes_back(length: int, ranks: int) -
 
 
 def test_the_work_of_a_causal_mask_is_shared() -> None:
-    cut = Cut(length=64, ranks=4)
+    cut = SequenceSharding(length=64, ranks=4)
     assert {int((cut.positions(rank) + 1).sum()) for rank in range(4)} == {520}
 
 
 def test_a_sequence_shorter_than_the_chunks_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(LayoutError, match=r"sequence of 7 over cp=4 needs at least 2 x 4 = 8"):
-        Cut(length=7, ranks=4)
+        SequenceSharding(length=7, ranks=4)
 
 
 def test_labels_are_moved_before_they_are_cut() -> None:
@@ -64,7 +64,7 @@ def test_labels_are_moved_before_they_are_cut() -> None:
         cut_batch({"input_ids": ids, "labels": ids}, sequence=SEQUENCE, ranks=2, rank=r, shift_labels=True)
         for r in (0, 1)
     ]
-    cut = Cut(length=9, ranks=2)
+    cut = SequenceSharding(length=9, ranks=2)
     joined = cut.join([part["labels"] for part in parts], dim=1)
     assert torch.equal(joined, torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1))
     for part in parts:
@@ -117,9 +117,9 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     wanted = F.scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=groups > 1)
     (wanted * weigh).sum().backward()
-    cut = Cut(length=length, ranks=ranks)
+    cut = SequenceSharding(length=length, ranks=ranks)
 
-    def one(over: Exchange) -> list[Tensor]:
+    def one(over: AxisExchange) -> list[Tensor]:
         mine = [cut.take(t, dim=2, rank=over.rank).requires_grad_() for t in (q, k, v)]
         held = cut.take(keep, dim=1, rank=over.rank) if pad else None
         ring = Ring(exchange=over, cut=cut, causal=causal, scale=1 / math.sqrt(8))
@@ -127,7 +127,7 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
         (out * cut.take(weigh, dim=2, rank=over.rank)).sum().backward()
         return [out.detach(), *(t.grad for t in mine)]
 
-    parts = play(one, size=ranks)
+    parts = run_simulated_ranks(one, size=ranks)
     joined = [cut.join([part[n] for part in parts], dim=2) for n in range(4)]
     right = [wanted.detach(), *(t.grad for t in whole)]
     return max(float((a - b).abs().max()) for a, b in zip(joined, right, strict=True))
@@ -135,9 +135,9 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
 
 def test_the_bytes_sent_are_those_of_the_formula() -> None:
     batch, heads, length, width, ranks = 2, 3, 24, 4, 3
-    cut = Cut(length=length, ranks=ranks)
+    cut = SequenceSharding(length=length, ranks=ranks)
 
-    def one(over: Exchange) -> int:
+    def one(over: AxisExchange) -> int:
         counted = Counted(over)
         q, k, v = (torch.randn(batch, heads, length // ranks, width, requires_grad=True) for _ in range(3))
         ring = Ring(exchange=counted, cut=cut, causal=True, scale=1.0)
@@ -145,13 +145,13 @@ def test_the_bytes_sent_are_those_of_the_formula() -> None:
         return counted.elements
 
     each = 2 * batch * heads * (length // ranks) * width
-    assert play(one, size=ranks) == [(ranks - 1) * each + (ranks - 1) * each + ranks * each] * ranks
+    assert run_simulated_ranks(one, size=ranks) == [(ranks - 1) * each + (ranks - 1) * each + ranks * each] * ranks
 
 
 class Counted:
     """An exchange that counts the elements it sends on."""
 
-    def __init__(self, over: Exchange) -> None:
+    def __init__(self, over: AxisExchange) -> None:
         self.over, self.rank, self.size, self.elements = over, over.rank, over.size, 0
 
     def shift(self, tensors: Any, *, shapes: Any) -> Any:
@@ -165,14 +165,14 @@ def test_the_ring_in_bfloat16_is_as_near_as_attention_in_bfloat16() -> None:
     right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     low = [t.bfloat16() for t in (q, k, v)]
     plain = (F.scaled_dot_product_attention(*low, is_causal=True).float() - right).abs().max()
-    cut = Cut(length=48, ranks=3)
+    cut = SequenceSharding(length=48, ranks=3)
 
-    def one(over: Exchange) -> Tensor:
+    def one(over: AxisExchange) -> Tensor:
         mine = [cut.take(t, dim=2, rank=over.rank) for t in low]
         ring = Ring(exchange=over, cut=cut, causal=True, scale=1 / math.sqrt(8))
         return ring_attention(mine[0][:, :, None], mine[1], mine[2], keep=None, ring=ring)[:, :, 0]
 
-    found = cut.join(play(one, size=3), dim=2)
+    found = cut.join(run_simulated_ranks(one, size=3), dim=2)
     assert found.dtype == torch.bfloat16
     assert (found.float() - right).abs().max() < 1.5 * plain
 
@@ -268,7 +268,7 @@ def test_a_forward_that_is_run_again_in_backward() -> None:
     case = own()
     start = case.model().double()
 
-    def one(over: Exchange) -> list[Tensor]:
+    def one(over: AxisExchange) -> list[Tensor]:
         model = copy.deepcopy(start)
         placed = ContextParallel(model=model, sequence=case.sequence, over=over)
         part = placed.cut(case.batches[0])
@@ -277,8 +277,8 @@ def test_a_forward_that_is_run_again_in_backward() -> None:
         out.log_softmax(-1)[..., 3].sum().backward()
         return [over.add(p.grad) for p in model.parameters() if p.grad is not None]
 
-    wanted = play(one, size=1)[0]
-    for found in play(one, size=2):
+    wanted = run_simulated_ranks(one, size=1)[0]
+    for found in run_simulated_ranks(one, size=2):
         assert len(found) == len(wanted)
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, wanted, strict=True))
 
@@ -290,7 +290,7 @@ def test_dropout_is_one_process_s(batch_first: bool) -> None:
     x = torch.randn(3, 11, 5) if batch_first else torch.randn(11, 3, 5).transpose(0, 1)
     torch.manual_seed(7)
     wanted, following = drop(x), torch.rand(1)
-    cut, parts = Cut(length=11, ranks=2), []
+    cut, parts = SequenceSharding(length=11, ranks=2), []
     for rank in range(2):  # one after another: threads would share the generator
         part = (
             cut.take(x.transpose(0, 1), dim=0, rank=rank).transpose(0, 1)
@@ -298,7 +298,9 @@ def test_dropout_is_one_process_s(batch_first: bool) -> None:
             else cut.take(x, dim=1, rank=rank)
         )
         torch.manual_seed(7)
-        with context_mode.ContextMode(exchange=Played(table=Table(size=2), rank=rank), cut=cut, model=drop):
+        with context_mode.ContextParallelMode(
+            exchange=ThreadExchange(table=ThreadBarrier(size=2), rank=rank), cut=cut, model=drop
+        ):
             parts.append(drop(part))
         assert torch.rand(1) == following
     assert torch.equal(cut.join(parts, dim=1), wanted)
@@ -377,7 +379,7 @@ def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
     with pytest.raises(LayoutError, match=r"drops 0.1 of its weights: 3,528 draws on every rank"):
-        play(lambda over: train(case, over), size=2)
+        run_simulated_ranks(lambda over: train(case, over), size=2)
 
 
 def biased() -> Case:
@@ -432,24 +434,24 @@ def mean() -> Case:
 def test_masks_that_mean_more_are_refused() -> None:
     window = torch.ones(6, 6).tril().triu(-2) > 0
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
-        meaning(window, is_causal=False, batch=1, length=6)
+        read_mask(window, is_causal=False, batch=1, length=6)
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
-        meaning(torch.randn(1, 2, 6, 6), is_causal=False, batch=1, length=6)
+        read_mask(torch.randn(1, 2, 6, 6), is_causal=False, batch=1, length=6)
     packed = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril() > 0
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
-        meaning(packed, is_causal=False, batch=1, length=6)
-    found = meaning(torch.ones(6, 6).tril() > 0, is_causal=False, batch=1, length=6)
+        read_mask(packed, is_causal=False, batch=1, length=6)
+    found = read_mask(torch.ones(6, 6).tril() > 0, is_causal=False, batch=1, length=6)
     assert found.causal and found.keep is None
 
 
 # -- mistakes that must show
 
 
-def _positions_of_the_part(self: Cut, rank: int, *, device: Any = None) -> Tensor:
+def _positions_of_the_part(self: SequenceSharding, rank: int, *, device: Any = None) -> Tensor:
     return torch.arange(self.size(rank), device=device)
 
 
-def _one_off(self: Cut, rank: int, *, device: Any = None) -> Tensor:
+def _one_off(self: SequenceSharding, rank: int, *, device: Any = None) -> Tensor:
     first, second = self.pieces(rank)
     return torch.cat([torch.arange(first.start, first.stop), torch.arange(second.start - 1, second.stop - 1)])
 
@@ -471,22 +473,22 @@ def _unmerged(
 def _cut_then_moved(batch: Any, **given: Any) -> Any:
     mine = cut_batch(batch, **{**given, "shift_labels": False})
     if given["shift_labels"]:
-        mine["labels"] = shifted(mine["labels"], dim=1)
+        mine["labels"] = next_position_labels(mine["labels"], dim=1)
     return mine
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Any:
-    found = meaning(*args, **kwargs)
+    found = read_mask(*args, **kwargs)
     return type(found)(causal=found.causal, keep=None)
 
 
 FAULTS = {
-    "positions of the part": (Cut, "positions", _positions_of_the_part),
-    "the back chunk one off": (Cut, "positions", _one_off),
+    "positions of the part": (SequenceSharding, "positions", _positions_of_the_part),
+    "the back chunk one off": (SequenceSharding, "positions", _one_off),
     "the ring taken for the other way round": (Ring, "owner", _other_way),
     "partial results not merged": (context_ring, "_merge", _unmerged),
     "labels moved after the cut": (context, "cut_batch", _cut_then_moved),
-    "padding of other parts seen": (context_mode, "meaning", _no_mask),
+    "padding of other parts seen": (context_mode, "read_mask", _no_mask),
 }
 
 
@@ -512,4 +514,4 @@ def test_keys_whose_gradients_do_not_come_home_show(monkeypatch: pytest.MonkeyPa
 def test_one_rank_is_the_model_itself() -> None:
     case = text(length=9)
     assert torch.equal(torch.tensor(train(case, alone()).losses), torch.tensor(train(case, alone()).losses))
-    assert context_cut.Cut(length=1, ranks=1).size(0) == 1
+    assert context_cut.SequenceSharding(length=1, ranks=1).size(0) == 1

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.comm.played_ranks import ThreadBarrier, ThreadExchange
 from paceline.errors import LayoutError
-from paceline.place.context import mode as context_mode
-from paceline.place.context.check import check_context
-from paceline.place.context.cut import Cut
-from paceline.place.context.sequence import ContextParallel
-from paceline.place.exchange import Played, Table
+from paceline.parallel.context_parallel import function_mode as context_mode
+from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.context_parallel_check import check_context
+from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 
 LENGTH = 19
 
@@ -186,12 +186,12 @@ def test_dropout_of_flattened_positions_is_one_process_s() -> None:
     x = torch.randn(3, 11, 5)
     torch.manual_seed(7)
     wanted, following = F.dropout(x.flatten(0, 1), 0.4), torch.rand(1)
-    cut, parts = Cut(length=11, ranks=2), []
+    cut, parts = SequenceSharding(length=11, ranks=2), []
     for rank in range(2):
         part = cut.take(x, dim=1, rank=rank).flatten(0, 1)
         torch.manual_seed(7)
-        over = Played(table=Table(size=2), rank=rank)
-        with context_mode.ContextMode(exchange=over, cut=cut, model=nn.Identity(), rows=3):
+        over = ThreadExchange(table=ThreadBarrier(size=2), rank=rank)
+        with context_mode.ContextParallelMode(exchange=over, cut=cut, model=nn.Identity(), rows=3):
             parts.append(F.dropout(part, 0.4, inplace=True).unflatten(0, (3, -1)))
         assert torch.rand(1) == following
     assert torch.equal(cut.join(parts, dim=1).flatten(0, 1), wanted)

@@ -11,7 +11,7 @@ import torch
 from benchmarks.memory.allocator import read_events
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.measure.moments import moment_bytes
+from paceline.profiling.cpu_workspace.operator_workspace import moment_bytes
 
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 NEAR = 0.06

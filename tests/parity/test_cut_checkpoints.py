@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.checkpoint import collective_write as phases
+from paceline.checkpoint.collective_write import write_checkpoint
+from paceline.checkpoint.consolidate import consolidate
+from paceline.checkpoint.files.checkpoint_folder import load, newest_good, verify
+from paceline.checkpoint.files.resharding_reader import StoredShard
+from paceline.checkpoint.files.safetensors_io import TensorBytes
+from paceline.checkpoint.state_dict_view import list_model
+from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.tensor_bytes import weights_digest
+from paceline.checkpoint.train_state import MODEL, files_of, load_model, load_update
+from paceline.comm.process_group import World
+from paceline.commands import ckpt
 from paceline.errors import CheckpointError, SaveError
-from paceline.place.parts import Part
-from paceline.store.checkpoints import load, newest_good, verify
-from paceline.store.pieces import Piece
-from paceline.store.tensors import TensorBytes
-from paceline.train import phases
-from paceline.train.apart import tensors_of
-from paceline.train.consolidated import consolidate
-from paceline.train.convert import weights_digest
-from paceline.train.listing import list_model
-from paceline.train.phases import write_together
-from paceline.train.state import MODEL, files_of, load_model, load_update
-from paceline.verbs import ckpt
-from paceline.world import World
+from paceline.parallel.module_access.shard_spec import ShardSpec
 from tests.fault.test_store import STATE
 from tests.parity.cut_bed import Cuts, Model, Truth, check, cuts, hollow, play, rank_of, truth
 
@@ -40,7 +40,7 @@ def save(folder: Path, held: tuple[Cuts, Cuts], ranks: int, *, step: int = 5, fo
     def work(world: World) -> Path:
         made = rank_of(found, weights=held[0], kept=held[1], world=world)
         files, state = files_of(made)
-        return write_together(world, folder=folder, step=step, files=files, state={**STATE, **state})
+        return write_checkpoint(world, folder=folder, step=step, files=files, state={**STATE, **state})
 
     paths = play(ranks, work)
     assert len(set(paths)) == 1
@@ -84,7 +84,9 @@ def test_a_piece_is_named_so_that_nobody_takes_it_for_the_tensor(tmp_path: Path)
     from safetensors import safe_open
 
     held = pair(2, 0, whole=True)
-    held[0]["blocks.0.fused.weight"] = [Part.of_ranges((18, 6), dim=1, ranges=[(3 * r, 3 * r + 3)]) for r in range(2)]  # type: ignore[index]
+    held[0]["blocks.0.fused.weight"] = [
+        ShardSpec.of_ranges((18, 6), dim=1, ranges=[(3 * r, 3 * r + 3)]) for r in range(2)
+    ]  # type: ignore[index]
     path = save(tmp_path, held, 2)
     with safe_open(path / "model.rank-0001.safetensors", "pt") as file:
         assert file.keys() == ["blocks.0.fused.weight@0.3"]
@@ -112,7 +114,7 @@ def test_every_flipped_bit_is_refused_by_every_rank(tmp_path: Path) -> None:
 
 def test_a_bit_that_one_rank_reads_is_refused_by_all(tmp_path: Path) -> None:
     held = pair(2, 0, whole=True)
-    rows = [Part.of_ranges((18, 6), dim=0, ranges=[(9 * r, 9 * r + 9)]) for r in range(2)]
+    rows = [ShardSpec.of_ranges((18, 6), dim=0, ranges=[(9 * r, 9 * r + 9)]) for r in range(2)]
     held[0]["blocks.0.fused.weight"] = rows  # type: ignore[index]
     path = save(tmp_path, held, 2)
     file = path / "model.rank-0001.safetensors"
@@ -141,8 +143,8 @@ def test_a_layout_that_loses_or_repeats_an_element_is_refused(
     held = pair(2, 0, whole=True)
     start, stop, other = rows
     held[0]["blocks.0.fused.weight"] = [  # type: ignore[index]
-        Part.of_ranges((18, 6), dim=0, ranges=[(start, stop)]),
-        Part.of_ranges((18, 6), dim=0, ranges=[(other, 18)]),
+        ShardSpec.of_ranges((18, 6), dim=0, ranges=[(start, stop)]),
+        ShardSpec.of_ranges((18, 6), dim=0, ranges=[(other, 18)]),
     ]
     with pytest.raises(CheckpointError, match=words) as caught:
         save(tmp_path, held, 2, step=6)
@@ -165,7 +167,7 @@ def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatc
     def work(world: World) -> str:
         files, state = files_of(rank_of(FOUND, weights=held[0], kept=held[1], world=world))
         try:
-            write_together(world, folder=tmp_path, step=6, files=files, state={**STATE, **state})
+            write_checkpoint(world, folder=tmp_path, step=6, files=files, state={**STATE, **state})
         except SaveError as error:
             return error.what
         return "saved"
@@ -176,7 +178,7 @@ def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatc
 
 
 def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.store import writing
+    from paceline.checkpoint.files import two_phase_commit as writing
 
     monkeypatch.setattr(writing, "_SPARE_BYTES", 0)
     held = pair(2, 0)
@@ -192,17 +194,17 @@ def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatc
 
 def test_a_rank_reads_only_the_pieces_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = pair(3, 0, whole=True)
-    rows = [Part.of_ranges((18, 6), dim=0, ranges=[(6 * r, 6 * r + 6)]) for r in range(3)]
+    rows = [ShardSpec.of_ranges((18, 6), dim=0, ranges=[(6 * r, 6 * r + 6)]) for r in range(3)]
     held[0]["blocks.0.fused.weight"] = rows  # type: ignore[index]
     loaded = load(save(tmp_path, held, 3))
     read: list[str] = []
-    real = Piece.read
+    real = StoredShard.read
 
-    def note(self: Piece) -> TensorBytes:
+    def note(self: StoredShard) -> TensorBytes:
         read.append(self.entry.key)
         return real(self)
 
-    monkeypatch.setattr(Piece, "read", note)
+    monkeypatch.setattr(StoredShard, "read", note)
     stored = loaded.files[MODEL]
     assert not read
     stored.part("blocks.0.fused.weight", shape=(4, 6), boxes=[((7, 0), (0, 0), (4, 6))])
@@ -235,7 +237,7 @@ def test_the_consolidated_folder_and_the_digest_are_the_whole_models(tmp_path: P
 def test_a_disk_that_fills_up_while_it_is_consolidated_hangs_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.store import export
+    from paceline.checkpoint.files import hf_folder as export
 
     real, calls = export.write_tensors, []
 
@@ -290,7 +292,7 @@ def test_ckpt_diff_names_what_is_not_the_same(tmp_path: Path) -> None:
     second = save(run / "checkpoints", pair(2, 8), 2, step=6, found=other)
     found = ckpt.diff(str(first), str(second))
     assert found.tensors == {"model.safetensors": ["blocks.1.fused.bias"]} and not found.only
-    assert "differ in 1 tensor: blocks.1.fused.bias" in ckpt.told(found)
+    assert "differ in 1 tensor: blocks.1.fused.bias" in ckpt.summarize_differences(found)
     gone = ckpt.prune(str(run), keep=1)
     assert gone == [first] and newest_good(run / "checkpoints")[0] == second
 

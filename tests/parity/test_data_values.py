@@ -19,16 +19,16 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.config.settings import Settings
+from paceline.data.checksum import checksum
+from paceline.data.leased_loader import RandomAccessLoader
+from paceline.data.loader import eval_feed, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import DataError, DesyncError, JobError
-from paceline.feed.checksum import checksum
-from paceline.feed.feed import eval_feed, make_feed
-from paceline.feed.leased import LeasedFeed
-from paceline.feed.types import Cut
 from paceline.job import Job
-from paceline.order.cursor import Cursor
-from paceline.spec.settings import Settings
-from paceline.train.feeds import JobData
-from paceline.train.wishes import changed_length
+from paceline.trainer.checks.evaluation_checks import changed_length
+from paceline.trainer.setup.job_data import JobData
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SAMPLES = 20
@@ -87,9 +87,9 @@ def fed(
     """The data of every microbatch of all replicas, by epoch, step in the run and place in the batch."""
     found = {}
     for replica in range(replicas):
-        cut = Cut(global_batch_size=8, micro_batch_size=2, replica=replica, replicas=replicas)
+        cut = BatchPartition(global_batch_size=8, micro_batch_size=2, replica=replica, replicas=replicas)
         options = {"collate": as_given, "order": None, **more}
-        feed = make_feed(data=data, seed=seed, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        feed = make_loader(data=data, seed=seed, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
         with closing(feed):
             for given in feed:
                 if given.batch.after.epoch == epochs:
@@ -271,9 +271,9 @@ def together(mine: Any, other: Any, *, evaluates: bool) -> None:
         if evaluates:
             list(eval_feed(data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, agree=agree))
         else:
-            cut = Cut(global_batch_size=8, micro_batch_size=2, replicas=2)
+            cut = BatchPartition(global_batch_size=8, micro_batch_size=2, replicas=2)
             options: Any = {"collate": as_given, "order": None, "seed": 5, "cut": cut, "cursor": Cursor()}
-            with closing(make_feed(data=data, agree=agree, **options)) as feed:
+            with closing(make_loader(data=data, agree=agree, **options)) as feed:
                 next(iter(feed))
 
     def tell(value: Any) -> list[Any]:
@@ -353,10 +353,10 @@ class Varied(Counted):
 
 def compared(server: Any, worker: Any, *, epochs: int = 2) -> None:
     """What a worker finds in each epoch, from what the server says of its own data."""
-    cut = Cut(global_batch_size=8, micro_batch_size=2, reads=False)
+    cut = BatchPartition(global_batch_size=8, micro_batch_size=2, reads=False)
     options: dict[str, Any] = {"collate": as_given, "order": None, "seed": 5}
-    leased = LeasedFeed(data=worker, sample_seeds="auto", global_batch_size=8, drop_last=False, **options)
-    with closing(make_feed(data=server, cut=cut, cursor=Cursor(), **options)) as feed:
+    leased = RandomAccessLoader(data=worker, sample_seeds="auto", global_batch_size=8, drop_last=False, **options)
+    with closing(make_loader(data=server, cut=cut, cursor=Cursor(), **options)) as feed:
         for given in feed:
             if (epoch := given.batch.after.epoch) == epochs:
                 return

@@ -6,19 +6,19 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.plan.candidate import Candidate
-from paceline.plan.estimate import Estimate
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid
-from paceline.train.decide import Decided, decide, decide_named
-from paceline.train.rehearsed import Rehearsal, Seen
+from paceline.measured_planning.choose_layout import ChosenLayout, decide, decide_named
+from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.search.search_space import SearchSpace
 from tests.pure.test_judged import made
 
 FORECAST = made()
-GRID = Grid(schedules=("1f1b",), offload=((),), sequence=(False,), remat=("none", "full"))
+GRID = SearchSpace(schedules=("1f1b",), offload=((),), sequence=(False,), remat=("none", "full"))
 LATE = float("-inf")
 EARLY = float("inf")
-Answers = Callable[[Estimate], Seen]
+Answers = Callable[[Estimate], CheckedCandidate]
 
 
 class Replays:
@@ -28,35 +28,37 @@ class Replays:
         self.answers, self.alone = answers, alone
         self.asked: list[Candidate] = []
 
-    def replayed(self, estimate: Estimate, forecast: Forecast) -> Seen:
+    def replayed(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
         self.asked.append(estimate.candidate)
         return self.answers(estimate)
 
-    def refusal(self, candidate: Candidate, forecast: Forecast) -> str:
+    def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
         return self.alone(candidate)
 
-    def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: Forecast) -> int:
+    def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
         return 1
 
     def is_of_parts(self, candidate: Candidate, error: str) -> bool:
         return False
 
 
-def held(estimate: Estimate, num_bytes: float) -> Seen:
-    return Seen(layout=estimate.layout, peak_bytes=round(num_bytes), parts={"activations": round(num_bytes)})
+def held(estimate: Estimate, num_bytes: float) -> CheckedCandidate:
+    return CheckedCandidate(
+        layout=estimate.layout, peak_bytes=round(num_bytes), parts={"activations": round(num_bytes)}
+    )
 
 
-def as_forecast(estimate: Estimate) -> Seen:
+def as_forecast(estimate: Estimate) -> CheckedCandidate:
     return held(estimate, estimate.peak_bytes - estimate.memory.reserve)
 
 
-def refused(estimate: Estimate, error: str) -> Seen:
-    return Seen(layout=estimate.layout, error=error)
+def refused(estimate: Estimate, error: str) -> CheckedCandidate:
+    return CheckedCandidate(layout=estimate.layout, error=error)
 
 
-def decided(answers: Answers, *, until: float = LATE, forecast: Forecast = FORECAST, **given: Any) -> Any:
+def decided(answers: Answers, *, until: float = LATE, forecast: CostModel = FORECAST, **given: Any) -> Any:
     replays = Replays(answers, **{name: given.pop(name) for name in ("alone",) if name in given})
-    found: Decided = decide(cast(Rehearsal, replays), forecast, grid=GRID, until=until, **given)
+    found: ChosenLayout = decide(cast(CandidateChecker, replays), forecast, grid=GRID, until=until, **given)
     return found, replays
 
 
@@ -64,7 +66,7 @@ def test_what_is_recommended_is_replayed_though_time_was_over_before_it_began() 
     """The first five are refused, each in other words."""
     left = iter(range(5))
 
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         turn = next(left, None)
         return as_forecast(estimate) if turn is None else refused(estimate, "why " + "x" * turn)
 
@@ -89,7 +91,7 @@ def test_a_size_that_needs_too_much_gives_way_to_the_next_of_its_family() -> Non
     first = decided(as_forecast)[0].advice.recommended
     family = first.candidate.family
 
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         own = estimate.candidate == first.candidate
         return held(estimate, 79 * 2**30) if own else as_forecast(estimate)
 
@@ -109,7 +111,7 @@ def test_a_replay_near_the_limit_is_no_fit(share: float, is_sure: bool) -> None:
     device = FORECAST.fleet.device
     room = device.memory_bytes - device.reserve_bytes
 
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         return held(estimate, share * room) if estimate.candidate == first.candidate else as_forecast(estimate)
 
     found, _ = decided(answers)
@@ -119,7 +121,7 @@ def test_a_replay_near_the_limit_is_no_fit(share: float, is_sure: bool) -> None:
 def test_two_layouts_of_a_family_that_are_refused_in_the_same_words_are_enough() -> None:
     """A third is not asked; the family's reason stands in the answer, and mixtures without it go on."""
 
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         size = estimate.candidate.micro_batch_size
         return refused(estimate, f"no pp of {size}") if estimate.candidate.pp > 1 else as_forecast(estimate)
 
@@ -134,7 +136,7 @@ def test_two_layouts_of_a_family_that_are_refused_in_the_same_words_are_enough()
 
 
 def test_one_size_of_an_axis_that_is_refused_leaves_its_others() -> None:
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         return refused(estimate, "no eight") if estimate.candidate.tp == 8 else as_forecast(estimate)
 
     def alone(candidate: Candidate) -> str:
@@ -152,7 +154,7 @@ def test_an_option_that_was_refused_is_replaced_by_the_next_of_its_family() -> N
     names = [Candidate(dp_shard=8, zero=3, remat="full", micro_batch_size=size, precision="bf16") for size in (1, 2)]
     options = [FORECAST.estimate(names[1])]
 
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         return refused(estimate, "not so") if estimate.candidate == names[1] else as_forecast(estimate)
 
     found, replays = decided(answers, options=options)
@@ -163,11 +165,11 @@ def test_an_option_that_was_refused_is_replaced_by_the_next_of_its_family() -> N
 def test_a_named_layout_that_needs_too_much_is_replayed_with_smaller_microbatches() -> None:
     layouts = ["fsdp,remat=full", "single"]
 
-    def answers(estimate: Estimate) -> Seen:
+    def answers(estimate: Estimate) -> CheckedCandidate:
         return held(estimate, (70 if estimate.candidate.micro_batch_size == 1 else 90) * 2**30)
 
     replays = Replays(answers)
-    found, seen = decide_named(cast(Rehearsal, replays), FORECAST, layouts, until=LATE)
+    found, seen = decide_named(cast(CandidateChecker, replays), FORECAST, layouts, until=LATE)
     best = found.recommended
     assert best is not None and best.candidate.micro_batch_size == 1 and str(best.candidate) in seen
     assert [one.micro_batch_size for one in replays.asked][-1] == 1 and len(replays.asked) > 1
@@ -176,7 +178,9 @@ def test_a_named_layout_that_needs_too_much_is_replayed_with_smaller_microbatche
 
 def test_of_named_layouts_with_their_microbatch_one_that_does_not_fit_is_not_recommended() -> None:
     replays = Replays(lambda one: held(one, 77.5 * 2**30))
-    found, _ = decide_named(cast(Rehearsal, replays), FORECAST, ["fsdp,remat=full"], until=LATE, micro_batch_size=1)
+    found, _ = decide_named(
+        cast(CandidateChecker, replays), FORECAST, ["fsdp,remat=full"], until=LATE, micro_batch_size=1
+    )
     assert found.recommended is None and found.as_json()["recommended"] is None
     (row,) = found.as_json()["plans"]
     assert row["replayed"] and not row["fits"] and row["tight"]

@@ -10,21 +10,22 @@ from benchmarks.memory.measured import Setting
 from torch import nn
 
 import paceline as pl
-from paceline.measure.hollow import Hollow
-from paceline.plan.settle import Plan
-from paceline.spec.settings import Settings
-from paceline.train import beside, deep
-from paceline.train.ready import Ready, prepare
-from paceline.train.replay import replay
-from paceline.train.shallow import blocks_of, built_once
-from paceline.verbs.running import Common, make_task
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.config.settings import Settings
+from paceline.measured_planning import depth_extrapolation as deep
+from paceline.measured_planning import helper_process as beside
+from paceline.measured_planning.memory_replay import replay
+from paceline.measured_planning.profile.truncated_model import blocks_of, built_once
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
+from paceline.trainer.setup.prepare import PreparedJob, prepare
 
 WIDE: dict[str, Any] = {"width": 2048, "heads": 16, "length": 64, "vocabulary": 256}
 
 
-def ready_for(family: str, layout: str, *, ranks: int, device: str, **job: Any) -> Ready:
+def ready_for(family: str, layout: str, *, ranks: int, device: str, **job: Any) -> PreparedJob:
     setting = Setting(family=family, layout=layout, ranks=ranks, batch=16, micro=2, job=job)
-    common = Common(ranks=ranks, layout=layout, device="cpu", quiet=True)
+    common = RunOptions(ranks=ranks, layout=layout, device="cpu", quiet=True)
     ready = prepare(make_task("compare", f"benchmarks.memory.jobs:{family}", common, setting.overrides))
     plan = ready.plan if device == "cpu" else replace(ready.plan, device=device, backend="nccl")
     return replace(ready, job=built_once(ready.job, seed=0), plan=plan)
@@ -39,7 +40,7 @@ def the_same(
 ) -> None:
     ready = ready_for(family, layout, ranks=ranks, device=device, **{**WIDE, "depth": sum(blocks), **job})
     settings = cut(ready.settings, blocks)
-    chain = deep.Chain(ready.job, settings)
+    chain = deep.DepthExtrapolation(ready.job, settings)
     assert 0 < chain.replayed(settings, ready.plan, blocks) < sum(blocks)
     way = chain.way(settings, ready.plan, blocks)
     assert way is not None
@@ -136,17 +137,17 @@ def test_blocks_that_differ_by_their_place_do_not_tell_of_all(kind: str) -> None
     assert not deep.tells_of_all(*chained(kind))
 
 
-def replays(monkeypatch: pytest.MonkeyPatch, ready: Ready, blocks: tuple[int, ...]) -> int:
+def replays(monkeypatch: pytest.MonkeyPatch, ready: PreparedJob, blocks: tuple[int, ...]) -> int:
     """How many there are of a job whose few blocks do tell of all."""
     monkeypatch.setattr(deep, "tells_of_all", lambda *_: True)
-    seen: list[Plan] = []
+    seen: list[ExecutionPlan] = []
 
-    def counted(job: Any, settings: Any, plan: Plan, **more: Any) -> list[Any]:
+    def counted(job: Any, settings: Any, plan: ExecutionPlan, **more: Any) -> list[Any]:
         seen.append(plan)
         return replay(job, settings, plan, **more)
 
     monkeypatch.setattr(deep, "replay", counted)
-    deep.Chain(ready.job, ready.settings).replay(ready.settings, ready.plan, blocks)
+    deep.DepthExtrapolation(ready.job, ready.settings).replay(ready.settings, ready.plan, blocks)
     return len(seen)
 
 
@@ -183,7 +184,7 @@ def test_whether_few_blocks_tell_is_asked_once(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(deep, "tells_of_all", no)
     monkeypatch.setattr(deep, "replay", lambda job, *_: [job.model])
-    chain = deep.Chain(ready.job, ready.settings)
+    chain = deep.DepthExtrapolation(ready.job, ready.settings)
     assert chain.replayed(ready.settings, ready.plan, (14,)) == 14
     assert chain.replay(ready.settings, ready.plan, (14,)) == [ready.job.model]
     assert asked == [ready.job]
@@ -197,7 +198,7 @@ def test_want_of_memory_is_not_taken_for_a_no(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(deep, "tells_of_all", short)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        deep.Chain(ready.job, ready.settings).replay(ready.settings, ready.plan, (14,))
+        deep.DepthExtrapolation(ready.job, ready.settings).replay(ready.settings, ready.plan, (14,))
 
 
 def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
@@ -209,7 +210,7 @@ def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
 
     def largest(trains: bool) -> int:
         model = nn.Sequential(*(Frozen(trains) for _ in range(14)))
-        return deep.Chain(replace(chained("all alike")[0], model=lambda: model), Settings()).largest
+        return deep.DepthExtrapolation(replace(chained("all alike")[0], model=lambda: model), Settings()).largest
 
     assert largest(True) == 2048 * 2560
     assert largest(False) == 64
@@ -221,16 +222,16 @@ def test_half_of_it_is_done_by_a_helper(monkeypatch: pytest.MonkeyPatch) -> None
     given, seen = (ready.settings, ready.plan, (14,)), list[int]()
 
     def heard(job: pl.Job, *rest: Any, **more: Any) -> Any:
-        with Hollow():
+        with FakeExecutionMode():
             seen.append(len(blocks_of(job.model())))
         return replay(job, *rest, **more)
 
     monkeypatch.setattr(beside, "can_fork", lambda: True)
-    with beside.helped(partial(deep.Chain, ready.job, ready.settings)) as helper:
+    with beside.start_helper(partial(deep.DepthExtrapolation, ready.job, ready.settings)) as helper:
         monkeypatch.setattr(deep, "replay", heard)
         assert helper is not None
-        found = deep.Chain(ready.job, ready.settings, helper).replay(*given)
+        found = deep.DepthExtrapolation(ready.job, ready.settings, helper).replay(*given)
         assert seen == [4]
         helper.leave()
-        assert deep.Chain(ready.job, ready.settings, helper).replay(*given) == found
+        assert deep.DepthExtrapolation(ready.job, ready.settings, helper).replay(*given) == found
         assert seen == [4, 4, 5]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.errors import NonFiniteError
-from paceline.prove.reference import At, Gradient, Reference, Spec
+from paceline.verification.reference.reference import Gradient, Reference, ReferenceConfig, RunPosition
 from tests.parity.test_found import trained
 from tests.parity.test_state_kinds import rare
 from tests.parity.test_verify_sizes import verify
 
-SECOND = At(step=1, epoch=0, position=8)  # whose samples have no target of b
+SECOND = RunPosition(step=1, epoch=0, position=8)  # whose samples have no target of b
 
 
 def only_b(output: Any, batch: Any) -> Any:
@@ -25,7 +25,7 @@ def only_b(output: Any, batch: Any) -> Any:
 
 
 def gradient(job: pl.Job, on_empty: str) -> tuple[Reference, Gradient]:
-    spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4, on_empty=on_empty)
+    spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4, on_empty=on_empty)
     reference = Reference(job=job, spec=spec, cast=lambda x: x)
     return reference, reference.gradient(SECOND)
 

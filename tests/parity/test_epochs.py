@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.data.loader import eval_feed, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import DataError, UsageError
-from paceline.feed.feed import eval_feed, make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
 from tests.parity.test_feed import Noisy, Stream, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 def test_an_epoch_shorter_than_a_batch_is_not_left_out_altogether() -> None:
     def first(data: Any, size: int) -> int:
-        cut = Cut(global_batch_size=size, micro_batch_size=5, drop_last=True)
-        with closing(make_feed(data=data, seed=3, cut=cut, cursor=Cursor(), order=None, collate=None)) as feed:
+        cut = BatchPartition(global_batch_size=size, micro_batch_size=5, drop_last=True)
+        with closing(make_loader(data=data, seed=3, cut=cut, cursor=Cursor(), order=None, collate=None)) as feed:
             return next(iter(feed)).batch.num_samples
 
     assert first(Noisy(), 45) == first(Stream(), 45) == 45

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.comm.process_group import World
 from paceline.errors import RunError
-from paceline.place.exact import ExactReducer, Grid
-from paceline.place.units import trainable
-from paceline.world import World
+from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
+from paceline.parallel.module_access.parameters import trainable_parameters
 from tests.conftest import Shop
 
 COUNTER = """import paceline as pl, torch
@@ -25,10 +25,10 @@ def make_job():
 """
 
 
-def added(gradients: list[float], *, grid: Grid, model: nn.Module) -> float:
+def added(gradients: list[float], *, grid: FixedPointGrid, model: nn.Module) -> float:
     """The exact sum of one-element gradients in float64, one a microbatch."""
     weight = next(model.parameters())
-    reducer = ExactReducer(named=trainable(model), world=World.alone(), grid=grid)
+    reducer = ExactReducer(named=trainable_parameters(model), world=World.alone(), grid=grid)
     try:
         for _ in range(4):
             reducer.begin()
@@ -47,7 +47,7 @@ def added(gradients: list[float], *, grid: Grid, model: nn.Module) -> float:
 def test_exact_mode_adds_float64_from_the_smallest_to_the_largest(exponent: int) -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     gradients = [math.ldexp(1.0, exponent), math.ldexp(5.0, exponent), -math.ldexp(2.0, exponent)]
-    grid = Grid(names=["weight"])
+    grid = FixedPointGrid(names=["weight"])
     assert added(gradients, grid=grid, model=model) == math.ldexp(4.0, exponent)
     assert added(gradients, grid=grid, model=model) == math.ldexp(4.0, exponent)  # the grid follows no further
 
@@ -55,7 +55,7 @@ def test_exact_mode_adds_float64_from_the_smallest_to_the_largest(exponent: int)
 def test_exact_mode_says_which_gradient_is_too_large_for_it() -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     with pytest.raises(RunError, match=r"the gradient of weight reaches 1e\+308: exact mode adds what") as found:
-        added([1e308], grid=Grid(names=["weight"]), model=model)
+        added([1e308], grid=FixedPointGrid(names=["weight"]), model=model)
     assert found.value.cause and "--train.exact" in found.value.hint
 
 

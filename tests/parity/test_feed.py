@@ -22,12 +22,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from paceline.data.loader import eval_feed, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
+from paceline.data.workers import guard_worker_death
 from paceline.errors import DataError, JobError
-from paceline.feed.feed import eval_feed, make_feed
-from paceline.feed.types import Cut
-from paceline.feed.workers import guarded
-from paceline.order.cursor import Cursor
-from paceline.survive.signals import STOP_SIGNALS
+from paceline.launch.agent.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -60,9 +60,9 @@ def read(
     """What all replicas together read, by step and microbatch."""
     found = {}
     for replica in range(replicas):
-        cut = Cut(global_batch_size=12, micro_batch_size=5, replica=replica, replicas=replicas)
+        cut = BatchPartition(global_batch_size=12, micro_batch_size=5, replica=replica, replicas=replicas)
         options = {"order": None, "collate": None, **more}
-        feed = make_feed(data=data, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        feed = make_loader(data=data, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
         with closing(feed):
             for _, given in zip(range(steps), feed, strict=False):
                 for micro in given.micro:
@@ -95,10 +95,10 @@ def test_streams_are_the_same_for_any_number_of_replicas() -> None:
 
 
 def test_a_stream_that_differs_between_two_readings_is_found() -> None:
-    stream, cut = Stream(drift=True), Cut(global_batch_size=12, micro_batch_size=6)
-    feed = make_feed(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    stream, cut = Stream(drift=True), BatchPartition(global_batch_size=12, micro_batch_size=6)
+    feed = make_loader(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
     given = next(iter(feed))
-    again = make_feed(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=given.batch.after)
+    again = make_loader(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=given.batch.after)
     again.restore(feed.state())
     with pytest.raises(DataError, match="differs"):
         next(iter(again))
@@ -155,9 +155,9 @@ def test_what_can_not_be_read_is_refused() -> None:
 
 LEFT_OPEN = """
 import sys, time, torch
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
+from paceline.data.loader import make_loader
+from paceline.data.types import BatchPartition
+from paceline.data.order.cursor import Cursor
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 100
@@ -165,8 +165,8 @@ class Slow(torch.utils.data.Dataset):
         if index > 50: time.sleep({sleep})
         return torch.tensor(index)
 
-cut = Cut(global_batch_size=4, micro_batch_size=2)
-feed = make_feed(data=Slow(), collate=None, order="sequential", seed=0, cut=cut, cursor=Cursor(), workers=1)
+cut = BatchPartition(global_batch_size=4, micro_batch_size=2)
+feed = make_loader(data=Slow(), collate=None, order="sequential", seed=0, cut=cut, cursor=Cursor(), workers=1)
 steps = iter(feed)
 for _ in range({steps}): next(steps)
 sys.kept = feed, steps
@@ -227,7 +227,7 @@ def test_a_data_worker_that_leaves_is_named_though_its_memory_goes_first() -> No
         yield 1
         raise FileNotFoundError(2, "No such file or directory")
 
-    given = guarded(sent())
+    given = guard_worker_death(sent())
     assert next(given) == 1
     with pytest.raises(DataError, match="a data worker died: what it had read went with it"):
         next(given)
@@ -251,11 +251,11 @@ def test_a_worker_init_that_splits_a_stream_by_workers_loses_nothing() -> None:
 
 
 def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
-    cut = Cut(global_batch_size=12, micro_batch_size=6)
+    cut = BatchPartition(global_batch_size=12, micro_batch_size=6)
 
     def notes(**options: Any) -> str:
         loader = DataLoader(Noisy(), batch_size=4, **options)
-        feed = make_feed(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+        feed = make_loader(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
         return " ".join(feed.notes)
 
     assert "--data.drop_last true" in notes(drop_last=True)
@@ -269,7 +269,7 @@ def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
 
     for loader, word in ((DataLoader(Noisy(), batch_size=None), "whole batches"), (Own(Noisy()), "in its own way")):
         with pytest.raises(JobError, match=word):
-            make_feed(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+            make_loader(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
 
 
 def test_an_evaluation_keeps_a_loaders_sampler() -> None:
@@ -284,8 +284,8 @@ def test_an_evaluation_keeps_a_loaders_sampler() -> None:
 
 
 def test_the_last_step_of_a_stream_ends_its_epoch() -> None:
-    cut = Cut(global_batch_size=12, micro_batch_size=6)
-    feed = make_feed(data=Stream(), collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    cut = BatchPartition(global_batch_size=12, micro_batch_size=6)
+    feed = make_loader(data=Stream(), collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
     after = [given.batch.after for _, given in zip(range(4), feed, strict=False)]
     assert [(one.epoch, one.position, one.samples) for one in after] == [
         (0, 12, 12),

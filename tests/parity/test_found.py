@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline as pl
+from paceline.commands import ckpt
+from paceline.data.order.cursor import Cursor
 from paceline.errors import JobError
-from paceline.order.cursor import Cursor
-from paceline.train.length import Length
-from paceline.verbs import ckpt
+from paceline.trainer.setup.duration import Length
 from tests.conftest import Shop
 
 

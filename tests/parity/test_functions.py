@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import paceline as pl
+from paceline.checkpoint.files.checkpoint_folder import load
+from paceline.config.resume_allowances import ALLOWED
 from paceline.job_transfer import open_job_file, receive_job
-from paceline.spec.allowances import ALLOWED
-from paceline.store.checkpoints import load
 from tests.conftest import Shop
 
 pytestmark = pytest.mark.one_worker

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.measure.fusion import Fusion
+from paceline.profiling.model_tracing.compile_fusion import Fusion
 
 KIB = 256  # elements of float32
 

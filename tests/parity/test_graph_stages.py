@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
-from paceline.place.stage.graph_plan import GraphPlan, plan_graph
-from paceline.place.stage.graph_stages import GraphStages
-from paceline.place.stage.hollow import hollow_parameters
-from paceline.place.stage.stages import Sent
+from paceline.parallel.pipeline.chain.stages import StageOutput
+from paceline.parallel.pipeline.free_memory import hollow_parameters
+from paceline.parallel.pipeline.graph.cut_points import GraphPlan, plan_graph
+from paceline.parallel.pipeline.graph.stages import GraphStages
 from paceline.schedule import SCHEDULES
 from tests.matrix.page import patterns, stands
 from tests.parity.graph_models import CASES, INPUTS, built
@@ -273,7 +273,7 @@ def test_a_shape_that_goes_another_way_is_refused() -> None:
     model = Shapes()
     plan = plan_graph(model, num_stages=2, call=lambda: model(torch.ones(3, 8)), bounds=[2, 1])
     stages = GraphStages(model, cut=plan.cut, own=[0, 1], bare=plan.bare)
-    assert isinstance(stages.run(0, None, lambda: model(torch.ones(3, 8))), Sent)
+    assert isinstance(stages.run(0, None, lambda: model(torch.ones(3, 8))), StageOutput)
     with pytest.raises(LayoutError, match="with these inputs stage 0 uses c, which it does not hold"):
         stages.run(0, None, lambda: model(torch.ones(2, 8)))
 
@@ -288,7 +288,7 @@ def loss(output, batch):
 
 def make_job(lost: bool = False) -> pl.Job:
     if lost:
-        from paceline.place.stage.graph_stages import GraphStages
+        from paceline.parallel.pipeline.graph.stages import GraphStages
         plain = GraphStages._unpacked
         def dropped(*given):
             values = plain(*given)

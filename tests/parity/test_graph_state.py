@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from paceline.errors import LayoutError
-from paceline.place.stage.graph_plan import plan_graph
-from paceline.place.stage.graph_stages import GraphStages
-from paceline.place.traceless import plain_state
+from paceline.parallel.module_access.user_call_isolation import plain_state
+from paceline.parallel.pipeline.graph.cut_points import plan_graph
+from paceline.parallel.pipeline.graph.stages import GraphStages
 from tests.parity.stages_bed import Ranks, alone
 
 WIDTH = 4

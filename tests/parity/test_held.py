@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.measure.held import Watch, elements, held_now
-from paceline.place.remat import remat
-from paceline.spec.remat import parse_remat
+from paceline.config.activation_checkpointing import parse_remat
+from paceline.parallel.activation_checkpointing.checkpointing import remat
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, elements, memory_at_rest
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
 
@@ -31,7 +31,7 @@ def test_between_steps_it_is_the_formula() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4, bias=False))
     model.register_buffer("table", torch.zeros(10))
     optimizer = trained(model)
-    found = held_now(model=model, optimizers=[optimizer])
+    found = memory_at_rest(model=model, optimizers=[optimizer])
     numel = 8 * 16 + 16 + 2 * 16 + 16 * 4
     assert found.parameters == found.gradients == 4 * numel
     assert found.optimizer == 2 * 4 * numel + 4 * 5  # two moments, and a step number for each of five
@@ -63,7 +63,7 @@ class Squares(nn.Module):
 @pytest.mark.parametrize("times", [2, 5])
 def test_activations_and_the_peak_are_counted_to_the_byte(times: int) -> None:
     model = Squares()
-    with Watch(model=model) as watch:
+    with MemoryTracker(model=model) as watch:
         model(times).backward()
     assert watch.kept_bytes == (times - 1) * MB + 4 + 4  # the last square is not needed; the sum, its gradient
     assert watch.peak.parameters == MB
@@ -75,7 +75,7 @@ def test_activations_and_the_peak_are_counted_to_the_byte(times: int) -> None:
 def test_a_gradient_is_one_once_it_is_there() -> None:
     model = Squares()
     model(2).backward()
-    with Watch(model=model) as watch:
+    with MemoryTracker(model=model) as watch:
         torch.zeros(3 * MB // 4).add_(1)
     assert watch.peak.as_json() == {
         "parameters": MB, "gradients": MB, "optimizer": 0, "buffers": 0, "activations": 3 * MB, "total": 5 * MB,
@@ -87,7 +87,7 @@ def test_remat_shows() -> None:
         blocks = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(4)]
         model = nn.Sequential(*blocks)
         remat(model, policy=parse_remat(policy))
-        with Watch(model=model) as watch:
+        with MemoryTracker(model=model) as watch:
             model(torch.ones(32, 64)).sum().backward()
         return watch.kept_bytes
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.place import shared
-from paceline.place.shared import SharedModel
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.data_parallel import shared_memory_model as shared
+from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from tests.conftest import Shop
 
 DIGITS = "paceline.examples.digits_cnn"

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.measure.held import Made, Watch
-from paceline.measure.hollow import SMALL, Emptied, Hollow
-from paceline.torch_modes import Journey, unseen
+from paceline.profiling.model_tracing.fake_execution import SMALL, FakeExecutionMode, FakeStorages
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, StorageTracker
+from paceline.torch_internals.dispatch_modes import PendingCollective, hide_from_modes
 
 LARGE = 128  # a square of so many elements a side has no numbers
 Operation = Callable[[Tensor], Any]
@@ -47,7 +47,7 @@ OPERATIONS: dict[str, Operation] = {
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_results_have_the_form_that_they_really_have(operation: Operation) -> None:
     expected = form(operation(whole()))
-    with Hollow():
+    with FakeExecutionMode():
         found = operation(whole())
     assert form(found) == expected
 
@@ -56,20 +56,20 @@ def test_results_have_the_form_that_they_really_have(operation: Operation) -> No
 def test_numbers_that_are_not_there_all_differ(asked: dict[str, bool]) -> None:
     numbers = torch.arange(float(LARGE * LARGE)).view(LARGE, LARGE)
     expected = form(torch.unique(numbers, **asked))
-    with Hollow():
+    with FakeExecutionMode():
         found = torch.unique(numbers, **asked)
     assert form(found) == expected
 
 
 def test_a_view_is_the_memory_it_was_given() -> None:
-    with Hollow():
+    with FakeExecutionMode():
         x = whole()
         assert x[2:].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert x.clone().untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
 def test_integers_booleans_and_what_is_small_keep_their_values() -> None:
-    with Hollow():
+    with FakeExecutionMode():
         ids = torch.arange(SMALL * 2)
         assert (int(ids[-1]), int((ids % 2 == 0).sum())) == (SMALL * 2 - 1, SMALL)
         assert torch.full((3,), 2.5).sum().item() == 7.5
@@ -77,7 +77,7 @@ def test_integers_booleans_and_what_is_small_keep_their_values() -> None:
 
 
 def test_of_a_number_that_is_not_there_the_answer_is_in_its_favour() -> None:
-    with Hollow() as hollow:
+    with FakeExecutionMode() as hollow:
         assert whole().sum().item() == 1.0
         assert bool((whole() > 3).all())
         hollow.holds = False
@@ -85,7 +85,7 @@ def test_of_a_number_that_is_not_there_the_answer_is_in_its_favour() -> None:
 
 
 def test_building_with_draws_that_are_repeated_until_all_fit_ends() -> None:
-    with Hollow() as hollow:
+    with FakeExecutionMode() as hollow:
         hollow.holds = False
         drawn = torch.empty(LARGE, LARGE).normal_()
         for _ in range(3):
@@ -97,7 +97,7 @@ def test_building_with_draws_that_are_repeated_until_all_fit_ends() -> None:
 
 
 def test_experts_get_equally_many_tokens() -> None:
-    with Hollow():
+    with FakeExecutionMode():
         scores = F.softmax(whole(4 * LARGE, 8) @ torch.ones(8, 8), -1)
         chosen = torch.topk(scores, 2, dim=-1)[1]
         counts = torch.bincount(chosen.flatten(), minlength=8)
@@ -108,7 +108,7 @@ def test_nothing_is_written() -> None:
     from benchmarks.memory.resident import resident_now
 
     before = resident_now()
-    with Hollow():
+    with FakeExecutionMode():
         kept = [whole(1 << 14, 1 << 12) * 2 for _ in range(8)]  # 2 GiB, were it there
         deep = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
         deep(kept[0]).sum().backward()
@@ -129,7 +129,7 @@ def recurrent() -> tuple[nn.Module, Callable[[], Any]]:
     return nn.LSTM(64, 96, 2, batch_first=True), lambda: torch.ones(4, 40, 64)
 
 
-def watched(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> Watch:
+def watched(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> MemoryTracker:
     torch.manual_seed(0)
     model, batch = make()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -141,7 +141,7 @@ def watched(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> Watch:
         optimizer.zero_grad()
 
     step()
-    with Watch(model=model, optimizers=[optimizer]) as watch:
+    with MemoryTracker(model=model, optimizers=[optimizer]) as watch:
         step()
     return watch
 
@@ -149,26 +149,26 @@ def watched(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> Watch:
 @pytest.mark.parametrize("make", [encoder, pictures, recurrent])
 def test_a_step_holds_at_most_what_it_really_holds(make: Any) -> None:
     real = watched(make)
-    with Hollow():
+    with FakeExecutionMode():
         said = watched(make)
     assert said.peak == real.peak
     assert said.kept_bytes == real.kept_bytes > 0
 
 
 def test_what_was_there_before_counts_where_it_is_told() -> None:
-    made = Made()
-    with Hollow(see=made.see):
+    made = StorageTracker()
+    with FakeExecutionMode(see=made.see):
         scratch, gone = torch.zeros(1 << 20), torch.zeros(1 << 10)
         del gone
         model = nn.Linear(2, 2)
-        with Watch(model=model, others=made.storages()) as watch:
+        with MemoryTracker(model=model, others=made.storages()) as watch:
             model(torch.ones(1, 2))
     assert scratch.nbytes <= watch.peak.activations < scratch.nbytes + 4096
 
 
 def test_emptied_memory_is_forgotten_when_it_goes() -> None:
-    emptied = Emptied()
-    with Hollow(emptied=emptied):
+    emptied = FakeStorages()
+    with FakeExecutionMode(emptied=emptied):
         x = whole() * 2
         assert emptied.has(x)
         assert not emptied.has(torch.arange(4))
@@ -179,9 +179,9 @@ def test_emptied_memory_is_forgotten_when_it_goes() -> None:
 def test_a_journey_keeps_what_it_was_given_until_it_is_waited_for() -> None:
     arrived, kept = [], whole()
     storage = kept.untyped_storage()
-    made = Made()
+    made = StorageTracker()
     made.see(None, (), {}, kept)
-    journey = Journey(lambda: arrived.append(1), keeps=[kept])
+    journey = PendingCollective(lambda: arrived.append(1), keeps=[kept])
     journey.begin()
     del kept, storage
     assert len(made.storages()) == 1
@@ -193,5 +193,5 @@ def test_a_journey_keeps_what_it_was_given_until_it_is_waited_for() -> None:
 
 
 def test_what_is_hidden_from_modes_has_numbers() -> None:
-    with Hollow(), unseen():
+    with FakeExecutionMode(), hide_from_modes():
         assert whole().sum().item() == LARGE * LARGE

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.start import Request, start
-from paceline.store.runs import RunFolder
-from paceline.survive.short import own_bytes
+from paceline.launch.failures.oom_detection import process_memory
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.run_folder.run_folder import RunFolder
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library does as it does")
@@ -32,11 +32,11 @@ def run(payload: dict[str, Any]) -> int:
     """
     kept = []
     for size, count in ((64 * MB, 4), (MB, 256)):
-        before = own_bytes()
+        before = process_memory()
         tensors = [torch.ones(size // 4) for _ in range(count)]
-        assert own_bytes() - before > 0.8 * size * count  # free room may have been there
+        assert process_memory() - before > 0.8 * size * count  # free room may have been there
         del tensors
-        kept.append(own_bytes() - before)
+        kept.append(process_memory() - before)
     before = _addresses()
     with ThreadPoolExecutor(1) as pool:
         kept.append(pool.submit(_addresses).result() - before)
@@ -56,7 +56,7 @@ def test_what_is_freed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     try:
         if told == "ulimit":
             resource.setrlimit(resource.RLIMIT_AS, (1 << 42, hard))
-        outcome = start(Request(ranks=1, run=folder, entry="tests.parity.test_kept:run", payload=payload))
+        outcome = start(LaunchRequest(ranks=1, run=folder, entry="tests.parity.test_kept:run", payload=payload))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert outcome.exit_code == 0, outcome.failure

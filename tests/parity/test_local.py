@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import thread_worlds
+from paceline.config.update_rule import parse_update
 from paceline.errors import LayoutError
-from paceline.place.holding import Holding, all_of
-from paceline.place.meeting import thread_worlds
-from paceline.place.units import trainable
-from paceline.plan.local import fragment_of, sent_after
-from paceline.spec.update import parse_update
-from paceline.step.sites import Sites
-from paceline.world import World
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
+from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
+from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
 from tests.conftest import Shop
 from tests.parity.test_hogwild import SELDOM
 from tests.parity.test_stash import JOB as STASH
 
 PLANTS = """
 import os
-from paceline.step import sites as outer
+from paceline.step.local_sgd import outer_optimizer as outer
 
 plant = os.environ.get("PLANT", "")
 if plant == "forgotten":  # the outer momentum
@@ -42,10 +42,10 @@ if plant == "at once":  # what should be taken later
 
     outer.Fragment.send = sent
 if plant == "whole":  # gradients divided by the count of all sites
-    from paceline.step.joint import Joint
+    from paceline.step.step_reduction import StepReduction
 
-    divisor = Joint.divisor
-    Joint.divisor = lambda self: divisor(self) * 2
+    divisor = StepReduction.divisor
+    StepReduction.divisor = lambda self: divisor(self) * 2
 """
 JOB = STASH + PLANTS
 
@@ -227,10 +227,10 @@ class Equal(World):
         return tensor
 
 
-def sites_of_three(update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None) -> Sites:
-    named = trainable(model) if stage is None else trainable(model)[2 * stage :][:2]
-    weights = Holding(world=World.alone(), held=all_of(model))
-    return Sites(
+def sites_of_three(update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None) -> OuterOptimizer:
+    named = trainable_parameters(model) if stage is None else trainable_parameters(model)[2 * stage :][:2]
+    weights = ShardedTensors(world=World.alone(), held=all_of(model))
+    return OuterOptimizer(
         rule=parse_update(update),
         named=named,
         weights=weights,
@@ -327,9 +327,9 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
     def run(site: int) -> None:
         model, rule = models[site], parse_update(update)
         norm = model[1]
-        weights = Holding(world=World.alone(), held=all_of(model))
+        weights = ShardedTensors(world=World.alone(), held=all_of(model))
         told = {"spread": lambda: None, "wrote": lambda: None}
-        sites = Sites(rule=rule, named=trainable(model), weights=weights, peers=peers[site], **told)
+        sites = OuterOptimizer(rule=rule, named=trainable_parameters(model), weights=weights, peers=peers[site], **told)
         for step in range(1, rule.every + 1):
             norm.running_mean.fill_(float(site + step))
             sites.after(step)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from tests.parity.test_norms import BATCH, MICRO, built, job_of
 
 
@@ -25,8 +25,8 @@ def summed(output: Any, batch: Any) -> tuple[Tensor, int]:
 def first_step(loss: Any, *, replicas: int, asks: bool) -> tuple[str, dict[str, Tensor]]:
     job = replace(job_of("plain"), loss=loss, forward=lambda model, batch: model(batch[0])[0])
     made = built(job, replicas, micro=MICRO)
-    cut = Cut(global_batch_size=BATCH, micro_batch_size=MICRO)
-    feed = make_feed(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=MICRO)
+    feed = make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
     contract = made.step.parts.contract
     if asks:
         contract.ask_mean()

@@ -2,13 +2,13 @@
 
 import pytest
 
+from paceline.commands.compare import compare
 from paceline.errors import UsageError
-from paceline.schedule.build import build
-from paceline.schedule.follow import Costs
+from paceline.measured_planning.timing.schedule_benchmark import median_costs, timeline
+from paceline.schedule.action_walk import Costs
 from paceline.schedule.program import Op
-from paceline.schedule.simulate import simulate
-from paceline.train.measure_schedule import costs, timeline
-from paceline.verbs.compare import compare
+from paceline.schedule.program_simulation import simulate
+from paceline.schedule.registry import build
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])
@@ -26,7 +26,7 @@ def test_what_was_simulated_comes_back(name: str) -> None:
     ]
     again = timeline(heard, name="again")
     assert again.start == 0 and again.bubble == pytest.approx(found.bubble)
-    learnt = simulate(program, costs=costs(again, program))
+    learnt = simulate(program, costs=median_costs(again, program))
     assert learnt.makespan == pytest.approx(found.makespan)
     assert {span.action.op for span in again.computes} >= {Op.FORWARD}
 

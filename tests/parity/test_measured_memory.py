@@ -14,8 +14,8 @@ from benchmarks.memory.resident import forget_most, resident_most, resident_now
 from benchmarks.memory.settings import settings
 from torch import Tensor, nn
 
-from paceline.measure.held import Watch
-from paceline.spec.layout import parse_layout
+from paceline.config.layout import parse_layout
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
 
@@ -96,7 +96,7 @@ def test_it_agrees_with_the_forecasts_instrument_where_that_sees_all(tmp_path: P
     model = Squares()
     optimizer = torch.optim.AdamW(model.parameters())
     trained(model, optimizer)
-    with Watch(model=model, optimizers=[optimizer]) as other:
+    with MemoryTracker(model=model, optimizers=[optimizer]) as other:
         trained(model, optimizer)
     with watch(folder=tmp_path) as watching:
         trained(model, optimizer)

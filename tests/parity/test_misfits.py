@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.errors import JobError
-from paceline.step.loss import LossContract
+from paceline.step.loss.loss_return_value import LossContract
 
 
 class One(nn.Linear):

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.played_ranks import ThreadBarrier, ThreadExchange
 from paceline.errors import LayoutError
-from paceline.place.context import mode as context_mode
-from paceline.place.context.cut import Cut
-from paceline.place.context.mode import ContextMode
-from paceline.place.context.sequence import ContextParallel
-from paceline.place.exchange import Played, Table
-from paceline.place.tensor.cut import even_cut
-from paceline.place.tensor.derive import derive_plan
-from paceline.place.tensor.placed import split_over
-from paceline.place.tensor.seam import shown_pieces
-from paceline.place.tensor.split import Split
-from paceline.place.tensor.trial import Meeting, ThreadWire
+from paceline.parallel.context_parallel import function_mode as context_mode
+from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.function_mode import ContextParallelMode
+from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
+from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
+from paceline.parallel.tensor_parallel.sharding import even_cut
+from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.thread_ranks import Meeting, ThreadWire
+from paceline.parallel.tensor_parallel.user_hook_calls import expose_local_shards
 
 CP = TP = 2
 SEQUENCE = {"0": 1, "1": 1}
@@ -55,16 +55,16 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def grid(work: Callable[[Played, ThreadWire], Any], *, sequence: bool = False) -> dict[tuple[int, int], Any]:
+def grid(work: Callable[[ThreadExchange, ThreadWire], Any], *, sequence: bool = False) -> dict[tuple[int, int], Any]:
     """`work` on every rank of cp × tp, each a thread with an end of its ring and one of its tensor group."""
-    rings, groups = [Table(size=CP) for _ in range(TP)], [Meeting(TP) for _ in range(CP)]
+    rings, groups = [ThreadBarrier(size=CP) for _ in range(TP)], [Meeting(TP) for _ in range(CP)]
     found: dict[tuple[int, int], Any] = {}
     errors: list[BaseException] = []
 
     def run(c: int, t: int) -> None:
         try:
             wire = ThreadWire(rank=t, size=TP, meeting=groups[c], sequence=sequence)
-            found[c, t] = work(Played(table=rings[t], rank=c), wire)
+            found[c, t] = work(ThreadExchange(table=rings[t], rank=c), wire)
         except BaseException as error:
             errors.append(error)
             for each in (*rings, *groups):
@@ -91,7 +91,7 @@ def far(*, sequence: bool = False, groups: int = 2) -> float:
     loss = summed(model(batch[0]), batch[1])
     loss.backward()
 
-    def work(over: Played, wire: ThreadWire) -> Any:
+    def work(over: ThreadExchange, wire: ThreadWire) -> Any:
         mine = copy.deepcopy(model)
         mine.zero_grad()
         placed = split_over(mine, plan=plan, wire=wire)
@@ -135,12 +135,12 @@ def test_each_tensor_rank_s_heads_go_round_their_own_ring(
 
 
 def test_a_ring_over_the_heads_of_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = ContextMode._around
+    honest = ContextParallelMode._around
 
-    def wrong(self: ContextMode, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    def wrong(self: ContextParallelMode, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         return honest(self, query, key if how["heads"] is None else key.roll(1, -3), value, **how)
 
-    monkeypatch.setattr(ContextMode, "_around", wrong)
+    monkeypatch.setattr(ContextParallelMode, "_around", wrong)
     assert far(groups=1) > 1e-3
 
 
@@ -150,15 +150,17 @@ def test_attention_that_drops_draws_what_one_process_draws() -> None:
     q, k, v = (torch.randn(2, 4, 11, 8) for _ in range(3))
     torch.manual_seed(7)
     wanted, following = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True), torch.rand(1)
-    cut, heads = Cut(length=11, ranks=CP), even_cut(4, ranks=TP, dim=1)
+    cut, heads = SequenceSharding(length=11, ranks=CP), even_cut(4, ranks=TP, dim=1)
     drawn = []
     for c in range(CP):
         for t in range(TP):
             wire = ThreadWire(rank=t, size=TP, meeting=Meeting(TP))
-            mode = ContextMode(exchange=Played(table=Table(size=CP), rank=c), cut=cut, model=nn.Identity())
+            mode = ContextParallelMode(
+                exchange=ThreadExchange(table=ThreadBarrier(size=CP), rank=c), cut=cut, model=nn.Identity()
+            )
             query = cut.take(q, dim=2, rank=c).narrow(1, 2 * t, 2)
             torch.manual_seed(7)
-            drawn.append(mode._dropped(query, 0.3, Split.of(query, heads, wire)))
+            drawn.append(mode._dropped(query, 0.3, ShardPropagatingTensor.of(query, heads, wire)))
             assert torch.rand(1) == following
     kept = torch.cat([cut.join(drawn[t::TP], dim=2) for t in range(TP)], 1)
     shares = (q @ k.mT / 8**0.5).masked_fill(~torch.ones(11, 11).tril().bool(), -torch.inf).softmax(-1)
@@ -167,10 +169,10 @@ def test_attention_that_drops_draws_what_one_process_draws() -> None:
 
 def test_a_table_that_fully_shard_gathers_gives_the_part_s_rows() -> None:
     """The parameter that stands there while a unit runs is another than the one that the model was placed with."""
-    table, cut = nn.Parameter(torch.arange(9.0)[:, None]), Cut(length=9, ranks=CP)
+    table, cut = nn.Parameter(torch.arange(9.0)[:, None]), SequenceSharding(length=9, ranks=CP)
     for rank in range(CP):
-        over = Played(table=Table(size=CP), rank=rank)
-        with ContextMode(exchange=over, cut=cut, model=nn.Identity()):
+        over = ThreadExchange(table=ThreadBarrier(size=CP), rank=rank)
+        with ContextParallelMode(exchange=over, cut=cut, model=nn.Identity()):
             rows = table[: cut.size(rank)]
         assert rows[:, 0].tolist() == cut.positions(rank).tolist()
 
@@ -199,15 +201,15 @@ def test_hooks_that_know_no_cut_see_the_piece(shown: bool) -> None:
         assert type(output) is Tensor
         output.register_hook(lambda grad: told.append("output"))
 
-    with shown_pieces(unit) if shown else nullcontext():
+    with expose_local_shards(unit) if shown else nullcontext():
         unit.register_forward_hook(after)
         unit.register_forward_pre_hook(lambda _, args: (Seen.apply(told, args[0]), *args[1:]), prepend=True)
     if not shown:
         with pytest.raises(LayoutError, match="Seen is an autograd function of its own"):
-            unit(Split.of(local, cut, wire))
+            unit(ShardPropagatingTensor.of(local, cut, wire))
         return
-    found = unit(Split.of(local, cut, wire, origins=["w"]))
-    assert isinstance(found, Split) and found.shape == (2, 6, 4) and found.origins == {"w"}
+    found = unit(ShardPropagatingTensor.of(local, cut, wire, origins=["w"]))
+    assert isinstance(found, ShardPropagatingTensor) and found.shape == (2, 6, 4) and found.origins == {"w"}
     found.local.sum().backward()
     assert told == ["output", "input"] and local.grad is not None and local.grad.abs().sum() > 0
     assert type(unit(local)) is Tensor, "what is whole stays so"

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.place.compress import dense
-from paceline.place.compress.dense import DenseUnit
-from paceline.place.compress.grain import Bf16
-from paceline.place.compress.memory import Memory, wide
-from paceline.place.units import Named
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.compression import quantized as dense
+from paceline.parallel.compression.codecs import Bf16
+from paceline.parallel.compression.quantized import DenseUnit
+from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
+from paceline.parallel.module_access.parameters import NamedParameter
 
 RANKS = 300
 
@@ -33,7 +33,7 @@ def test_many_small_gradients_of_a_bf16_model_are_not_lost(monkeypatch: pytest.M
     monkeypatch.setattr(dense, "start_all_gather", gathered)
     parameter = nn.Parameter(torch.zeros(RANKS, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 1 + 2**-7)
-    unit = DenseUnit([Named(index=0, name="weight", parameter=parameter)], grain=Bf16(), ranks=RANKS)
+    unit = DenseUnit([NamedParameter(index=0, name="weight", parameter=parameter)], grain=Bf16(), ranks=RANKS)
     unit.launch(Alike(device=torch.device("cpu")))
     unit.pass_on()
     unit.land(float(RANKS))
@@ -43,7 +43,7 @@ def test_many_small_gradients_of_a_bf16_model_are_not_lost(monkeypatch: pytest.M
 
 
 def test_what_sums_are_held_in() -> None:
-    assert {t: wide(t) for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)} == {
+    assert {t: accumulation_dtype(t) for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)} == {
         torch.bfloat16: torch.float32,
         torch.float16: torch.float32,
         torch.float32: torch.float32,
@@ -52,7 +52,7 @@ def test_what_sums_are_held_in() -> None:
 
 
 def test_a_finite_step_that_is_left_out_leaves_what_is_held_back_as_it_was() -> None:
-    memory = Memory({"weight": (3,)}, dtype=torch.float32, device=torch.device("cpu"))
+    memory = ResidualBuffers({"weight": (3,)}, dtype=torch.float32, device=torch.device("cpu"))
     for value, taken in ((1.0, True), (10.0, False), (100.0, True)):
         before = memory.now["weight"].clone()
         memory.corrected([torch.full((3,), value)])

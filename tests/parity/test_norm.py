@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from paceline.errors import NonFiniteError
-from paceline.place.units import trainable
-from paceline.step.update import Update
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.step.optimizer_update import OptimizerUpdate
 
 
 def updated(values: list[float], *, dtype: torch.dtype, clip: float | None) -> tuple[float, torch.Tensor]:
     """The norm that a step measures of a gradient, and the gradient as the optimizer gets it."""
     model = nn.Linear(len(values), 1, bias=False, dtype=dtype)
     model.weight.grad = torch.tensor([values], dtype=dtype)
-    update = Update(
-        named=trainable(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[], scaler=None,
+    update = OptimizerUpdate(
+        named=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[], scaler=None,
         max_grad_norm=clip, check_finite=True, skip_nonfinite=False, ema=None,
     )  # fmt: skip
     norm, taken = update.commit(step=1, loss=1.0)
@@ -53,8 +53,8 @@ def test_a_sparse_gradient_is_clipped_as_it_should_be_and_a_smaller_one_left_as_
         (model(torch.tensor([1, 3])) * rows).sum().backward()
         assert model.weight.grad is not None
         model.weight.grad = model.weight.grad.coalesce()
-        update = Update(
-            named=trainable(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[],
+        update = OptimizerUpdate(
+            named=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[],
             scaler=None, max_grad_norm=most, check_finite=True, skip_nonfinite=False, ema=None,
         )  # fmt: skip
         norm, _ = update.commit(step=1, loss=1.0)

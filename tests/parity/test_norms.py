@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import thread_worlds
+from paceline.config.layout import parse_layout
+from paceline.config.settings import Settings, Train
+from paceline.config.update_rule import UpdateRule
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import JobError
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
 from paceline.job import Job
-from paceline.order.cursor import Cursor
-from paceline.place.batchnorm import StatisticsTape
-from paceline.place.meeting import thread_worlds
-from paceline.place.sync_bn import synchronise
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.prove.reference import Reference, Spec
-from paceline.spec.layout import parse_layout
-from paceline.spec.settings import Settings, Train
-from paceline.spec.update import Update
-from paceline.train.built import Built, build
-from paceline.world import World
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.sync_batchnorm import synchronise
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.verification.reference.reference import Reference, ReferenceConfig
 
 # A few units in the last place of float64 in each of a handful of additions, on weights that a few steps have moved.
 LAST_PLACES = 2.0**-40
@@ -194,20 +194,22 @@ def job_of(way: str) -> Job:
     )
 
 
-def built(job: Job, replicas: int, *, micro: int, buffers: Any = "fold") -> Built:
-    plan = settle(
+def built(job: Job, replicas: int, *, micro: int, buffers: Any = "fold") -> TrainingSetup:
+    plan = make_execution_plan(
         layout=parse_layout("threads" if replicas > 1 else "single"),
-        update=Update(),
-        cluster=Cluster(ranks=replicas, cores=1),
-        facts=Facts(global_batch_size=BATCH, micro_batch_size=micro),
+        update=UpdateRule(),
+        cluster=Resources(ranks=replicas, cores=1),
+        facts=JobFacts(global_batch_size=BATCH, micro_batch_size=micro),
     )
-    return build(job=job, settings=Settings(train=Train(buffers=buffers)), plan=plan, world=World.alone())
+    return build_training_setup(
+        job=job, settings=Settings(train=Train(buffers=buffers)), plan=plan, world=World.alone()
+    )
 
 
-def trained(made: Built, *, micro: int, steps: int = STEPS) -> dict[str, Tensor]:
+def trained(made: TrainingSetup, *, micro: int, steps: int = STEPS) -> dict[str, Tensor]:
     """A few steps of ours."""
-    cut = Cut(global_batch_size=BATCH, micro_batch_size=micro)
-    feed = iter(make_feed(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+    cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=micro)
+    feed = iter(make_loader(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
     try:
         for _ in range(steps):
             made.step.run(next(feed))
@@ -219,7 +221,9 @@ def trained(made: Built, *, micro: int, steps: int = STEPS) -> dict[str, Tensor]
 def plain(job: Job, *, micro: int, joined: int = 1) -> dict[str, Tensor]:
     """Ten lines of PyTorch; the reference gives the order of samples and the seed of the start alone."""
     source = Reference(
-        job=job, spec=Spec(seed=0, global_batch_size=BATCH, micro_batch_size=micro * joined), cast=lambda x: x
+        job=job,
+        spec=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=micro * joined),
+        cast=lambda x: x,
     )
     data, model = source.reading, source.model.train()
     optimizer = job.optimizer(list(model.named_parameters()))
@@ -300,7 +304,7 @@ def test_a_step_that_is_begun_again_has_the_momentum_and_the_statistics_of_befor
             return super().forward(x)
 
     layer, x = Decaying(2, momentum=0.4, dtype=torch.float64), torch.tensor([[1.0, 2.0], [3.0, 6.0]]).double()
-    tape = StatisticsTape(model=layer, world=World.alone(), exact=True)
+    tape = MicrobatchStatistics(model=layer, world=World.alone(), exact=True)
     for right, momentum in ((0.2, 0.2), (0.2 * 0.9 + 0.1, 0.1)):
         for _ in range(3):
             tape.begin()
@@ -312,7 +316,7 @@ def test_a_step_that_is_begun_again_has_the_momentum_and_the_statistics_of_befor
     tape.close()
 
 
-def that_can_not_wait(way: str) -> Built:
+def that_can_not_wait(way: str) -> TrainingSetup:
     """As where forwards meet other ranks."""
     made = built(job_of(way), 2, micro=MICRO)
     for parts in (made.step.parts, *(other.parts for other in made.step._others)):  # type: ignore[attr-defined]
@@ -330,7 +334,7 @@ def test_forwards_that_can_not_wait_are_refused_by_name(way: str) -> None:
 def test_forwards_are_watched_in_the_first_step_alone_and_only_where_norms_keep_statistics() -> None:
     for model, is_watched in ((nn.BatchNorm1d(2), True), (nn.LayerNorm(2), False)):
         world = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=30)[0]
-        tape = StatisticsTape(model=model, world=world, can_wait=True)
+        tape = MicrobatchStatistics(model=model, world=world, can_wait=True)
         assert isinstance(tape.watching(), TorchFunctionMode) == is_watched
         tape._is_checked = True
         assert not isinstance(tape.watching(), TorchFunctionMode)

@@ -8,19 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
+from paceline.config.layout import parse_layout
+from paceline.config.settings import Settings
+from paceline.config.update_rule import UpdateRule, parse_update
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import JobError, LayoutError
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
 from paceline.job import Job
-from paceline.order.cursor import Cursor
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.prove.reference import At, Reference, Spec
-from paceline.spec.layout import parse_layout
-from paceline.spec.settings import Settings
-from paceline.spec.update import Update, parse_update
-from paceline.train.built import Built, build
-from paceline.train.refuse import refuse_asked
-from paceline.world import World
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.trainer.checks.option_compatibility import check_compatibility
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 
 BATCH, MICRO, STEPS = 24, 4, 4
 
@@ -64,19 +64,19 @@ def job_of(**changes: Any) -> Job:
     return Job(**given)
 
 
-def built(job: Job, replicas: int) -> Built:
-    plan = settle(
+def built(job: Job, replicas: int) -> TrainingSetup:
+    plan = make_execution_plan(
         layout=parse_layout("threads" if replicas > 1 else "single"),
-        update=Update(),
-        cluster=Cluster(ranks=replicas, cores=1),
-        facts=Facts(global_batch_size=BATCH, micro_batch_size=MICRO),
+        update=UpdateRule(),
+        cluster=Resources(ranks=replicas, cores=1),
+        facts=JobFacts(global_batch_size=BATCH, micro_batch_size=MICRO),
     )
-    return build(job=job, settings=Settings(), plan=plan, world=World.alone())
+    return build_training_setup(job=job, settings=Settings(), plan=plan, world=World.alone())
 
 
-def trained(made: Built) -> dict[str, Tensor]:
-    cut = Cut(global_batch_size=BATCH, micro_batch_size=MICRO)
-    feed = iter(make_feed(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+def trained(made: TrainingSetup) -> dict[str, Tensor]:
+    cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=MICRO)
+    feed = iter(make_loader(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
     try:
         for _ in range(STEPS):
             made.step.run(next(feed))
@@ -87,7 +87,7 @@ def trained(made: Built) -> dict[str, Tensor]:
 
 def plain(job: Job) -> dict[str, Tensor]:
     """In plain PyTorch; of the reference only the start and the order of samples."""
-    spec = Spec(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO)
+    spec = ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO)
     source = Reference(job=job, spec=spec, cast=lambda x: x)
     model, optimizer = source.model.train(), job.optimizer([(n, p) for n, p in source.model.named_parameters()])
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -112,12 +112,14 @@ def test_a_teacher_is_moved_once_after_each_update(replicas: int) -> None:
 
 
 def test_the_reference_moves_it_too() -> None:
-    job, at = job_of(), At(step=0, epoch=0, position=0)
-    reference = Reference(job=job, spec=Spec(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO), cast=lambda x: x)
+    job, at = job_of(), RunPosition(step=0, epoch=0, position=0)
+    reference = Reference(
+        job=job, spec=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO), cast=lambda x: x
+    )
     for step in range(STEPS):
         gradient = reference.gradient(at)
         reference.update(gradient.total)
-        at = At(step=step + 1, epoch=0, position=(step + 1) * BATCH)
+        at = RunPosition(step=step + 1, epoch=0, position=(step + 1) * BATCH)
     for name, value in plain(job).items():
         torch.testing.assert_close(reference.model.state_dict()[name], value, rtol=2.0**-44, atol=2.0**-44)
 
@@ -138,11 +140,11 @@ def test_one_that_moves_in_the_forward_is_refused_with_the_way_out() -> None:
     ],
 )
 def test_it_is_refused_where_no_rank_has_whole_weights(layout: str, update: str, said: str) -> None:
-    plan = settle(
+    plan = make_execution_plan(
         layout=parse_layout(layout),
         update=parse_update(update),
-        cluster=Cluster(ranks=2, cores=1),
-        facts=Facts(global_batch_size=BATCH, micro_batch_size=MICRO),
+        cluster=Resources(ranks=2, cores=1),
+        facts=JobFacts(global_batch_size=BATCH, micro_batch_size=MICRO),
     )
     with pytest.raises((JobError, LayoutError), match=said):
-        refuse_asked(job_of(), Settings(), plan)
+        check_compatibility(job_of(), Settings(), plan)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.feed.types import StepInput
-from paceline.order.batches import next_batch
-from paceline.order.cursor import Cursor
-from paceline.train.unsaved import Unsaved
-from paceline.train.wishes import last_batch_notes
+from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.data.order.batches import next_batch
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import StepInput
+from paceline.trainer.checks.evaluation_checks import last_batch_notes
 from tests.parity.test_found import job, trained
 
 QUIET: dict[str, Any] = {"watch.to": ("jsonl",)}
@@ -89,7 +89,7 @@ class Counts(torch.optim.SGD):
 def test_what_no_checkpoint_has_is_told_with_the_place_of_its_kind(keeps: bool, counts: bool) -> None:
     model = (Keeps if keeps else nn.Sequential)(nn.Linear(4, 2))
     optimizer = (Counts if counts else torch.optim.SGD)(model.parameters(), lr=0.1)
-    unsaved = Unsaved([optimizer], model=model)
+    unsaved = UntrackedOptimizerState([optimizer], model=model)
     unsaved.begin()
     model(torch.zeros(1, 4)).sum().backward()
     optimizer.step()

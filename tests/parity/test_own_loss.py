@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.errors import JobError
-from paceline.prove.forward import Forward
-from paceline.step.loss import LossContract
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.verification.reference.forward import Forward
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.comm.process_group import World
+from paceline.config.layout import parse_layout
+from paceline.config.loading import merge, read_asked
+from paceline.config.settings import PlacementSettings, Settings
+from paceline.config.update_rule import parse_update
 from paceline.errors import LayoutError
-from paceline.measure import blocks as measured
-from paceline.place import runs
-from paceline.place.blocks import find_blocks
-from paceline.place.runs import seconds_of
-from paceline.place.shard.wrap import find_units, units_of
-from paceline.place.stage.pipe import cut_model
-from paceline.place.start.hollow import tensor_bytes
-from paceline.plan.mesh import mesh_of
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.spec.layout import parse_layout
-from paceline.spec.read import merge, read_asked
-from paceline.spec.settings import Place, Settings
-from paceline.spec.update import parse_update
-from paceline.train import begin
-from paceline.train.refuse import unheard_placing
-from paceline.world import World
-from paceline.worlds import Worlds
+from paceline.parallel import trace_example_forward as runs
+from paceline.parallel.initialization.meta_model import tensor_bytes
+from paceline.parallel.module_access.blocks import find_blocks
+from paceline.parallel.pipeline.pipeline_model import cut_model
+from paceline.parallel.sharding.units import find_units, units_of
+from paceline.parallel.trace_example_forward import seconds_of
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.planner.layout.mesh import mesh_of
+from paceline.profiling.model_tracing import block_timer as measured
+from paceline.trainer.checks.option_compatibility import unheard_placing
+from paceline.trainer.setup import initial_model as begin
 from tests.parity.placed_ranks import Net
 
 
@@ -87,7 +87,7 @@ class Sums:
         return {"loss": model(torch.ones(2, 4)).sum()}
 
 
-def bounds(how: Place, weights: list[float] | None = None) -> list[tuple[int, int]]:
+def bounds(how: PlacementSettings, weights: list[float] | None = None) -> list[tuple[int, int]]:
     model, asked = Chain(), parse_layout("pp=2")
     world = World(rank=0, world_size=2)
     mesh = mesh_of(asked, ranks=2, problems=[])
@@ -97,18 +97,18 @@ def bounds(how: Place, weights: list[float] | None = None) -> list[tuple[int, in
 
 
 def test_stages_are_as_listed_or_as_measured() -> None:
-    assert bounds(Place()) == [(0, 2), (2, 4)]
-    assert bounds(Place(stages=(1, 3))) == [(0, 1), (1, 4)]
-    assert bounds(Place(), weights=[9.0, 1.0, 1.0, 1.0]) == [(0, 1), (1, 4)]
+    assert bounds(PlacementSettings()) == [(0, 2), (2, 4)]
+    assert bounds(PlacementSettings(stages=(1, 3))) == [(0, 1), (1, 4)]
+    assert bounds(PlacementSettings(), weights=[9.0, 1.0, 1.0, 1.0]) == [(0, 1), (1, 4)]
     with pytest.raises(LayoutError):
-        bounds(Place(stages=(1, 2)))
+        bounds(PlacementSettings(stages=(1, 2)))
 
 
 def test_blocks_are_timed_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model, world = Chain(), World.alone()
-    assert seconds_of(model, Place(), world, Sums(model)) is None
-    assert seconds_of(model, Place(balance="measured", stages=(2, 2)), world, Sums(model)) is None
-    seconds = seconds_of(model, Place(balance="measured"), world, Sums(model))
+    assert seconds_of(model, PlacementSettings(), world, Sums(model)) is None
+    assert seconds_of(model, PlacementSettings(balance="measured", stages=(2, 2)), world, Sums(model)) is None
+    seconds = seconds_of(model, PlacementSettings(balance="measured"), world, Sums(model))
     assert seconds is not None
     found = seconds({block.name: block.module for block in find_blocks(model)})
     assert len(found) == 4 and min(found) > 0
@@ -116,15 +116,15 @@ def test_blocks_are_timed_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_setting_of_another_layout_is_told_of() -> None:
-    plan = settle(
+    plan = make_execution_plan(
         layout=parse_layout("ddp"),
         update=parse_update("sync"),
-        cluster=Cluster(ranks=2),
-        facts=Facts(global_batch_size=4),
+        cluster=Resources(ranks=2),
+        facts=JobFacts(global_batch_size=4),
     )
-    told = unheard_placing(Place(units=("Block",), stages=(1, 2)), plan)
+    told = unheard_placing(PlacementSettings(units=("Block",), stages=(1, 2)), plan)
     assert [line.split()[1] for line in told] == ["place.units", "place.stages"]
-    assert unheard_placing(Place(blocks=("a",)), plan) == []
+    assert unheard_placing(PlacementSettings(blocks=("a",)), plan) == []
 
 
 def test_a_whole_model_is_a_plain_build_up_to_the_limit_and_by_name_beyond() -> None:
@@ -132,11 +132,11 @@ def test_a_whole_model_is_a_plain_build_up_to_the_limit_and_by_name_beyond() -> 
         torch.manual_seed(3)
         return Net()
 
-    alone = Worlds.of_replicas(World.alone())
+    alone = MeshGroups.of_replicas(World.alone())
     limit = tensor_bytes(build())
-    below = begin.begin(build, seed=1, limit_bytes=limit, worlds=alone)
+    below = begin.build_initial_model(build, seed=1, limit_bytes=limit, worlds=alone)
     assert not below.notes and all(map(torch.equal, below.model.parameters(), build().parameters()))
-    beyond = begin.begin(build, seed=1, limit_bytes=limit - 1, worlds=alone)
+    beyond = begin.build_initial_model(build, seed=1, limit_bytes=limit - 1, worlds=alone)
     assert "above init.limit" in beyond.notes[0]
     assert not torch.equal(beyond.model.get_parameter("leave.weight"), build().get_parameter("leave.weight"))
 

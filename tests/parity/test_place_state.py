@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.checkpoint.state_json import from_plain, to_plain
 from paceline.errors import CheckpointError
-from paceline.train.plain import from_plain, to_plain
 from tests.parity.test_found import job, trained
 
 Change = Callable[[dict[Any, Any], nn.Parameter], object]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paceline as pl
-from paceline.order.cursor import Cursor
-from paceline.prove.lockstep import feed_of
-from paceline.spec.task import Task
-from paceline.train.built import build
-from paceline.train.ready import prepare
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.config.task import Task
+from paceline.data.order.cursor import Cursor
+from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.prepare import prepare
+from paceline.verification.compare_in_lockstep import feed_of
 
 SAMPLES, BATCH, MICRO, EPOCHS, SEED, WIDTH = 21, 8, 3, 2, 7, 6
 # One sum of three microbatches in another grouping, and six steps of momentum: some units of float64's last place.
@@ -164,7 +164,7 @@ def by_paceline(augments: bool, collate: Any, layout: str, ranks: int, workers: 
     job = job_of(augments, collate)
     settings = {"seed": SEED, "train.micro_batch_size": MICRO, "data.workers": workers}
     ready = prepare(Task(verb="train", job="job.py", layout=layout, ranks=ranks, settings=settings), job=job)
-    built = build(job=job, settings=ready.settings, plan=ready.plan, world=World.alone())
+    built = build_training_setup(job=job, settings=ready.settings, plan=ready.plan, world=World.alone())
     feed = feed_of(built, Cursor())
     try:
         for given, _ in zip(feed, range(EPOCHS * -(-SAMPLES // BATCH)), strict=False):

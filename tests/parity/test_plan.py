@@ -12,32 +12,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.measure.hollow import Hollow
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.facts import ModelFacts
-from paceline.plan.utilization import model_flops
-from paceline.train.learn import learn_facts
-from paceline.train.ready import prepare
-from paceline.train.shallow import blocks_of
-from paceline.verbs.running import Common, make_task
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.measured_planning.profile.profile_job import profile_model
+from paceline.measured_planning.profile.truncated_model import blocks_of
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.model_profile import ModelProfile
+from paceline.planner.model_costs.training_flops import model_flops
+from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
+from paceline.trainer.setup.prepare import prepare
 from tests import zoo
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def facts_of(job: str, *typed: str) -> ModelFacts:
-    task = make_task("plan", job, Common(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
+def facts_of(job: str, *typed: str) -> ModelProfile:
+    task = make_task("plan", job, RunOptions(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
     ready = prepare(task)
-    return learn_facts(ready.job, ready.settings, most_ranks=2)
+    return profile_model(ready.job, ready.settings, most_ranks=2)
 
 
 @pytest.fixture(scope="module")
-def llama() -> ModelFacts:
+def llama() -> ModelProfile:
     return facts_of("tests.zoo:llama")
 
 
-def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelFacts) -> None:
+def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelProfile) -> None:
     layers = len(llama.blocks)
     built = zoo.llama().model()
     config: Any = built.config
@@ -80,7 +80,7 @@ def test_what_a_model_can_not_have_is_said_with_its_reason() -> None:
 
 
 def test_each_part_has_its_own_frozen_weights() -> None:
-    task = make_task("plan", "tests.zoo:text", Common(layout="single", ranks=1, device="cpu", quiet=True), [])
+    task = make_task("plan", "tests.zoo:text", RunOptions(layout="single", ranks=1, device="cpu", quiet=True), [])
     ready = prepare(task)
 
     def frozen() -> nn.Module:
@@ -88,7 +88,7 @@ def test_each_part_has_its_own_frozen_weights() -> None:
         next(iter(blocks_of(model).values())).requires_grad_(False)
         return model
 
-    found = learn_facts(replace(ready.job, model=frozen), ready.settings, most_ranks=1)
+    found = profile_model(replace(ready.job, model=frozen), ready.settings, most_ranks=1)
     first, *others = found.blocks
     assert first.frozen_parameters == first.parameters > 0
     assert not any(part.frozen_parameters for part in (found.first, *others, found.last))
@@ -106,7 +106,7 @@ def test_experts_are_counted_apart() -> None:
 
 
 def test_draws_that_are_repeated_until_they_are_within_bounds_end() -> None:
-    with Hollow() as hollow:
+    with FakeExecutionMode() as hollow:
         hollow.holds = False
         weight = nn.init.trunc_normal_(torch.empty(300, 300), std=0.02)
         hollow.holds = True

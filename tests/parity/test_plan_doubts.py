@@ -4,23 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.advice import Row
-from paceline.plan.candidate import Candidate
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.estimate import Timed
-from paceline.train.context import is_small
-from paceline.train.plan_run import _doubts
+from paceline.measured_planning.plan_worker import _doubts
+from paceline.planner.advice.recommendations import PlanRow
+from paceline.planner.cost.estimate import MeasuredTime
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.trainer.checks.parallel_checks import is_small
 from tests.pure.test_judged import made
 
 FORECAST = made("8xH100-80G")
 NOT_REPLAYED, NOT_TRIED = "its bytes are reckoned", "may change what it computes"
 
 
-def row(candidate: Candidate, *, replayed: bool = True, timed: bool = False, refused: str = "") -> Row:
+def row(candidate: Candidate, *, replayed: bool = True, timed: bool = False, refused: str = "") -> PlanRow:
     estimate = FORECAST.estimate(candidate)
     assert estimate.fits
-    ran = Timed(seconds=1.0, spread=0.1, steps=5, blocks=(2, 4)) if timed else None
-    return Row(family="fsdp", estimate=replace(estimate, timed=ran), replayed=replayed, refused=refused)
+    ran = MeasuredTime(seconds=1.0, spread=0.1, steps=5, blocks=(2, 4)) if timed else None
+    return PlanRow(family="fsdp", estimate=replace(estimate, timed=ran), replayed=replayed, refused=refused)
 
 
 PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4, zero=3, remat="full", cp=2)
@@ -40,7 +40,7 @@ PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4
     ],
     ids=["none", "no time", "parts", "both", "timed", "of another", "of the first that can be had", "nothing fits"],
 )
-def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[Row, ...], said: list[str]) -> None:
+def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[PlanRow, ...], said: list[str]) -> None:
     lines = list(_doubts(rows, FORECAST.facts))
     assert len(lines) == len(said) and all(words in line for words, line in zip(said, lines, strict=True))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.store.planned import read_doing, write_doing
-from paceline.verbs.plan import signs_of_life
+from paceline.commands.plan import signs_of_life
+from paceline.run_folder.plan_file import read_doing, write_doing
 from tests.conftest import SMALL_JOB, Shop
 
 
@@ -32,7 +32,7 @@ def test_a_plan_tells_where_it_is_and_an_answer_for_a_script_has_nothing_of_it(
     shop: Shop,
 ) -> None:
     shop.write("job.py", SMALL_JOB)
-    often = "import sys, paceline.verbs.plan as p; p.signs_of_life.__wrapped__.__kwdefaults__['every'] = 0.02"
+    often = "import sys, paceline.commands.plan as p; p.signs_of_life.__wrapped__.__kwdefaults__['every'] = 0.02"
     code = f"{often}; from paceline.cli import main; sys.exit(main())"
     plan = [*Shop.command()[:1], "-c", code, "plan", "job.py", "--cluster", "4xA100-80G", "--run-dir"]
     ended = shop.call([*plan, "plan"])

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from paceline.cli import main
+from paceline.commands.common import config_as_job as bare
+from paceline.commands.common.config_as_job import JOB, as_job, is_config
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.commands.simulate import simulate
 from paceline.errors import MachineError, PacelineError
-from paceline.plan.fleet import read_fleet
-from paceline.store.planned import read_advice
-from paceline.train.learn import learn_facts
-from paceline.train.ready import prepare
-from paceline.verbs import bare
-from paceline.verbs.bare import JOB, as_job, is_config
-from paceline.verbs.running import Common, make_task
-from paceline.verbs.simulate import simulate
+from paceline.measured_planning.profile.profile_job import profile_model
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.run_folder.plan_file import read_advice
+from paceline.trainer.setup.prepare import prepare
 from tests.pure.test_judged import answer, made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,8 +99,8 @@ def test_what_a_config_says_is_learnt_without_weights(kind: str, tmp_path: Path)
     pytest.importorskip("transformers")
     job, words, assumed = as_job(str(saved(kind, tmp_path)), ["--job.length", "16"], ranks=2)
     assert job == JOB and "--train.global_batch_size 16" in assumed[0] and "job.length" not in assumed[0]
-    ready = prepare(make_task("plan", job, Common(layout="single", ranks=1, device="cpu", quiet=True), words))
-    facts = learn_facts(ready.job, ready.settings, most_ranks=1)
+    ready = prepare(make_task("plan", job, RunOptions(layout="single", ranks=1, device="cpu", quiet=True), words))
+    facts = profile_model(ready.job, ready.settings, most_ranks=1)
     torch.manual_seed(0)
     model = ready.job.model()
     assert facts.parameters == sum(p.numel() for p in model.parameters())
@@ -142,7 +142,7 @@ def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(t
         _, own, lines = as_job("transformers:LlamaConfig", more, ranks=2, file=file)
         assert own[-len(more) or len(own) :] == more and "precision" not in lines[0]
         assert ("global_batch_size" in lines[0]) == (more == typed[0])
-        common = Common(layout="single", ranks=1, device="cpu", quiet=True, config=file)
+        common = RunOptions(layout="single", ranks=1, device="cpu", quiet=True, config=file)
         settings = make_task("plan", JOB, common, own).settings
         assert settings["train.precision"] == ("fp16" if file else "fp32")
         assert int(settings["train.global_batch_size"]) == {0: 24, 2: 16, 3: 8}[len(more)]
@@ -166,7 +166,7 @@ def test_the_file_of_a_config_stands_for_its_folder(tmp_path: Path) -> None:
 )
 def test_a_config_that_is_none_is_refused(source: str, words: dict[str, str], said: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from paceline.hf.bare import make_job
+    from paceline.hf.config_only_job import make_job
 
     (tmp_path / "config.json").write_text('{"model_type": "llamba"}')
     with pytest.raises(PacelineError) as refused:

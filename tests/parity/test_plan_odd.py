@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.config.settings import Settings
 from paceline.errors import JobError, UsageError
-from paceline.plan.facts import ModelFacts
-from paceline.spec.settings import Settings
-from paceline.train.foreseen import foreseen, grid_of
-from paceline.train.learn import learn_facts
-from paceline.train.ready import prepare
-from paceline.verbs.running import Common, make_task
+from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
+from paceline.measured_planning.profile.profile_job import profile_model
+from paceline.planner.model_costs.model_profile import ModelProfile
+from paceline.trainer.setup.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 96
@@ -85,10 +85,10 @@ def uneven(lengths: str = "many") -> pl.Job:
     )
 
 
-def facts_of(job: str, *typed: str) -> tuple[ModelFacts, tuple[str, ...]]:
-    task = make_task("plan", job, Common(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
-    ready, notes = foreseen(prepare(task))
-    return learn_facts(ready.job, ready.settings, most_ranks=1), notes
+def facts_of(job: str, *typed: str) -> tuple[ModelProfile, tuple[str, ...]]:
+    task = make_task("plan", job, RunOptions(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
+    ready, notes = forecast_job(prepare(task))
+    return profile_model(ready.job, ready.settings, most_ranks=1), notes
 
 
 @pytest.mark.parametrize("how", ["described", "places", "mask", "branch"])
@@ -99,7 +99,7 @@ def test_what_depends_on_numbers_is_taken_at_its_most(how: str) -> None:
     assert how != "mask" or saved(found) > saved(plain)
 
 
-def saved(facts: ModelFacts) -> float:
+def saved(facts: ModelProfile) -> float:
     return sum(part.saved_bytes.at(samples=2, length=1) for part in facts.parts)
 
 

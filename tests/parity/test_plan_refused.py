@@ -14,29 +14,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.commands.plan import plan
+from paceline.commands.simulate import simulate
+from paceline.config.layout import parse_layout
+from paceline.config.settings import Settings
+from paceline.config.update_rule import parse_update
 from paceline.errors import JobError
-from paceline.plan.candidate import Candidate
-from paceline.plan.facts import Amount
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid
-from paceline.plan.rung import Rung
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.plan.timed import Refused
-from paceline.spec.layout import parse_layout
-from paceline.spec.settings import Settings
-from paceline.spec.update import parse_update
-from paceline.store.planned import read_advice
-from paceline.train.auto import on_rung
-from paceline.train.decide import Decided, decide
-from paceline.train.plan_here import Learnt, learn
-from paceline.train.ready import prepare
-from paceline.train.rehearsed import Rehearsal
-from paceline.train.replay import replay
-from paceline.train.samples import FEW, MORE, amount_through
-from paceline.verbs.plan import plan
-from paceline.verbs.running import Common, make_task
-from paceline.verbs.simulate import simulate
+from paceline.measured_planning.auto_layout import on_rung
+from paceline.measured_planning.choose_layout import ChosenLayout, decide
+from paceline.measured_planning.finalist_replay import CandidateChecker
+from paceline.measured_planning.memory_replay import replay
+from paceline.measured_planning.plan_local import ProfiledJob, profile_for_plan
+from paceline.measured_planning.profile.sample_batches import FEW, MORE, amount_through
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.planner.model_costs.model_profile import BatchScaling
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.search_space import SearchSpace
+from paceline.planner.search.shortlist import RejectedLayout
+from paceline.run_folder.plan_file import read_advice
+from paceline.trainer.setup.prepare import prepare
 from tests.pure.test_judged import answer, made
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
@@ -153,24 +153,24 @@ def job(how: str = "mixes") -> pl.Job:
     )
 
 
-def learnt(how: str) -> Learnt:
+def learnt(how: str) -> ProfiledJob:
     return learnt_of(f"{THIS}:job", f"--job.how={how}")
 
 
-def learnt_of(name: str, *words: str) -> Learnt:
-    common = Common(layout="single", ranks=1, device="cpu", quiet=True)
-    return learn(prepare(make_task("plan", name, common, list(words))), most_ranks=2)
+def learnt_of(name: str, *words: str) -> ProfiledJob:
+    common = RunOptions(layout="single", ranks=1, device="cpu", quiet=True)
+    return profile_for_plan(prepare(make_task("plan", name, common, list(words))), most_ranks=2)
 
 
 @pytest.fixture(scope="module")
-def t5() -> Learnt:
+def t5() -> ProfiledJob:
     return learnt_of("tests.zoo:t5", "--job.depth=2")
 
 
-def decided(found: Learnt, cluster: str, *first: Candidate, grid: Grid | None = None) -> Decided:
-    forecast = Forecast(facts=found.facts, fleet=read_fleet(cluster))
-    rehearsal, options = Rehearsal(ready=found.ready, real=found.real), [*map(forecast.estimate, first)]
-    return decide(rehearsal, forecast, grid=grid or Grid(), until=time.monotonic() + 300, options=options)
+def decided(found: ProfiledJob, cluster: str, *first: Candidate, grid: SearchSpace | None = None) -> ChosenLayout:
+    forecast = CostModel(facts=found.facts, fleet=read_fleet(cluster))
+    rehearsal, options = CandidateChecker(ready=found.ready, real=found.real), [*map(forecast.estimate, first)]
+    return decide(rehearsal, forecast, grid=grid or SearchSpace(), until=time.monotonic() + 300, options=options)
 
 
 def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
@@ -184,10 +184,10 @@ def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
 def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
     """All were to be timed here, and two were refused for the same: nothing is asked of the third."""
     found, why = learnt("norms"), "cut along the sequence this model gives other outputs"
-    forecast = Forecast(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
-    lost = {Candidate(cp=2, micro_batch_size=size): Refused(why=why) for size in (2, 4, 8)}
-    rehearsal = Rehearsal(ready=found.ready, real=found.real)
-    chosen = decide(rehearsal, forecast, grid=Grid(), until=0.0, lost=lost)
+    forecast = CostModel(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
+    lost = {Candidate(cp=2, micro_batch_size=size): RejectedLayout(why=why) for size in (2, 4, 8)}
+    rehearsal = CandidateChecker(ready=found.ready, real=found.real)
+    chosen = decide(rehearsal, forecast, grid=SearchSpace(), until=0.0, lost=lost)
     refused = {word: said for word, said in chosen.forecast.facts.refused.items() if word.startswith("cp")}
     assert refused == {"cp in microbatches of 2": why, "cp in microbatches of 4": why, "cp=2": why}
     assert chosen.advice.recommended.candidate.cp == 1 and len(chosen.seen) == 1, "one is replayed though time is over"
@@ -199,10 +199,10 @@ def test_a_size_that_the_jobs_code_refused_where_it_was_timed_is_to_blame(
 ) -> None:
     """No replay refuses it; of an axis that cuts the model the same size says nothing more."""
     found = learnt("norms")
-    forecast = Forecast(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
-    lost = {Candidate(**axes, micro_batch_size=size): Refused(why="no", is_jobs=True) for axes in layouts}
-    rehearsal = Rehearsal(ready=found.ready, real=found.real)
-    chosen = decide(rehearsal, forecast, grid=Grid(), until=0.0, lost=lost)
+    forecast = CostModel(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
+    lost = {Candidate(**axes, micro_batch_size=size): RejectedLayout(why="no", is_jobs=True) for axes in layouts}
+    rehearsal = CandidateChecker(ready=found.ready, real=found.real)
+    chosen = decide(rehearsal, forecast, grid=SearchSpace(), until=0.0, lost=lost)
     assert chosen.forecast.facts.refused[f"micro_batch_size={size}"] == "no"
     assert not {"dp_replicate", "tp"} & {*chosen.forecast.facts.refused}
     assert chosen.advice.recommended.candidate.micro_batch_size != size
@@ -214,7 +214,7 @@ def test_no_time_to_measure_in_is_refused(seconds: float) -> None:
         plan(f"{THIS}:job", seconds=seconds)
 
 
-def test_of_several_axes_the_one_to_blame_is_left_out(t5: Learnt) -> None:
+def test_of_several_axes_the_one_to_blame_is_left_out(t5: ProfiledJob) -> None:
     assert "cp" not in t5.facts.refused  # which a run alone knows
     found = decided(t5, "4xA100-80G", Candidate(cp=2, tp=2, sequence=True, micro_batch_size=8))
     assert found.best is not None and not found.best.error
@@ -222,7 +222,7 @@ def test_of_several_axes_the_one_to_blame_is_left_out(t5: Learnt) -> None:
     assert "two sequences" in found.forecast.facts.refused["cp=2"]
 
 
-def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: Learnt) -> None:
+def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: ProfiledJob) -> None:
     facts = t5.facts
     names = ("matmul_flops", "attention_flops", "moved_bytes", "saved_bytes", "output_bytes", "peak_bytes", "tp_bytes")
     for part in facts.parts:
@@ -234,10 +234,10 @@ def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: Learnt) ->
 def test_what_all_samples_share_may_grow_with_their_length() -> None:
     counted = [(FEW, 8), (MORE, 8), (FEW, 4), (FEW, 2)]
     shared = [samples * 10 * length + length**2 for samples, length in counted]
-    assert amount_through(shared, 8) == Amount(fixed=64.0, token=10.0)
+    assert amount_through(shared, 8) == BatchScaling(fixed=64.0, token=10.0)
     apart = [samples * (3 + 10 * length + length**2) + 5 for samples, length in counted]
-    assert amount_through(apart, 8) == Amount(fixed=5.0, sample=3.0, token=10.0, pair=1.0)
-    assert amount_through([20.0, 10.0], None) == Amount(sample=10.0)
+    assert amount_through(apart, 8) == BatchScaling(fixed=5.0, sample=3.0, token=10.0, pair=1.0)
+    assert amount_through([20.0, 10.0], None) == BatchScaling(sample=10.0)
 
 
 def test_a_microbatch_that_can_not_be_had_is_no_layout() -> None:
@@ -257,7 +257,7 @@ def test_of_a_microbatch_that_the_model_s_own_code_refuses_no_axis_is_to_blame()
 
 @pytest.mark.parametrize("how", ["packed", "turned", "weighed", "halved"])
 def test_models_of_all_kinds_are_planned(how: str) -> None:
-    found = decided(learnt(how), "2xA100-80G", grid=Grid(micro_batch_size=4))
+    found = decided(learnt(how), "2xA100-80G", grid=SearchSpace(micro_batch_size=4))
     whole = sum(p.numel() for p in MODELS[how]().parameters())
     assert found.best is not None and not found.best.error and found.forecast.facts.parameters == whole
 
@@ -270,11 +270,11 @@ def test_an_error_of_the_job_s_own_code_says_where_it_is_from() -> None:
 
 def test_a_stage_in_which_all_is_frozen_is_replayed() -> None:
     found, layout = learnt("frozen"), parse_layout("pp=2,dp_replicate=2")
-    plan = settle(
+    plan = make_execution_plan(
         layout=layout,
         update=parse_update("sync"),
-        cluster=Cluster(ranks=4),
-        facts=Facts(global_batch_size=8, micro_batch_size=2),
+        cluster=Resources(ranks=4),
+        facts=JobFacts(global_batch_size=8, micro_batch_size=2),
     )
     settings: Settings = replace(found.ready.settings)
     first, last = replay(found.ready.job, settings, plan)
@@ -315,14 +315,14 @@ def test_want_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*_: Any, **__: Any) -> None:
         raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 1048576 bytes")
 
-    monkeypatch.setattr("paceline.train.rehearsed.Chain.replay", short)
+    monkeypatch.setattr("paceline.measured_planning.finalist_replay.DepthExtrapolation.replay", short)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         decided(found, "2xA100-80G")
 
 
 def test_settings_of_a_plan_are_a_run_s(tmp_path: Path) -> None:
-    task = make_task("train", f"{THIS}:job", Common(layout="single", ranks=1, device="cpu"), [])
-    rung = Rung(
+    task = make_task("train", f"{THIS}:job", RunOptions(layout="single", ranks=1, device="cpu"), [])
+    rung = FallbackLayout(
         layout="pp=2", family="pp", ranks=2, peak_bytes=1, parts={}, step_seconds=1.0,
         settings={"train.micro_batch_size": "4", "place.stages": "3,1"},
     )  # fmt: skip

@@ -59,11 +59,11 @@ def test_what_a_fault_replaces_is_there(name: str) -> None:
 
 
 def test_a_part_that_is_gone_is_missed() -> None:
-    code = "from paceline.place.stage import ties\nfrom paceline.place.stage.ties import TiedReducer, gone\n"
-    assert list(gone(f"{code}_sum = TiedReducer._sum\nties.added = None\nties.more = None")) == [
-        "paceline.place.stage.ties.gone",
+    code = "from paceline.parallel.gradients import tied_parameters as ties\nfrom paceline.parallel.gradients.tied_parameters import TiedReducer, gone\n"
+    assert list(gone(f"{code}_sum = TiedReducer._sum\nties.sum_tied_gradients = None\nties.more = None")) == [
+        "paceline.parallel.gradients.tied_parameters.gone",
         "TiedReducer._sum",
         "ties.more",
     ]
-    code = "from paceline.place.stage import ties\ndef part(parameter, *, ranks, place): ...\nties.added = part"
+    code = "from paceline.parallel.gradients import tied_parameters as ties\ndef part(parameter, *, ranks, place): ...\nties.sum_tied_gradients = part"
     assert list(gone(code)) == ["part(world)"]

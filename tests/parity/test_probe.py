@@ -16,17 +16,17 @@ from statistics import fmean
 import pytest
 import torch
 
+from paceline.comm.process_group import World
 from paceline.errors import MachineError
-from paceline.measure.probe.cache import cache_file, fingerprint
-from paceline.measure.probe.disk import measure_disk
-from paceline.measure.probe.here import Asked, probe_here
-from paceline.measure.probe.links import KINDS, group_sizes, neighbours
-from paceline.measure.probe.rounds import Family, Size, Trial, _expected, time_all
-from paceline.measure.probe.worker import levels, probe_world
-from paceline.plan.curve import Curve
-from paceline.plan.machine import busy_share
-from paceline.plan.probed import Fingerprint, Probe
-from paceline.world import World
+from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark
+from paceline.planner.hardware.timing_curve import TimingCurve
+from paceline.planner.layout.host_resources import busy_share
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint
+from paceline.profiling.machine_benchmarks.benchmark_worker import load_levels, probe_world
+from paceline.profiling.machine_benchmarks.collective_benchmarks import KINDS, group_sizes, neighbours
+from paceline.profiling.machine_benchmarks.disk_benchmark import measure_disk
+from paceline.profiling.machine_benchmarks.interleaved_timer import Family, Size, Trial, _expected, time_all
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_here
 
 pytestmark = pytest.mark.clock  # what they share is made once
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def sleeps(*seconds: float, times: int = 1) -> Family:
     return Family(key=("sleep",), sizes=[Size(amount=one, make=make(one), times=times) for one in seconds])
 
 
-def timed(*families: Family, seconds: float = 0.5, limit: float = 0.3) -> dict[str, Curve]:
+def timed(*families: Family, seconds: float = 0.5, limit: float = 0.3) -> dict[str, TimingCurve]:
     found = time_all(families, world=World.alone(), seconds=seconds, limit=limit, join=fmean)
     return {key[0]: curve for key, curve in found.items()}
 
@@ -159,7 +159,7 @@ def test_the_time_holds_though_there_is_much_to_do() -> None:
 def test_processes_are_busy_with_the_threads_that_a_run_of_so_many_has(
     ranks: int, cores: int, device: str, wanted: list[tuple[int, int]]
 ) -> None:
-    assert levels(ranks=ranks, cores=cores, device=device) == wanted
+    assert load_levels(ranks=ranks, cores=cores, device=device) == wanted
 
 
 def test_groups() -> None:
@@ -175,21 +175,21 @@ def test_a_disk_leaves_nothing_and_one_that_cannot_be_written_is_none(tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Probe, Path, float]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[HardwareBenchmark, Path, float]:
     """Two gloo processes, in little time."""
     home = tmp_path_factory.mktemp("home")
     before = {name: os.environ.get(name) for name in ("XDG_CACHE_HOME",)}
     os.environ["XDG_CACHE_HOME"] = str(home)
     began = time.perf_counter()
     try:
-        found = probe_here(ranks=2, asked=Asked(seconds=6.0, folder=home))
+        found = probe_here(ranks=2, asked=BenchmarkRequest(seconds=6.0, folder=home))
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
     return found, home, time.perf_counter() - began
 
 
-def curves(found: Probe) -> list[Curve]:
+def curves(found: HardwareBenchmark) -> list[TimingCurve]:
     own = [one.curve for one in found.collectives]
     for rates in found.rates:
         for each in (rates.attention, rates.attention_trained, rates.streams, rates.optimizers):
@@ -198,7 +198,7 @@ def curves(found: Probe) -> list[Curve]:
     return own
 
 
-def test_two_ranks_find_all_of_it(measured: tuple[Probe, Path, float]) -> None:
+def test_two_ranks_find_all_of_it(measured: tuple[HardwareBenchmark, Path, float]) -> None:
     found, _, _ = measured
     assert found.backend == "gloo" and found.fingerprint.ranks == 2
     assert [rates.busy for rates in found.rates] == [1, 2]
@@ -211,7 +211,7 @@ def test_two_ranks_find_all_of_it(measured: tuple[Probe, Path, float]) -> None:
     assert found.disk is not None and found.disk.write_rate > 0 and found.copies == {}
 
 
-def test_every_number_is_positive_and_more_takes_longer(measured: tuple[Probe, Path, float]) -> None:
+def test_every_number_is_positive_and_more_takes_longer(measured: tuple[HardwareBenchmark, Path, float]) -> None:
     found, _, _ = measured
     for curve in curves(found):
         told = [point.seconds for point in curve.points]
@@ -223,7 +223,7 @@ def test_every_number_is_positive_and_more_takes_longer(measured: tuple[Probe, P
         assert one.line_rate > 0
 
 
-def test_what_was_measured_is_within_what_is_stated(measured: tuple[Probe, Path, float]) -> None:
+def test_what_was_measured_is_within_what_is_stated(measured: tuple[HardwareBenchmark, Path, float]) -> None:
     """Of curves in which no larger one took less: there the points are those that the line was drawn through."""
     found, _, _ = measured
     rising = [each for each in curves(found) if all(a.seconds < b.seconds for a, b in pairwise(each.points))]
@@ -234,10 +234,14 @@ def test_what_was_measured_is_within_what_is_stated(measured: tuple[Probe, Path,
         assert worst == pytest.approx(1 + curve.line.residual)
 
 
-def test_it_is_kept_for_next_time(measured: tuple[Probe, Path, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_kept_for_next_time(
+    measured: tuple[HardwareBenchmark, Path, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, home, took = measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    monkeypatch.setattr("paceline.measure.probe.here.busy_share", lambda: 1.0)  # however quiet it is by now
+    monkeypatch.setattr(
+        "paceline.profiling.machine_benchmarks.machine_benchmark.busy_share", lambda: 1.0
+    )  # however quiet it is by now
     file = cache_file(found.fingerprint)
     assert json.loads(file.read_text())["fingerprint"]["cpu"] == found.fingerprint.cpu
     assert sorted(path.name for path in home.iterdir()) == ["paceline"]
@@ -248,17 +252,17 @@ def test_it_is_kept_for_next_time(measured: tuple[Probe, Path, float], monkeypat
 
 
 def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
-    measured: tuple[Probe, Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: tuple[HardwareBenchmark, Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share, calls = [0.9], []
 
-    def fake(mark: Fingerprint, asked: Asked) -> Probe:
+    def fake(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
         calls.append(mark)
         return replace(measured[0], others=share[0], took_seconds=float(len(calls)))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("paceline.measure.probe.here._measured", fake)
-    monkeypatch.setattr("paceline.measure.probe.here.busy_share", lambda: share[0])
+    monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark._measured", fake)
+    monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark.busy_share", lambda: share[0])
     first = probe_here(ranks=2)
     assert not first.is_quiet and probe_here(ranks=2) == first and len(calls) == 1
     share[0] = 0.05
@@ -275,7 +279,7 @@ def test_what_others_do_meanwhile_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     spin = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
     started = [subprocess.run(["sh", "-c", spin], check=True, capture_output=True) for _ in range(os.cpu_count() or 1)]
     try:
-        found = probe_here(ranks=1, asked=Asked(seconds=2.0, folder=tmp_path))
+        found = probe_here(ranks=1, asked=BenchmarkRequest(seconds=2.0, folder=tmp_path))
     finally:
         for one in started:
             os.kill(int(one.stdout), signal.SIGKILL)
@@ -303,7 +307,10 @@ def test_a_process_keeps_its_threads(tmp_path: Path) -> None:
 
 def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("paceline.measure.probe.here.ENTRY", "paceline.measure.probe.worker:not_there")
+    monkeypatch.setattr(
+        "paceline.profiling.machine_benchmarks.machine_benchmark.ENTRY",
+        "paceline.profiling.machine_benchmarks.benchmark_worker:not_there",
+    )
     with pytest.raises(MachineError, match="probe of 1 rank") as caught:
         probe_here(ranks=1)
     assert "not_there" in caught.value.cause and not list(tmp_path.iterdir())
@@ -317,8 +324,8 @@ from pathlib import Path
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
 from paceline.launch.environments import detect
-from paceline.measure.probe.here import Asked, probe_joined
-found = probe_joined(detect(os.environ), asked=Asked(seconds=2.0, folder=Path({str(tmp_path)!r})))
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_joined
+found = probe_joined(detect(os.environ), asked=BenchmarkRequest(seconds=2.0, folder=Path({str(tmp_path)!r})))
 print(None if found is None else [(r.busy, r.threads) for r in found.rates], file=sys.stderr)
 """
     own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -342,8 +349,8 @@ def free_port() -> int:
     return int(listener.port)
 
 
-def test_a_fingerprint_crosses_to_the_ranks_as_json(measured: tuple[Probe, Path, float]) -> None:
+def test_a_fingerprint_crosses_to_the_ranks_as_json(measured: tuple[HardwareBenchmark, Path, float]) -> None:
     mark = measured[0].fingerprint
-    payload = Asked(seconds=10.0).payload(mark, answer=Path("answer"), ranks_per_node=2)
+    payload = BenchmarkRequest(seconds=10.0).payload(mark, answer=Path("answer"), ranks_per_node=2)
     assert json.loads(json.dumps(payload))["fingerprint"] == {**asdict(mark), "gpus": []}
     assert payload["seconds"] == pytest.approx(6.0)

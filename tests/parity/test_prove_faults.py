@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.job import Job
-from paceline.prove.reference import Spec
+from paceline.verification.reference.reference import ReferenceConfig
 from tests.parity.bed import Bed, places
 
 
@@ -109,7 +109,7 @@ def one_thread() -> Iterator[None]:
 
 def play(fault: str, *, ranks: int = 3, seed: int = 1, **given: Any) -> Any:
     layer, micro = given.pop("layer", ""), given.pop("micro", -(-16 // ranks))
-    spec = Spec(seed=seed, global_batch_size=16, micro_batch_size=micro, max_grad_norm=1.0)
+    spec = ReferenceConfig(seed=seed, global_batch_size=16, micro_batch_size=micro, max_grad_norm=1.0)
     return Bed(job_of(seed=seed, **given), spec, ranks=ranks, fault=fault, layer=layer).run(places(40, 16, 3))
 
 

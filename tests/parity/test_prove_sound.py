@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.job import Job
-from paceline.prove.finding import Finding
-from paceline.prove.reference import Spec
+from paceline.verification.finding import RungResult
+from paceline.verification.reference.reference import ReferenceConfig
 from tests.parity.bed import Bed, places
 
 RUNS = 220
@@ -55,7 +55,7 @@ class Zoo(nn.Module):
         return logits + (self.dead * 0.0).sum() if self.constant else logits
 
 
-def sound_run(seed: int) -> Finding:
+def sound_run(seed: int) -> RungResult:
     draw = torch.Generator().manual_seed(seed)
     pick = lambda *of: of[int(torch.randint(len(of), (), generator=draw))]  # noqa: E731
     dtype = pick(torch.float32, torch.float32, torch.float64, torch.bfloat16)
@@ -79,7 +79,7 @@ def sound_run(seed: int) -> Finding:
         ),
         global_batch_size=batch,
     )
-    spec = Spec(seed=seed, global_batch_size=batch, micro_batch_size=micro, max_grad_norm=pick(None, 1.0))
+    spec = ReferenceConfig(seed=seed, global_batch_size=batch, micro_batch_size=micro, max_grad_norm=pick(None, 1.0))
     return Bed(job, spec, ranks=ranks).run(places(samples, batch, 3))
 
 

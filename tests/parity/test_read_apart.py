@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from paceline.data.loader import eval_feed, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.reader_process import DataProcess, read_apart
+from paceline.data.source import Source
+from paceline.data.types import BatchPartition
 from paceline.errors import DataError
-from paceline.feed.apart import DataProcess, read_apart
-from paceline.feed.feed import eval_feed, make_feed
-from paceline.feed.source import Source
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
 from tests.conftest import Shop
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -65,9 +65,9 @@ def readers(notes: Path) -> dict[str, set[int]]:
 
 def read_all(data: Any, collate: Any, *, workers: int) -> None:
     """Two epochs of training, a microbatch out of turn, and an evaluation."""
-    cut = Cut(global_batch_size=6, micro_batch_size=3, replicas=2)
+    cut = BatchPartition(global_batch_size=6, micro_batch_size=3, replicas=2)
     agree = lambda mine: [mine, mine]  # noqa: E731
-    feed = make_feed(
+    feed = make_loader(
         data=data, collate=collate, order=None, seed=1, cut=cut, cursor=Cursor(), workers=workers, agree=agree
     )
     with closing(feed):

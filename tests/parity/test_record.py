@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.prove.prints import fingerprint, num_ranks, read_recording
-from paceline.prove.record import print_of
+from paceline.verification.fingerprints.fingerprint import fingerprint, num_ranks, read_recording
+from paceline.verification.fingerprints.record import print_of
 
 STEPS, BATCH = 6, 16
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import thread_worlds
+from paceline.config.settings import Settings
 from paceline.errors import JobError
-from paceline.place.alike import equal_start
-from paceline.place.meeting import thread_worlds
-from paceline.place.start.tensors import refuse_tensors
-from paceline.spec.settings import Settings
-from paceline.train.built import begun_whole
-from paceline.world import World
+from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
+from paceline.parallel.module_access.broadcast_initial import broadcast_initial
+from paceline.trainer.setup.build_training_setup import begun_whole
 
 
 class Pair(nn.Module):
@@ -99,7 +99,7 @@ def started(models: list[nn.Module]) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in models]
 
     def run(rank: int) -> None:
-        found[rank] = equal_start(models[rank], world=worlds[rank])
+        found[rank] = broadcast_initial(models[rank], world=worlds[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(models))]
     for thread in threads:

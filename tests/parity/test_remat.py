@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
+from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import JobError, LayoutError
 from paceline.examples.digits_cnn import ConvNet
 from paceline.examples.text import GPT
-from paceline.place.batchnorm import StatisticsTape
-from paceline.place.blocks import find_blocks
-from paceline.place.remat import remat, repeated
-from paceline.spec.remat import parse_remat
-from paceline.streams import Streams
-from paceline.world import World
+from paceline.parallel.activation_checkpointing.checkpointing import remat, repeated_blocks
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.module_access.blocks import find_blocks
+from paceline.torch_internals.rng import RandomStreams
 
 POLICIES = ["full", "every:2", "selective", "selective:addmm+mm"]
 transformers = pytest.importorskip("transformers")
@@ -103,9 +103,9 @@ def step(case: str, place: Callable[[nn.Module], object], *, autocast: bool = Fa
     build, loss = CASES[case]
     torch.manual_seed(3)
     model = build().train()
-    streams = Streams(seed=5)
-    streams.arm(model)
-    tape = StatisticsTape(model=model, world=World.alone())
+    streams = RandomStreams(seed=5)
+    streams.attach(model)
+    tape = MicrobatchStatistics(model=model, world=World.alone())
     keys = list(model.state_dict())
     place(model)
     assert list(model.state_dict()) == keys
@@ -148,8 +148,8 @@ def interleaved(case: str, policy: str) -> list[Tensor]:
     build, loss = CASES[case]
     torch.manual_seed(3)
     model = build().train()
-    streams = Streams(seed=5)
-    streams.arm(model)
+    streams = RandomStreams(seed=5)
+    streams.attach(model)
     remat(model, policy=parse_remat(policy))
     losses = []
     for microbatch in range(2):
@@ -276,7 +276,7 @@ def test_a_cache_with_content_is_refused() -> None:
 
 
 def test_blocks_are_found_by_structure() -> None:
-    assert [block.name for block in repeated(hf("gpt2"))] == [f"transformer.h.{n}" for n in range(4)]
-    assert [block.name for block in repeated(hf("t5"))] == [
+    assert [block.name for block in repeated_blocks(hf("gpt2"))] == [f"transformer.h.{n}" for n in range(4)]
+    assert [block.name for block in repeated_blocks(hf("t5"))] == [
         f"{s}.block.{n}" for s in ("encoder", "decoder") for n in range(3)
     ]

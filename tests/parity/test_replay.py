@@ -11,11 +11,11 @@ from benchmarks.memory.resident import resident_now
 from torch import nn
 
 import paceline as pl
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.config.task import Task
 from paceline.errors import PacelineError
-from paceline.spec.task import Task
-from paceline.train import replay as replaying
-from paceline.train.ready import prepare
-from paceline.verbs.running import Common, make_task
+from paceline.measured_planning import memory_replay as replaying
+from paceline.trainer.setup.prepare import prepare
 
 NEAR = 0.01
 SMALL: dict[str, Any] = {"depth": 2}
@@ -87,7 +87,7 @@ def test_an_error_of_the_model_is_told_as_it_is() -> None:
         def forward(self, x: Any) -> Any:
             raise ValueError("a model of its own mind")
 
-    common = Common(ranks=1, layout="single", device="cpu", quiet=True)
+    common = RunOptions(ranks=1, layout="single", device="cpu", quiet=True)
     task: Task = make_task("compare", "benchmarks.memory.jobs:mlp", common, [])
     ready = prepare(task)
     job: pl.Job = replace(ready.job, model=Broken)

@@ -37,7 +37,7 @@ def test_weights_that_part_are_found_at_the_end(shop: Shop) -> None:
     ids=["a rank's own decay", "an average that stands still", "sound"],
 )
 def test_an_average_is_compared_as_the_weights_are(shop: Shop, change: str, trains: int, says: str) -> None:
-    still = "from paceline.step.update import Ema\ndef _still(decay):\n    Ema.update = lambda self: None\n    return decay\n"
+    still = "from paceline.step.optimizer_update import Ema\ndef _still(decay):\n    Ema.update = lambda self: None\n    return decay\n"
     shop.write("job.py", still + SMALL_JOB.replace("        max_grad_norm=1.0,\n", f"        {change}\n"))
     found = shop.run("verify", "job.py", "--ranks", "2", "--json")
     assert found.code == (0 if says.startswith('"') else 4) and says in found.text, found.text

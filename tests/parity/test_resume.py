@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
 from paceline.errors import ResumeError
-from paceline.start import EXACT_KERNELS
-from paceline.train.unsaved import Unsaved
+from paceline.launch.launcher import EXACT_KERNELS
 from tests.parity.test_found import job, trained
 
 
@@ -212,7 +212,7 @@ def test_torch_s_own_keep_nothing_that_no_checkpoint_has(name: str) -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     parameter.grad = torch.ones(3, 2)
     optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
-    unsaved = Unsaved([optimizer])
+    unsaved = UntrackedOptimizerState([optimizer])
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for _ in range(3):
         optimizer.step()

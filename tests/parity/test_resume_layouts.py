@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.start import EXACT_KERNELS
-from paceline.verbs import ckpt
+from paceline.commands import ckpt
+from paceline.launch.launcher import EXACT_KERNELS
 from tests.conftest import Shop
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from paceline.data.loader import BatchLoader, eval_feed, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import DesyncError, ResumeError
-from paceline.feed.feed import Feed, eval_feed, make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
 from tests.conftest import SMALL_JOB, Shop
 
 DATA = TensorDataset(torch.arange(40.0))
@@ -41,14 +41,16 @@ def unseeded(num_samples: int, epoch: int, seed: int) -> Any:
     return np.random.default_rng().permutation(num_samples)
 
 
-def fed(order: Any, *, other: str = "", cursor: Cursor | None = None, data: Any = DATA, workers: int = 0) -> Feed:
+def fed(
+    order: Any, *, other: str = "", cursor: Cursor | None = None, data: Any = DATA, workers: int = 0
+) -> BatchLoader:
     """The feed of rank 0 of two, where rank 1 says `other` of its order, or the same."""
-    return make_feed(
+    return make_loader(
         data=data,
         collate=None,
         order=order,
         seed=0,
-        cut=Cut(global_batch_size=8, micro_batch_size=4, replicas=2),
+        cut=BatchPartition(global_batch_size=8, micro_batch_size=4, replicas=2),
         cursor=cursor or Cursor(),
         workers=workers,
         agree=lambda mine: [mine, other if other and isinstance(mine, str) else mine],

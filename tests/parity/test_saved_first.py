@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline.checkpoint.files.checkpoint_folder import load, verify
+from paceline.comm.process_group import World
 from paceline.errors import JobError, NonFiniteError
-from paceline.scalar import as_count, as_number
-from paceline.store.checkpoints import load, verify
-from paceline.train.shared_metrics import SharedMetrics, numbers_and_text
-from paceline.world import World
+from paceline.torch_internals.scalars import as_count, as_number
+from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, numbers_and_text
 from tests.parity.test_found import job, rows, trained
 
 FAILING: dict[str, dict[str, Any]] = {

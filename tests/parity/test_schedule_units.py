@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torch_s
 
-from paceline.train.schedule_units import schedules_in_epochs
+from paceline.trainer.checks.lr_schedule_units import schedules_in_epochs
 from tests.conftest import SMALL_JOB, Shop
 
 Make = Callable[[Any], Any]

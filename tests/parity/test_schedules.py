@@ -13,19 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_s
 
+from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.checkpoint.lr_schedule_state import describe_schedules, last_step, refuse_short
+from paceline.checkpoint.optimizer_options import given_options
+from paceline.checkpoint.optimizer_state import Shares
+from paceline.checkpoint.resume_checks import check_identity
+from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers
+from paceline.checkpoint.train_state import TrainState, files_of, load_update
+from paceline.comm.process_group import World
 from paceline.errors import JobError, ResumeError
-from paceline.place.holding import Holding, all_of, all_shares
-from paceline.place.units import trainable
-from paceline.step.update import Update
-from paceline.store.checkpoints import Loaded
-from paceline.train.apart import Unlisted
-from paceline.train.identity import check_identity
-from paceline.train.optimizer_state import Shares
-from paceline.train.options import given_options
-from paceline.train.saving import began_as
-from paceline.train.schedules import describe_schedules, last_step, refuse_short
-from paceline.train.state import Trained, files_of, load_update
-from paceline.world import World
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
+from paceline.step.optimizer_update import OptimizerUpdate
+from paceline.trainer.checkpointer import began_as
 
 Schedule = Callable[[Optimizer], Any]
 Group = dict[str, Any]
@@ -40,14 +40,14 @@ class Held:
         given = given_options([self.optimizer])
         schedules = [] if schedule is None else [schedule(self.optimizer)]
         world = World(device=torch.device("cpu"))
-        named = trainable(model)
-        update = Update(
+        named = trainable_parameters(model)
+        update = OptimizerUpdate(
             named=named, optimizers=[self.optimizer], schedules=schedules, scaler=None, max_grad_norm=None,
             check_finite=False, skip_nonfinite=False, ema=None,
         )  # fmt: skip
-        kept = Holding(world=world, held=all_shares(named))
-        self.trained = Trained(
-            model=model, update=update, unlisted=Unlisted(model), weights=Holding(world=world, held=all_of(model)),
+        kept = ShardedTensors(world=world, held=all_shares(named))
+        self.trained = TrainState(
+            model=model, update=update, unlisted=NonPersistentBuffers(model), weights=ShardedTensors(world=world, held=all_of(model)),
             shares=Shares(named=named, kept=kept, world=world),
         )  # fmt: skip
         self.identity = {
@@ -64,11 +64,11 @@ class Held:
             self.trained.update.follow()
         return found
 
-    def saved(self, step: int) -> Loaded:
+    def saved(self, step: int) -> OpenCheckpoint:
         state = {**files_of(self.trained)[1], "identity": self.identity}
-        return Loaded(path=Path("step-00000010"), step=step, state=json.loads(json.dumps(state)), files={})
+        return OpenCheckpoint(path=Path("step-00000010"), step=step, state=json.loads(json.dumps(state)), files={})
 
-    def goes_on(self, loaded: Loaded, *allow: str) -> None:
+    def goes_on(self, loaded: OpenCheckpoint, *allow: str) -> None:
         check_identity(began_as(loaded), self.identity, allow=allow)
         load_update(loaded, self.trained, began=began_as(loaded), now=self.identity)
 

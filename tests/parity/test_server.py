@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.feed.leased import LeasedFeed
-from paceline.feed.source import Order
-from paceline.order.leases import Leases, Share
-from paceline.pulse import read_pulse
-from paceline.step.clerks import Clerks
-from paceline.step.desk import Desk, Held
-from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
-from paceline.step.line import Door, Kind, Message, come_in, host_store
-from paceline.world import Entrance, Place
+from paceline.comm.process_group import LaunchInfo, WorkerEntrance
+from paceline.data.leased_loader import RandomAccessLoader
+from paceline.data.order.leases import BatchShare, Leases
+from paceline.data.source import Order
+from paceline.launch.agent.heartbeat import read_pulse
+from paceline.step.parameter_server.connections import WorkerConnections
+from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
+from paceline.step.parameter_server.state import ServedWeights, ServerState
+from paceline.step.parameter_server.transport import ConnectionAcceptor, Message, MessageKind, come_in, host_store
 from tests.conftest import Ended, Shop
 
 COUNTS = """
@@ -185,13 +185,13 @@ def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str
 
 IN_A_PUSH = """
 import os, signal
-from paceline.step.line import Kind, Line
+from paceline.step.parameter_server.transport import MessageKind, Connection
 from count import make_job
 
-pushes, plain = [], Line.send
+pushes, plain = [], Connection.send
 
 def send(self, message):
-    counts = message.kind is Kind.PUSH and os.environ["RANK"] == "3" and os.environ.get("PACELINE_LIFE", "1") == "1"
+    counts = message.kind is MessageKind.PUSH and os.environ["RANK"] == "3" and os.environ.get("PACELINE_LIFE", "1") == "1"
     pushes.extend([1] if counts else [])
     if counts and len(pushes) == int(os.environ["NTH"]):
         left, through = int(os.environ["PARTS"]), self._done  # of a message: its head, its words, the gradient
@@ -206,7 +206,7 @@ def send(self, message):
         self._done = done
     plain(self, message)
 
-Line.send = send
+Connection.send = send
 """
 
 
@@ -419,7 +419,7 @@ def make_job():
 
 def test_an_order_is_named_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is a checksum of all of it, and each share tells it."""
-    feed = LeasedFeed(
+    feed = RandomAccessLoader(
         data=torch.arange(6), collate=None, order=lambda num_samples, epoch, seed: [*range(num_samples)][:: 1 - 2 * epoch],
         seed=0, sample_seeds="auto", global_batch_size=2, drop_last=False,
     )  # fmt: skip
@@ -564,12 +564,14 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
 
 def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
     weight, books = torch.zeros(3), Leases(bound=0)
-    desk = Desk(leases=books, held=Held(names=["w"], weights=[weight], rest=[], model=""), timeout_seconds=1)
+    desk = ServerState(
+        leases=books, held=ServedWeights(names=["w"], weights=[weight], rest=[], model=""), timeout_seconds=1
+    )
     rows = [desk.row(), desk.row()]
     assert rows[0] is rows[1]
     for step in range(3):
         weight.fill_(step)  # by an update, or by hand: then it makes no version
-        desk.offer(step, {}, [Share(step=step, number=number, of=2) for number in range(2)])
+        desk.offer(step, {}, [BatchShare(step=step, number=number, of=2) for number in range(2)])
         found = [desk.lease(worker, row=row) for worker, row in enumerate(rows)]
         assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
         if step == 1:
@@ -587,24 +589,26 @@ def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
 def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation may come first, and take longer than anybody waits for a silent one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = host_store(Place(port=0), timeout_seconds=60)
-    entrance = Entrance(place=Place(port=store.port))
+    store = host_store(LaunchInfo(port=0), timeout_seconds=60)
+    entrance = WorkerEntrance(place=LaunchInfo(port=store.port))
     weight, fixed = torch.zeros(3), torch.zeros(2)
-    desk = Desk(
-        leases=Leases(bound=1), held=Held(names=["w"], weights=[weight], rest=[fixed], model=""), timeout_seconds=0.2
+    desk = ServerState(
+        leases=Leases(bound=1),
+        held=ServedWeights(names=["w"], weights=[weight], rest=[fixed], model=""),
+        timeout_seconds=0.2,
     )
-    clerks = Clerks(desk, door=Door(entrance, server=0, timeout_seconds=60), leads=True)
+    clerks = WorkerConnections(desk, door=ConnectionAcceptor(entrance, server=0, timeout_seconds=60), leads=True)
     clerks.open()
     line = come_in(entrance, server=0, timeout_seconds=60)
-    line.send(Message(kind=Kind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
-    assert [line.receive().kind for _ in range(3)] == [Kind.WAIT] * 3
+    line.send(Message(kind=MessageKind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
+    assert [line.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
     fixed.fill_(7)  # by hand, before the first batch
-    desk.offer(0, {}, [Share(step=0, number=0, of=1)])
-    while (message := line.receive()).kind is Kind.WAIT:
+    desk.offer(0, {}, [BatchShare(step=0, number=0, of=1)])
+    while (message := line.receive()).kind is MessageKind.WAIT:
         pass
-    assert message.kind is Kind.REST and message.row is not None
+    assert message.kind is MessageKind.REST and message.row is not None
     assert message.row[:8].view(torch.float32).tolist() == [7.0, 7.0]
-    assert line.receive().kind is Kind.LEASE
+    assert line.receive().kind is MessageKind.LEASE
     clerks.close()
 
 
@@ -678,8 +682,8 @@ def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
 
 PLANTED = {
     "weights of the version before": """
-from paceline.step.desk import Desk
-plain = Desk.lease
+from paceline.step.parameter_server.state import ServerState
+plain = ServerState.lease
 def lease(self, worker, *, row):
     before = getattr(self, "before", None)
     found = plain(self, worker, row=row)
@@ -688,16 +692,16 @@ def lease(self, worker, *, row):
         row.copy_(before)
     self.before = now
     return found
-Desk.lease = lease
+ServerState.lease = lease
 """,
     "a share divided by another count": """
-from paceline.step import server
+from paceline.step.parameter_server import parameter_server_step as server
 server.divide_all = lambda tensors, count: [tensor.div_(count + 1) for tensor in tensors]
 """,
     "samples of another share": """
-from paceline.feed import leased
-plain = leased.LeasedFeed.share
-leased.LeasedFeed.share = lambda self, cursor, number=0, of=1, **how: plain(self, cursor, number=(number + 1) % of, of=of, **how)
+from paceline.data import leased_loader as leased
+plain = leased.RandomAccessLoader.share
+leased.RandomAccessLoader.share = lambda self, cursor, number=0, of=1, **how: plain(self, cursor, number=(number + 1) % of, of=of, **how)
 """,
 }
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.files.checkpoint_folder import load
+from paceline.checkpoint.resume_checks import note_changes, record_settings
+from paceline.config.loading import JOB, known_settings
+from paceline.config.resume_allowances import ALLOWED, COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
+from paceline.config.settings import Settings, Train
 from paceline.errors import PacelineError, ResumeError
-from paceline.spec.allowances import ALLOWED, COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
-from paceline.spec.read import JOB, known_settings
-from paceline.spec.settings import Settings, Train
-from paceline.store.checkpoints import load
-from paceline.train.identity import note_changes, record_settings
 from tests.fault.test_untrusted_files import rewrite
 from tests.parity.test_found import job, trained
 
@@ -24,7 +24,7 @@ OTHER: dict[str, Any] = {
 
 
 def test_every_setting_says_what_a_resume_does_with_another_value() -> None:
-    """A new setting is red here until it stands in a table of `spec/allowances.py`."""
+    """A new setting is red here until it stands in a table of `config/resume_allowances.py`."""
     tables = (COMPARED_SETTINGS, TOLD_SETTINGS, FREE_SETTINGS)
     assert sorted(name for table in tables for name in table) == sorted(known_settings())
     assert {name for name in COMPARED_SETTINGS.values() if name} <= set(ALLOWED)

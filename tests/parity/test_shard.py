@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.place.shard.chosen import FullySharded
-from paceline.place.shard.wrap import Units
+from paceline.parallel.sharding.fsdp_options import FullySharded
+from paceline.parallel.sharding.units import UnitChoice
 from tests.parity import shard_bed
 from tests.parity.shard_bed import CLIP, Case, alone, plain, run, together
 
@@ -31,7 +31,7 @@ DAILY = [
     Case(layout="zero2", optimizer="muon"),
     Case(layout="zero1", optimizer="adafactor"),
     Case(layout="fsdp", optimizer="adagrad", asked=FullySharded(offload=True), offload_state=True),
-    Case(layout="fsdp", optimizer="momentum", asked=FullySharded(reshard=False, units=Units(min_numel=30))),
+    Case(layout="fsdp", optimizer="momentum", asked=FullySharded(reshard=False, units=UnitChoice(min_numel=30))),
     Case(layout="fsdp", exact=True, autocast=True, remat=True, asked=FullySharded(prefetch=1)),
 ]
 FEW = [case for case in DAILY if case.model == "gpt" and case.optimizer == "adamw" and not case.autocast]

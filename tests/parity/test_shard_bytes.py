@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.place.exact import Grid
-from paceline.place.shard.sharded import Data, zero
-from paceline.place.units import trainable
-from paceline.world import World
-from tests.parity.shard_bed import OPTIMIZERS, Case, batches, build, held, learn, loss_of, run
+from paceline.comm.process_group import World
+from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.sharding.sharded_model import DataGroups, shard_zero12
+from tests.parity.shard_bed import OPTIMIZERS, Case, batches, build, held, loss_of, run, try_optimizer_factory
 
 CASES = [Case(layout=layout, exact=exact, steps=2) for layout in ("zero1", "zero2", "fsdp") for exact in (False, True)]
 
@@ -68,11 +68,11 @@ def test_a_tensor_held_too_many_is_seen() -> None:
     """One process: a second copy of a gradient that a share keeps makes the count differ."""
     case = Case(layout="zero2", exact=True)
     model: Any = build(case)
-    named = trainable(model)
-    alone = Data(all=World.alone(), shard=World.alone())
-    grid = Grid(names=[member.name for member in named])
-    rules = learn(OPTIMIZERS["adamw"], named)
-    sharded = zero(stage=2, model=model, named=named, data=alone, grid=grid)
+    named = trainable_parameters(model)
+    alone = DataGroups(all=World.alone(), shard=World.alone())
+    grid = FixedPointGrid(names=[member.name for member in named])
+    rules = try_optimizer_factory(OPTIMIZERS["adamw"], named)
+    sharded = shard_zero12(stage=2, model=model, named=named, data=alone, grid=grid)
     optimizers = rules.on(sharded.shares)
     for micro in batches(case):
         for _ in range(4):

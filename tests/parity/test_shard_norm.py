@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.place.compose import Placed
-from paceline.place.holding import Held, Holding
-from paceline.place.meeting import thread_worlds
-from paceline.place.norm import joint_norm
-from paceline.place.parts import Part
-from paceline.spec.settings import Settings, Train
-from paceline.train import updates
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import thread_worlds
+from paceline.config.settings import Settings, Train
+from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
+from paceline.parallel.parallelize import ParallelizedModel
+from paceline.trainer.setup import optimizers as updates
 
 
 def spread(pieces: Sequence[Sequence[Tensor]], *, exact: bool) -> list[Tensor]:
@@ -101,16 +101,16 @@ def test_a_run_s_norm_adds_the_pieces_of_all_ranks_and_counts_what_all_hold_once
     cut, both = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
 
     def rank(world: World) -> float:
-        parts = {"weight": Part.of_ranges(torch.Size([2]), dim=0, ranges=[(world.rank, world.rank + 1)])}
-        parts["norm"] = Part.all_of(torch.Size([1]))
+        parts = {"weight": ShardSpec.of_ranges(torch.Size([2]), dim=0, ranges=[(world.rank, world.rank + 1)])}
+        parts["norm"] = ShardSpec.all_of(torch.Size([1]))
         named = []
         for name, value in (("weight", parts["weight"].take(cut)), ("norm", both)):
             parameter = nn.Parameter(torch.zeros_like(value))
             parameter.grad = value.clone()
             named.append(SimpleNamespace(name=name, parameter=parameter))
-        held = [Held(name=n, part=p, dtype=torch.float32, find=lambda: torch.zeros(1)) for n, p in parts.items()]
-        placed: Any = SimpleNamespace(kept=Holding(world=world, held=held), named=named)
-        placed.owned = lambda: Placed.owned(placed)
+        held = [LocalTensor(name=n, part=p, dtype=torch.float32, find=lambda: torch.zeros(1)) for n, p in parts.items()]
+        placed: Any = SimpleNamespace(kept=ShardedTensors(world=world, held=held), named=named)
+        placed.owned = lambda: ParallelizedModel.owned(placed)
         norm = updates._norm(placed, Settings(train=Train(max_grad_norm=1.0)), world=world)
         assert norm is not None
         return float(norm())

@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
-from paceline.place.rules import learn, shared_optimizers
-from paceline.place.shard.guard import forward_runs
-from paceline.place.shard.offload import offload_state
-from paceline.place.shard.share import Share, cuts, shares_of
-from paceline.place.tried import alike
-from paceline.place.units import trainable
-from paceline.torch_private import JointScaler
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.sharding.optimizer_offload import offload_state
+from paceline.parallel.sharding.row_shards import RowShard, cut_rows, shares_of
+from paceline.parallel.sharding.shardability_check import merge_equal_groups
+from paceline.parallel.sharding.sharded_optimizer import shared_optimizers, try_optimizer_factory
+from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.torch_internals.private_api import JointScaler
 from tests.matrix.page import patterns, stands
 
 
@@ -184,10 +184,10 @@ def model() -> nn.Module:
     return found
 
 
-def shares(place: int, places: int = 3, whole: Any = ()) -> tuple[nn.Module, list[Share]]:
+def shares(place: int, places: int = 3, whole: Any = ()) -> tuple[nn.Module, list[RowShard]]:
     made = model()
-    named = trainable(made)
-    return made, shares_of(named, cut=cuts(named, places=places, whole=whole), place=place)
+    named = trainable_parameters(made)
+    return made, shares_of(named, cut=cut_rows(named, places=places, whole=whole), place=place)
 
 
 def scheduled(named: Any) -> Optimizer:
@@ -252,7 +252,9 @@ def test_each_place_takes_its_rows_where_one_process_takes_them(name: str) -> No
     pairs = list(whole.named_parameters())
     right = RIGHT[name](pairs)
     ranks = [shares(place) for place in range(3)]
-    optimizers = [shared_optimizers(RIGHT[name], trainable(made), own, layout="fsdp")[0] for made, own in ranks]
+    optimizers = [
+        shared_optimizers(RIGHT[name], trainable_parameters(made), own, layout="fsdp")[0] for made, own in ranks
+    ]
     for step in range(4):
         torch.manual_seed(step)
         for p in whole.parameters():
@@ -280,7 +282,7 @@ def test_each_place_takes_its_rows_where_one_process_takes_them(name: str) -> No
 
 def test_named_groups_stay_also_where_one_is_empty_here() -> None:
     made, own = shares(2)
-    named = trainable(made)
+    named = trainable_parameters(made)
 
     def factory(pairs: Any) -> Optimizer:
         bias = [(n, p) for n, p in pairs if n.endswith("bias")]
@@ -288,7 +290,7 @@ def test_named_groups_stay_also_where_one_is_empty_here() -> None:
         return torch.optim.AdamW([{"params": rest, "lr": 0.1}, {"params": bias, "weight_decay": 0.0}], lr=0.2)
 
     here = [share for share in own if not share.name.endswith("bias")]  # a stage that has no bias
-    (optimizer,) = learn(factory, named).on(here)
+    (optimizer,) = try_optimizer_factory(factory, named).on(here)
     assert [group["param_names"] for group in optimizer.param_groups] == [[s.name for s in here], []]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     for share in here:
@@ -312,13 +314,13 @@ def test_named_groups_stay_also_where_one_is_empty_here() -> None:
     ],
 )
 def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: Any, says: str) -> None:
-    rules = learn(make, trainable(model()))
+    rules = try_optimizer_factory(make, trainable_parameters(model()))
     with pytest.raises(LayoutError, match=says) as raised:
         rules.refuse_rows(layout="fsdp")
     assert stands(str(raised.value).splitlines()[0], patterns()), "docs/refusals.md does not have it"
     whole = rules.whole()
     assert "0.weight" in whole
-    cut = cuts(trainable(model()), places=2, whole=list(whole))
+    cut = cut_rows(trainable_parameters(model()), places=2, whole=list(whole))
     owned = [sum(cut[name].numel(place) for name in whole) for place in range(2)]
     assert all(owned) and sum(owned) == sum(p.numel() for n, p in model().named_parameters() if n in whole)
     for name in whole:
@@ -326,7 +328,7 @@ def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: An
 
 
 def test_fused_rows_are_refused_in_exact_mode_only() -> None:
-    rules = learn(RIGHT["fused"], trainable(model()))
+    rules = try_optimizer_factory(RIGHT["fused"], trainable_parameters(model()))
     rules.refuse_rows(layout="fsdp")
     if not rules.whole(exact=True):
         pytest.skip("this processor's fused kernel rounds alike in body and tail")
@@ -351,7 +353,7 @@ def test_fused_rows_are_refused_in_exact_mode_only() -> None:
 )
 def test_what_no_cut_gets_right_is_refused(make: Any, says: str) -> None:
     with pytest.raises(JobError, match=says) as raised:
-        learn(make, trainable(model())).whole()
+        try_optimizer_factory(make, trainable_parameters(model())).whole()
     told = str(raised.value).splitlines()[0]
     assert "without memory" in told or stands(told, patterns()), "docs/refusals.md does not have it"
 
@@ -359,18 +361,18 @@ def test_what_no_cut_gets_right_is_refused(make: Any, says: str) -> None:
 def test_an_optimizer_with_its_own_references_is_refused() -> None:
     made, own = shares(0)
     with pytest.raises(JobError, match=r"Keeper\.mine holds parameters"):
-        learn(lambda named: Keeper([p for _, p in named]), trainable(made)).on(own)
+        try_optimizer_factory(lambda named: Keeper([p for _, p in named]), trainable_parameters(made)).on(own)
     with pytest.raises(JobError, match=r"Copies\.slow holds parameters"):
-        learn(lambda named: Copies([p for _, p in named]), trainable(made)).on(own)
+        try_optimizer_factory(lambda named: Copies([p for _, p in named]), trainable_parameters(made)).on(own)
 
 
 def test_groups_that_differ_in_their_rate_alone_are_tried_once() -> None:
     groups = [{"params": [p], "lr": 0.1 / n, "weight_decay": 0.1 * (p.dim() > 1)} for n, p in enumerate(LAYERS, 1)]
-    assert [len(group["params"]) for group in alike(torch.optim.AdamW(groups))] == [5, 2]
+    assert [len(group["params"]) for group in merge_equal_groups(torch.optim.AdamW(groups))] == [5, 2]
 
 
 def test_a_rule_on_whole_vectors_is_refused_on_pieces_of_one() -> None:
-    rules = learn(lambda named: Trust([p for _, p in named]), trainable(nn.LayerNorm(6)))
+    rules = try_optimizer_factory(lambda named: Trust([p for _, p in named]), trainable_parameters(nn.LayerNorm(6)))
     with pytest.raises(LayoutError, match="Trust looks at whole vectors, and tp leaves pieces of weight"):
         rules.refuse_pieces({"weight"}, layout="tp")
     rules.refuse_pieces(set(), layout="tp")
@@ -379,7 +381,7 @@ def test_a_rule_on_whole_vectors_is_refused_on_pieces_of_one() -> None:
 def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    rules = learn(lambda named: Sign([p for _, p in named]), trainable(model()))
+    rules = try_optimizer_factory(lambda named: Sign([p for _, p in named]), trainable_parameters(model()))
     torch.set_rng_state(before)
     rules.whole()
     assert torch.equal(torch.get_rng_state(), before)
@@ -388,8 +390,8 @@ def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:
 
 def test_offloaded_state_is_at_home_between_steps() -> None:
     made, own = shares(0)
-    (optimizer,) = shared_optimizers(RIGHT["adam"], trainable(made), own, layout="zero1")
-    plain = shared_optimizers(RIGHT["adam"], trainable(model()), shares(0)[1], layout="zero1")[0]
+    (optimizer,) = shared_optimizers(RIGHT["adam"], trainable_parameters(made), own, layout="zero1")
+    plain = shared_optimizers(RIGHT["adam"], trainable_parameters(model()), shares(0)[1], layout="zero1")[0]
     offload_state(optimizer)
     for _ in range(2):
         for one in (optimizer, plain):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.place.shard.chosen import FullySharded
-from paceline.place.shard.fsdp import shard_fully
-from paceline.place.shard.sharded import Sharded, zero
-from paceline.place.units import trainable
-from paceline.torch_private import version
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.sharding.fsdp_options import FullySharded
+from paceline.parallel.sharding.fully_sharded import shard_fully
+from paceline.parallel.sharding.sharded_model import Sharded, shard_zero12
+from paceline.torch_internals.private_api import tensor_version
 from tests.parity.shard_bed import Gpt, run, worlds_of
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
@@ -90,9 +90,9 @@ def use(kind: str, rank: int, size: int) -> dict[str, Any]:
             block.compile(backend="eager")
     asked = FullySharded(params=torch.bfloat16 if kind == "bf16" else None)
     data = worlds_of(rank, size, 1)
-    sharded = shard_fully(model, named=trainable(model), data=data, asked=asked)
-    before = [version(p) for p in model.parameters()]
-    same = before == [version(p) for p in model.parameters()]
+    sharded = shard_fully(model, named=trainable_parameters(model), data=data, asked=asked)
+    before = [tensor_version(p) for p in model.parameters()]
+    same = before == [tensor_version(p) for p in model.parameters()]
     with torch.no_grad():  # leaves the model's own parameters gathered, which are old after the next update
         model(inputs[0])
     losses = steps(model, sharded, inputs, rank, size)
@@ -136,9 +136,9 @@ def transposed(kind: str, rank: int, size: int) -> str:
     model[0].weight = nn.Parameter(torch.randn(3, 4).t())
     data = worlds_of(rank, size, 1)
     if kind == "zero1":
-        zero(stage=1, model=model, named=trainable(model), data=data).reducer.close()
+        shard_zero12(stage=1, model=model, named=trainable_parameters(model), data=data).reducer.close()
         return "taken"
-    shard_fully(model, named=trainable(model), data=data)
+    shard_fully(model, named=trainable_parameters(model), data=data)
     return ""
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.stage.cut import plan_cut
-from paceline.place.stage.graph_plan import plan_graph
-from paceline.place.stage.graph_stages import GraphStages
-from paceline.place.stage.stages import Stages
+from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.parallel.pipeline.graph.cut_points import plan_graph
+from paceline.parallel.pipeline.graph.stages import GraphStages
 from tests.parity.stages_bed import Ranks, alone
 
 WIDTH = 8

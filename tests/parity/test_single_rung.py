@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import paceline as pl
-from paceline.prove.reference import Reference, Spec
-from paceline.prove.single import run_single
+from paceline.verification.reference.reference import Reference, ReferenceConfig
+from paceline.verification.verify_single_process import run_single
 
 
 def summed(output: Tensor, batch: Any) -> Any:
@@ -46,7 +46,7 @@ def said(
         global_batch_size=8,
         order="sequential",
     )
-    spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4, autocast=autocast)
+    spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4, autocast=autocast)
     found = run_single(lambda: Reference(job=job, spec=spec, cast=lambda value: value))
     return found.detail + found.warning
 

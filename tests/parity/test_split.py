@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.step.split import backward_input, backward_weight
+from paceline.step.pipeline.split_backward import backward_input, backward_weight
 from tests.parity.staged_models import Block
 
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.comm.process_group import World
+from paceline.config.layout import parse_layout
+from paceline.config.settings import PlacementSettings
 from paceline.errors import LayoutError
-from paceline.place.blocks import NoChain
-from paceline.place.stage.cut import plan_cut
-from paceline.place.stage.graph_stages import GraphStages
-from paceline.place.stage.pipe import cut_model
-from paceline.place.stage.rehearse import rehearse
-from paceline.place.stage.stages import Sent, Stages
-from paceline.plan.mesh import Mesh
-from paceline.spec.layout import parse_layout
-from paceline.spec.settings import Place
-from paceline.train.updates import make_scaler
-from paceline.world import World
+from paceline.parallel.module_access.blocks import NoChain
+from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
+from paceline.parallel.pipeline.graph.stages import GraphStages
+from paceline.parallel.pipeline.pipeline_model import cut_model
+from paceline.parallel.pipeline.stagewise_check import compare_stagewise
+from paceline.planner.layout.mesh import Mesh
+from paceline.trainer.setup.optimizers import make_scaler
 from tests.conftest import Shop
 from tests.parity.stages_bed import Ranks, alone
 
@@ -79,7 +79,7 @@ def test_stages_of_checkpointed_blocks_have_the_gradients_of_one_process() -> No
     torch.manual_seed(0)
     model = Chain()
     cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
-    rehearse(model, cut=cut, call=lambda: loss(model, 0))
+    compare_stagewise(model, cut=cut, call=lambda: loss(model, 0))
     losses, right, _ = alone(model, loss=loss, num_micro=2)
     ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
     assert all(torch.equal(ranks.train(number), whole) for number, whole in enumerate(losses))
@@ -156,10 +156,10 @@ class Attending(Chain):
 def test_a_cut_is_compared_with_the_whole_model_whatever_it_draws(noise: float) -> None:
     model = Attending(noise)
     cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
-    rehearse(model, cut=cut, call=lambda: loss(model, 0))
+    compare_stagewise(model, cut=cut, call=lambda: loss(model, 0))
     wrong = iter([0.0, 1.0, 1.0, 1.0])  # as if another result came of the stages
     with pytest.raises(NoChain, match="gives another result than whole"):
-        rehearse(model, cut=cut, call=lambda: loss(model, 0) + next(wrong))
+        compare_stagewise(model, cut=cut, call=lambda: loss(model, 0) + next(wrong))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -176,7 +176,7 @@ def test_stages_draw_in_evaluation_what_one_process_draws(noise: float) -> None:
             torch.manual_seed(5)  # each rank has a generator of its own
             given = None if sent is None else sent.received()
             sent = each.run(index, given, lambda index=index: loss(parts[index], 0))
-            assert not isinstance(sent, Sent) or sent.spec[1] is int(noise > 0), "nothing is sent for nothing"
+            assert not isinstance(sent, StageOutput) or sent.spec[1] is int(noise > 0), "nothing is sent for nothing"
     assert torch.equal(sent, right)
 
 
@@ -223,13 +223,13 @@ def test_what_hooks_catch_of_blocks_is_cut_along_the_graph() -> None:
     model, other = Caught().eval(), Caught().eval()
     cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
     with pytest.raises(NoChain, match=r"needs more than its blocks give: stage 1, .* ends with ValueError"):
-        rehearse(model, cut=cut, call=lambda: loss(model, 0))
+        compare_stagewise(model, cut=cut, call=lambda: loss(model, 0))
     told: list[str] = []
     how: dict[str, Any] = {"asked": parse_layout("pp=2"), "mesh": Mesh(pp=2), "world": World.alone()}
-    piped = cut_model(model, call=lambda: loss(model, 0), how=Place(), say=told.append, **how)
+    piped = cut_model(model, call=lambda: loss(model, 0), how=PlacementSettings(), say=told.append, **how)
     assert isinstance(piped.stages, GraphStages) and "the forward needs more than its blocks give" in told[0]
     with pytest.raises(LayoutError, match="needs more than its blocks give"):
-        cut_model(other, call=lambda: loss(other, 0), how=Place(cut="chain"), **how)
+        cut_model(other, call=lambda: loss(other, 0), how=PlacementSettings(cut="chain"), **how)
 
 
 def test_a_stage_without_a_loss_has_the_scale_too() -> None:

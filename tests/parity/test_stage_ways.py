@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import LayoutError
-from paceline.place.stage.cut import Cut, plan_cut
-from paceline.place.stage.graph_plan import plan_graph
-from paceline.place.stage.stages import Stages
-from paceline.step.split import backward_input
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.parallel.pipeline.graph.cut_points import plan_graph
+from paceline.step.pipeline.split_backward import backward_input
 from tests.parity.stages_bed import Ranks, alone
 
 
@@ -66,7 +66,7 @@ def _odd_loss(model: nn.Module, microbatch: int) -> Tensor:
     return model(torch.ones(3, 4) * (microbatch + 1)).square().sum()
 
 
-def _odd(way: str = "") -> tuple[_Odd, Cut]:
+def _odd(way: str = "") -> tuple[_Odd, StageSplit]:
     torch.manual_seed(0)
     model = _Odd(way)
     return model, plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0))

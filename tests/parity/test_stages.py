@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError, RunError
-from paceline.measure.blocks import time_blocks
-from paceline.place.blocks import find_blocks
-from paceline.place.stage.cut import Cut, plan_cut
-from paceline.place.stage.hollow import hollow_parameters
-from paceline.place.stage.rehearse import rehearse
-from paceline.place.stage.stages import Stages
-from paceline.plan.balance import balance
+from paceline.parallel.module_access.blocks import find_blocks
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.parallel.pipeline.free_memory import hollow_parameters
+from paceline.parallel.pipeline.stagewise_check import compare_stagewise
+from paceline.planner.model_costs.stage_balance import balance
+from paceline.profiling.model_tracing.block_timer import time_blocks
 from tests.parity.staged_models import CASES, HF, OWN, Block, Nano, Pair, built
 from tests.parity.stages_bed import Ranks, alone, streamed
 
@@ -30,12 +30,12 @@ def whole(name: str, model: nn.Module, num_micro: int) -> tuple[list[Tensor], di
     return losses, gradients
 
 
-def cutout(name: str, model: nn.Module, cut: Cut) -> Ranks:
+def cutout(name: str, model: nn.Module, cut: StageSplit) -> Ranks:
     staged = lambda each, index: Stages(each, cut=cut, own=[index])  # noqa: E731
     return Ranks(model, cut=cut, loss=CASES[name].loss, staged=staged)
 
 
-def check(name: str, num_stages: int) -> Cut:
+def check(name: str, num_stages: int) -> StageSplit:
     model = built(name)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     cut = plan_cut(model, num_stages=num_stages, call=lambda: CASES[name].loss(model, 0))
@@ -256,7 +256,7 @@ def test_a_rehearsal_agrees_and_leaves_no_trace(name: str) -> None:
     model = built(name)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     cut = plan_cut(model, num_stages=3, call=lambda: CASES[name].loss(model, 0))
-    rehearse(model, cut=cut, call=lambda: CASES[name].loss(model, 0))
+    compare_stagewise(model, cut=cut, call=lambda: CASES[name].loss(model, 0))
     assert model.training and all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
@@ -264,9 +264,9 @@ def test_a_rehearsal_finds_a_value_that_does_not_cross() -> None:
     model, x = Unet(), torch.ones(2, 4)
     plain = lambda: model.blocks[3](model.blocks[2](model.blocks[1](model.blocks[0](x)))).sum()  # noqa: E731
     cut = plan_cut(model, num_stages=2, call=plain)
-    rehearse(model, cut=cut, call=plain)
+    compare_stagewise(model, cut=cut, call=plain)
     with pytest.raises(LayoutError, match=r"another result than whole: the result needs a value that an earlier stage"):
-        rehearse(model, cut=cut, call=lambda: model(x).sum())
+        compare_stagewise(model, cut=cut, call=lambda: model(x).sum())
 
 
 def test_blocks_are_timed_and_the_slow_one_stands_alone() -> None:

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from paceline.checkpoint.tensor_bytes import weights_digest
+from paceline.comm.process_group import World
 from paceline.errors import UsageError
-from paceline.place.parts import Part
-from paceline.place.start.draft import build_parts, draft, fill, whole_start
-from paceline.place.start.hollow import described, named_tensors, record, tensor_bytes
-from paceline.place.start.tape import Unrecordable
-from paceline.start import Request, start
-from paceline.store.runs import RunFolder
-from paceline.streams import key, seed_all
-from paceline.train.convert import weights_digest
-from paceline.world import World
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.parallel.initialization.deferred_init import build_parts, defer_init, fill_model, whole_start
+from paceline.parallel.initialization.init_tape import Unrecordable
+from paceline.parallel.initialization.meta_model import described, named_tensors, record, tensor_bytes
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.run_folder.run_folder import RunFolder
+from paceline.torch_internals.rng import seed_all, stream_key
 from tests.parity.start_worker import MODELS, SEED, plain
 from tests.zoo import JOBS
 
@@ -34,7 +34,9 @@ def ranks_build(folder: Path, *, ranks: int, nodes: int = 0) -> list[dict[str, A
     """What each rank says; its values lie beside."""
     payload = {"jobs": list(MODELS), "limits": [FAR, NEAR], "answer": f"{folder}/rank-", "nodes": nodes}
     outcome = start(
-        Request(ranks=ranks, run=RunFolder(folder / "run"), entry="tests.parity.start_worker:run", payload=payload)
+        LaunchRequest(
+            ranks=ranks, run=RunFolder(folder / "run"), entry="tests.parity.start_worker:run", payload=payload
+        )
     )
     assert outcome.exit_code == 0, outcome.failure
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
@@ -46,7 +48,7 @@ def assembled(folder: Path, told: list[dict[str, Any]], job: str, like: dict[str
     for rank, found in enumerate(told):
         values = load_file(f"{folder}/rank-{job}-{rank}")
         for name, text in found[job]["parts"].items():
-            part = Part.from_json(text)
+            part = ShardSpec.from_json(text)
             assert (name in values) == (part.local is not None)
             if part.local is not None:
                 part.put(values[name], into=whole[name])
@@ -141,7 +143,7 @@ class Odd(nn.Module):
 
 
 def odd() -> nn.Module:
-    seed_all(key(SEED, "build"))
+    seed_all(stream_key(SEED, "build"))
     return Odd()
 
 
@@ -191,12 +193,12 @@ class Stubborn(nn.Module):
 def test_what_cannot_be_recorded_is_built_whole_or_refused_by_name() -> None:
     with pytest.raises(Unrecordable, match=r"resize_.*test_start.py:\d+"):
         record(Stubborn, seed=SEED)
-    made = draft(Stubborn, seed=SEED, world=World.alone(), limit_bytes=FAR)
+    made = defer_init(Stubborn, seed=SEED, world=World.alone(), limit_bytes=FAR)
     assert made.model.first.weight.is_meta and "resize_" in made.notes[0]
-    fill(made.model, made.values({})[0])
+    fill_model(made.model, made.values({})[0])
     assert made.model.first.weight.shape == (4, 4)
     with pytest.raises(UsageError, match="resize_") as caught:
-        draft(Stubborn, seed=SEED, world=World.alone(), limit_bytes=8)
+        defer_init(Stubborn, seed=SEED, world=World.alone(), limit_bytes=8)
     assert f"--init.limit {tensor_bytes(Stubborn())}" in str(caught.value)
 
 
@@ -212,10 +214,10 @@ def test_a_random_tensor_that_is_no_buffer_is_that_of_the_plain_build() -> None:
         seed_all(3)
         return Loose()
 
-    made = draft(build, seed=SEED, world=World.alone(), limit_bytes=FAR)
+    made = defer_init(build, seed=SEED, world=World.alone(), limit_bytes=FAR)
     assert torch.equal(made.model.noise, build().noise)
     with pytest.raises(UsageError, match="noise is neither parameter nor buffer"):
-        draft(build, seed=SEED, world=World.alone(), limit_bytes=8)
+        defer_init(build, seed=SEED, world=World.alone(), limit_bytes=8)
 
 
 class Marked(nn.Parameter):

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.place.holding import Holding, all_of
-from paceline.prove.finding import Finding
-from paceline.prove.lockstep import Lockstep
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
+from paceline.verification.compare_in_lockstep import Lockstep
+from paceline.verification.finding import RungResult
 
 
-def compared(model: nn.Module, right: nn.Module) -> Finding:
+def compared(model: nn.Module, right: nn.Module) -> RungResult:
     world = World.alone()
-    built: Any = SimpleNamespace(world=world, weights=Holding(world=world, held=all_of(model)))
+    built: Any = SimpleNamespace(world=world, weights=ShardedTensors(world=world, held=all_of(model)))
     reference: Any = SimpleNamespace(model=right)
     lockstep = Lockstep(built=built, reference=reference, say=lambda _: None)
     lockstep._compare_start()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.place.parts import Part, sharded
-from paceline.place.start.draft import draft
-from paceline.place.start.hollow import named_tensors, tensor_bytes
-from paceline.start import Request, start
-from paceline.store.runs import RunFolder
-from paceline.world import Place, World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.parallel.initialization.deferred_init import defer_init
+from paceline.parallel.initialization.meta_model import named_tensors, tensor_bytes
+from paceline.parallel.module_access.shard_spec import ShardSpec, shard_rows
+from paceline.run_folder.run_folder import RunFolder
 
 pytestmark = pytest.mark.soak
 WIDTH, DEPTH = 1024, 48
@@ -35,14 +35,16 @@ def high_water() -> int:
 def run(payload: dict[str, Any]) -> int:
     """One rank: its quarter of every tensor."""
     torch.set_num_threads(1)
-    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
-    draft(lambda: nn.Linear(4, 4), seed=0, world=world, limit_bytes=payload["limit"]).values({})  # what imports bring
+    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    defer_init(lambda: nn.Linear(4, 4), seed=0, world=world, limit_bytes=payload["limit"]).values(
+        {}
+    )  # what imports bring
     world.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before = psutil.Process().memory_info().rss
-    made = draft(build, seed=0, world=world, limit_bytes=payload["limit"])
+    made = defer_init(build, seed=0, world=world, limit_bytes=payload["limit"])
     parts = {
-        name: sharded(Part.all_of(tensor.shape), place=world.rank, places=world.world_size)
+        name: shard_rows(ShardSpec.all_of(tensor.shape), place=world.rank, places=world.world_size)
         for name, tensor in named_tensors(made.model).items()
     }
     values, _ = made.values(parts)
@@ -59,7 +61,7 @@ def test_who_holds_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, li
     monkeypatch.setenv("PYTHONPATH", ":".join([root, *(p for p in sys.path if p)]))
     payload = {"answer": str(tmp_path / "answer"), "limit": limit}
     entry = "tests.parity.test_start_memory:run"
-    outcome = start(Request(ranks=4, run=RunFolder(tmp_path / "run"), entry=entry, payload=payload))
+    outcome = start(LaunchRequest(ranks=4, run=RunFolder(tmp_path / "run"), entry=entry, payload=payload))
     assert outcome.exit_code == 0, outcome.failure
     told = [json.loads((tmp_path / f"answer{rank}").read_text()) for rank in range(4)]
     for rank, found in enumerate(told):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.place.start.hollow import tensor_bytes
-from paceline.start import Request, start
-from paceline.store.runs import RunFolder
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.parallel.initialization.meta_model import tensor_bytes
+from paceline.run_folder.run_folder import RunFolder
 from tests.conftest import Shop
 from tests.parity.reach_job import Block, Net
 
@@ -31,7 +31,7 @@ def bound(layout: str) -> float:
 def ranks_tell(folder: Path, *layouts: str, ranks: int, asks: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     payload = {"layouts": layouts, "limit": LIMIT, "answer": str(folder / "rank-"), "asks": asks}
     entry = "tests.parity.reach_job:run"
-    outcome = start(Request(ranks=ranks, run=RunFolder(folder / "run"), entry=entry, payload=payload))
+    outcome = start(LaunchRequest(ranks=ranks, run=RunFolder(folder / "run"), entry=entry, payload=payload))
     assert outcome.exit_code == 0, outcome.failure
     return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(ranks)]
 

@@ -8,31 +8,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
+from paceline.config.settings import PlacementSettings
 from paceline.errors import LayoutError
-from paceline.place.late import Late
-from paceline.place.runs import seconds_of
-from paceline.place.stage.cut import plan_cut
-from paceline.place.start.draft import unbuilt
-from paceline.place.start.hollow import named_tensors, tensor_bytes
-from paceline.place.start.sketch import Unknown, sketching
-from paceline.place.tensor.derive import choose_plan
-from paceline.spec.settings import Place
-from paceline.step.loss import LossContract
-from paceline.train.built import build_model
-from paceline.train.example import Example
-from paceline.world import World
+from paceline.parallel.initialization.deferred_fill import DeferredModel
+from paceline.parallel.initialization.deferred_init import defer_large_model
+from paceline.parallel.initialization.meta_forward import UnknownNumber, meta_forward
+from paceline.parallel.initialization.meta_model import named_tensors, tensor_bytes
+from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.tensor_parallel.auto_plan import choose_plan
+from paceline.parallel.trace_example_forward import seconds_of
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.trainer.checks.example_batch import ExampleBatch
+from paceline.trainer.setup.build_training_setup import build_model
 from tests.matrix.cases import MODELS, make
 from tests.matrix.work import ready_of
 from tests.parity.reach_job import Block
 
 ALONE = World.alone()
-Ways = dict[str, tuple[nn.Module, Callable[[Callable[[], Any]], Any], Late | None]]
+Ways = dict[str, tuple[nn.Module, Callable[[Callable[[], Any]], Any], DeferredModel | None]]
 
 
-def late_of(build: Callable[[], nn.Module]) -> Late:
-    made = unbuilt(build, seed=0, world=ALONE, limit_bytes=1000)
+def late_of(build: Callable[[], nn.Module]) -> DeferredModel:
+    made = defer_large_model(build, seed=0, world=ALONE, limit_bytes=1000)
     assert made is not None
-    return Late(draft=made, device=ALONE.device)
+    return DeferredModel(draft=made, device=ALONE.device)
 
 
 def ways(build: Callable[[], nn.Module]) -> Ways:
@@ -40,7 +40,7 @@ def ways(build: Callable[[], nn.Module]) -> Ways:
     sketched, lent = late_of(build), late_of(build)
 
     def sketch(work: Callable[[], Any]) -> Any:
-        with sketching(ALONE.device):
+        with meta_forward(ALONE.device):
             return work()
 
     return {
@@ -67,7 +67,7 @@ def test_plans_are_those_of_the_whole_model(model: str) -> None:
     found = {}
     for way, (net, planned, late) in ways(partial(build_model, ready.job, seed=1)).items():
         contract = LossContract(job=ready.job, model=net)
-        example = Example(
+        example = ExampleBatch(
             job=ready.job, settings=ready.settings, plan=ready.plan, model=net, contract=contract, device=ALONE.device
         )
         example.learn() if late is None else late.valued(example.learn)
@@ -145,7 +145,7 @@ def test_a_number_that_is_asked_for_is_had(between: Callable[..., Tensor], refus
     every = ways(lambda: Chain(between))
     net, sketch, late = every["sketched"]
     assert late is not None
-    with pytest.raises(Unknown):
+    with pytest.raises(UnknownNumber):
         _cut(net, sketch)
     whole = _cut(*every["whole"][:2])
     assert _cut(net, late.planned) == whole and isinstance(whole, str) == refused
@@ -188,7 +188,7 @@ def test_blocks_are_timed_one_after_another() -> None:
 
     for block in net.blocks:
         block.register_forward_hook(lambda *_: most.append(sum(not p.is_meta for p in net.parameters())))
-    seconds = seconds_of(net, Place(balance="measured"), ALONE, Runs(), late)
+    seconds = seconds_of(net, PlacementSettings(balance="measured"), ALONE, Runs(), late)
     assert seconds is not None
     found = seconds(dict(net.blocks.named_children()))
     assert len(found) == 3 and min(found) > 0

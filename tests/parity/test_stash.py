@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import paceline as pl
 from paceline.examples import text
-from paceline.step.versions import Versions
+from paceline.step.pipedream.weight_versions import WeightVersions
 from transformers import LlamaConfig
 
 
@@ -45,15 +45,15 @@ def swapped(self, weights):  # no stash: the backward meets the weights of its o
     plain_lend(self, weights)
 
 
-plain_of, plain_lend = Versions.of, Versions.lend
+plain_of, plain_lend = WeightVersions.of, WeightVersions.lend
 
 
 def make_job(kind: str = "text", rule: str = "adamw", depth: int = 4, samples: int = 4000, dropout: float = 0.0,
              clip: float = 0.0, tied: bool = False, batch: int = 8, plant: str = "", ema: bool = False) -> pl.Job:
     if plant == "newest":
-        Versions.of = newest
+        WeightVersions.of = newest
     if plant == "swapped":
-        Versions.lend = swapped
+        WeightVersions.lend = swapped
     if kind == "llama":
         config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=depth,
                              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,

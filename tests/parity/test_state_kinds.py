@@ -16,20 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.checkpoint.optimizer_options import given_options
+from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, JobError, PacelineError, UsageError
-from paceline.place.holding import Held, Holding
-from paceline.place.parts import Part
-from paceline.place.units import trainable
-from paceline.schedule.stash import Rule, Stash
-from paceline.step.found_modules import found_parameters
-from paceline.step.loss import LossContract
-from paceline.step.stash import StashStep
-from paceline.step.versions import Versions
-from paceline.train.loss_notes import loss_notes
-from paceline.train.options import given_options
-from paceline.train.unsaved import Unsaved
-from paceline.train.updates import make_scaler
-from paceline.world import World
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
+from paceline.schedule.weight_version_rules import Rule, VersionRule
+from paceline.step.loss.captured_modules import found_parameters
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.step.pipedream.pipedream_step import PipeDreamStep
+from paceline.step.pipedream.weight_versions import WeightVersions
+from paceline.trainer.checks.loss_modules import loss_notes
+from paceline.trainer.setup.optimizers import make_scaler
 from tests.parity.test_found import job, rows, trained
 from tests.parity.test_saved_first import Ranks
 
@@ -360,7 +360,7 @@ def test_attributes_that_training_moves_are_named_once(tmp_path: Path) -> None:
 
 def test_the_zoo_s_models_keep_nothing(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.GELU())
-    unsaved = Unsaved([], model=model)
+    unsaved = UntrackedOptimizerState([], model=model)
     model(torch.zeros(2, 4))
     unsaved.begin()
     model(torch.zeros(2, 4))
@@ -385,9 +385,11 @@ def test_schedules_go_on_in_a_step_that_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_where_ranks_hold_parts_an_overflow_of_one_is_everybody_s(is_cut: bool) -> None:
     weight = torch.ones(2, 2)
-    part = Part.of_ranges((4, 2), dim=0, ranges=[(0, 2)]) if is_cut else Part.all_of((2, 2))
-    held = Held(name="weight", part=part, dtype=weight.dtype, find=lambda: weight)
-    scaler = make_scaler(Holding(world=World(device=torch.device("cpu")), held=[held]), Overflowing(), init_scale=8.0)
+    part = ShardSpec.of_ranges((4, 2), dim=0, ranges=[(0, 2)]) if is_cut else ShardSpec.all_of((2, 2))
+    held = LocalTensor(name="weight", part=part, dtype=weight.dtype, find=lambda: weight)
+    scaler = make_scaler(
+        ShardedTensors(world=World(device=torch.device("cpu")), held=[held]), Overflowing(), init_scale=8.0
+    )
     parameter = nn.Parameter(weight)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler.scale(parameter.sum()).backward()
@@ -411,9 +413,9 @@ class Overflowing(World):
 @pytest.mark.parametrize("step", [5, 2])
 def test_the_weights_of_earlier_updates_stand_under_their_own_number(step: int) -> None:
     model = nn.Linear(2, 1, bias=False)
-    stash = StashStep.__new__(StashStep)
-    stash._stash, stash._stage = Stash(stages=3, rule=Rule.NEWEST), 0
-    stash.versions = Versions(model, named=trainable(model), direct=False)
+    stash = PipeDreamStep.__new__(PipeDreamStep)
+    stash._stash, stash._stage = VersionRule(stages=3, rule=Rule.NEWEST), 0
+    stash.versions = WeightVersions(model, named=trainable_parameters(model), direct=False)
     kept = {ago: {"weight": torch.full((1, 2), float(step - ago))} for ago in (1, 2)}
     with torch.no_grad():
         model.weight.fill_(float(step))

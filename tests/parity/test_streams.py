@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.data.loader import eval_feed
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.virtual_shards import choose_shards, samples_per_shard
+from paceline.data.stream.dataset_state_json import CannotBeWritten, from_json, to_json
 from paceline.errors import DataError, JobError, ResumeError, UsageError
-from paceline.feed.feed import eval_feed
-from paceline.feed.written import CannotBeWritten, from_json, to_json
-from paceline.order.cursor import Cursor
-from paceline.order.shards import choose_shards, portions
 from tests.parity.streams import Buffered, Files, Remembered, joined, naive_order, read_together
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -198,8 +198,8 @@ def test_portions_do_not_depend_on_reading_ahead() -> None:
         size = rng.randrange(len(true), 14)
         known = [min(n, rng.randrange(15)) for n in true]
         ended = [k == n and rng.random() < 0.7 for k, n in zip(known, true, strict=True)]
-        found = portions(have=known, ended=ended, size=size)
-        right = portions(have=true, ended=[True] * len(true), size=size)
+        found = samples_per_shard(have=known, ended=ended, size=size)
+        right = samples_per_shard(have=true, ended=[True] * len(true), size=size)
         assert found is None or found == right
         assert right is not None and sum(right) == min(size, sum(true))
 

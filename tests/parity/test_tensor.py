@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.place.tensor.derive import check_plan, derive_plan
-from paceline.place.tensor.own_plan import own_plan
+from paceline.parallel.tensor_parallel.auto_plan import check_plan, derive_plan
+from paceline.parallel.tensor_parallel.hf_plan import own_plan
 from tests.parity import tensor_bed as bed
 
 torch.set_num_threads(1)
@@ -88,8 +88,8 @@ def test_names_and_classes_stay_and_each_rank_holds_its_share() -> None:
 
 
 def test_generation_keeps_its_cache_cut() -> None:
-    from paceline.place.tensor.placed import split_over
-    from paceline.place.tensor.trial import together
+    from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+    from paceline.parallel.tensor_parallel.thread_ranks import run_simulated_ranks
 
     model = bed.hugging_face("llama").eval()
     prompt = bed.ids()[:1]
@@ -103,4 +103,4 @@ def test_generation_keeps_its_cache_cut() -> None:
         split_over(mine, plan=plan, wire=wire)
         return say(mine)
 
-    assert together(work, ranks=2) == [say(model)] * 2
+    assert run_simulated_ranks(work, ranks=2) == [say(model)] * 2

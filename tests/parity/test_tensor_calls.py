@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.place.tensor.split import RULES
-from paceline.signatures import SIGNATURES, read_call
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES
+from paceline.torch_internals.function_signatures import SIGNATURES, read_call
 from tests.parity.tensor_calls import Count, Cuttable, draw, is_taken, spellings
 from tests.parity.tensor_cases import cases
 

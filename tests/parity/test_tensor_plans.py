@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, PacelineError, Problems, UsageError
-from paceline.place.tensor import rules_math, rules_product, rules_shape, split
-from paceline.place.tensor.cut import Cut, even_cut, reshaped
-from paceline.place.tensor.derive import check_plan, choose_plan, derive_plan
-from paceline.place.tensor.plan import Role, TensorPlan, cuts_of
-from paceline.place.tensor.plan_file import read_plan, write_plan
+from paceline.parallel.tensor_parallel import sharded_tensor as split
+from paceline.parallel.tensor_parallel.auto_plan import check_plan, choose_plan, derive_plan
+from paceline.parallel.tensor_parallel.plan_toml import read_plan, write_plan
+from paceline.parallel.tensor_parallel.rules import elementwise as rules_math
+from paceline.parallel.tensor_parallel.rules import matmul as rules_product
+from paceline.parallel.tensor_parallel.rules import views as rules_shape
+from paceline.parallel.tensor_parallel.sharding import DimSharding, even_cut, reshape_cut
+from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan, cuts_of
 from tests.parity import tensor_bed as bed
 
-C, R = Role(kind="column"), Role(kind="row")
+C, R = ParameterRole(kind="column"), ParameterRole(kind="row")
 
 
 def fused(roles: Any, name: str) -> Any:
@@ -184,13 +187,15 @@ def test_convolutions_alone() -> None:
 
 def test_bad_plans_by_name() -> None:
     tied = bed.hugging_face("llama", tie_word_embeddings=True)
-    two = TensorPlan(roles={"model.embed_tokens": Role(kind="embedding"), "lm_head": R})
+    two = TensorPlan(roles={"model.embed_tokens": ParameterRole(kind="embedding"), "lm_head": R})
     assert "lm_head.weight and model.embed_tokens.weight are one weight in two roles" in said(
         lambda: cuts_of(tied, two, ranks=2)
     )
     mlp = bed.Mlp()
     text = said(
-        lambda: cuts_of(mlp, TensorPlan(roles={"layers.0": Role(kind="column", fused=3), "layer.2": R}), ranks=2)
+        lambda: cuts_of(
+            mlp, TensorPlan(roles={"layers.0": ParameterRole(kind="column", fused=3), "layer.2": R}), ranks=2
+        )
     )
     assert "layers.0.weight has 22 along dimension 0" in text and "'layer.2', which no module" in text
     text = said(lambda: cuts_of(mlp, TensorPlan(roles={"layers.0": C}), ranks=23))
@@ -199,7 +204,7 @@ def test_bad_plans_by_name() -> None:
     assert "layers.0.weight holds int8" in said(lambda: cuts_of(mlp, TensorPlan(roles={"layers.0": C}), ranks=2))
     experts = bed.hugging_face("mixtral")
     partly = TensorPlan(
-        roles={"model.layers.*.mlp.experts": Role(kind="local"), "model.layers.*.mlp.experts.down_proj": R}
+        roles={"model.layers.*.mlp.experts": ParameterRole(kind="local"), "model.layers.*.mlp.experts.down_proj": R}
     )
     assert "gate_up_proj is whole in a module that runs on pieces" in said(lambda: cuts_of(experts, partly, ranks=2))
     assert "brings no tensor plan" in said(lambda: choose_plan(bed.Mlp(), ranks=2))
@@ -242,11 +247,11 @@ def red(make: Any, run: Any, **more: Any) -> dict[str, float]:
 
 
 def test_a_bias_added_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rules_product.summed
+    right = rules_product.sum_partials
 
     def linear(call: Any) -> Any:
         x, weight, bias = call["input"], call["weight"], call["bias"]
-        if isinstance(weight, rules_product.Split) and weight.cut.dim == 1 and bias is not None:
+        if isinstance(weight, rules_product.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None:
             own = rules_product.own_piece(x, weight.cut, -1, weight.wire)
             return right(F.linear(own, weight.local, bias), weight.wire)
         return rules_product._linear(call)
@@ -256,7 +261,7 @@ def test_a_bias_added_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_norm_whose_gradient_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.place.tensor.split.copy_in", lambda whole, wire: whole)
+    monkeypatch.setattr("paceline.parallel.tensor_parallel.sharded_tensor.copy_in", lambda whole, wire: whole)
     red(lambda: bed.hugging_face("llama"), bed.text_run, sequence=True)
 
 
@@ -269,7 +274,7 @@ def test_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two key-value heads on four ranks: each takes those that its queries belong to, here its neighbour's."""
     right = rules_product.take_own
 
-    def other(whole: Tensor, cut: Cut, wire: Any) -> Tensor:
+    def other(whole: Tensor, cut: DimSharding, wire: Any) -> Tensor:
         return right(
             whole, cut, type("Next", (), {"rank": (wire.rank + 1) % wire.size, "join": wire.join, "size": wire.size})()
         )
@@ -280,23 +285,23 @@ def test_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_head_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view that gives each rank two heads of half the width: of the right size, and wrong."""
-    right = rules_shape.viewed
+    right = rules_shape.view_piece
 
     def wrong(x: Any, sizes: list[int], *more: Any) -> Any:
         found = right(x, sizes, *more)
         if found.local.shape[-2:] == (2, 8) and sizes[-1] in (8, -1):
             halved = found.local.reshape(*found.local.shape[:-2], 4, 4).transpose(-1, -2).reshape(found.local.shape)
-            return rules_shape.like(x, halved, found.cut)
+            return rules_shape.piece_like(x, halved, found.cut)
         return found
 
-    monkeypatch.setattr(rules_shape, "viewed", wrong)
+    monkeypatch.setattr(rules_shape, "view_piece", wrong)
     red(bed.gpt, bed.gpt_run)
 
 
 def test_a_plan_that_is_wrong_about_fused_projections_is_right_and_slow() -> None:
     right = derive_plan(bed.gpt(), run=bed.gpt_run, ranks=2)
     for number in (1, 2):
-        roles = {**right.roles, "blocks.*.qkv": Role(kind="column", fused=number)}
+        roles = {**right.roles, "blocks.*.qkv": ParameterRole(kind="column", fused=number)}
         notes = bed.check(bed.gpt, bed.gpt_run, plan=TensorPlan(roles=roles))
         assert any("blocks.0.qkv" in note and "put together" in note for note in notes)
 
@@ -348,10 +353,10 @@ def test_check_plan_names_a_run_that_is_another_each_time() -> None:
 
 def test_reshapes() -> None:
     three = even_cut(24, ranks=2, sections=(8, 8, 8), dim=1)
-    found = reshaped(three, (5, 24), (5, 3, 4, 2))
-    assert isinstance(found, Cut) and (found.dim, found.sections) == (2, ((0, 2, 4),))
-    assert reshaped(found, (5, 3, 4, 2), (5, 24)) == three
-    merged = reshaped(even_cut(4, ranks=2, dim=1), (2, 4, 3), (8, 3))
-    assert isinstance(merged, Cut) and merged.sections == ((0, 2, 4), (0, 2, 4))
-    assert not isinstance(reshaped(even_cut(24, ranks=2, dim=1), (5, 24), (5, 3, 8)), Cut)
+    found = reshape_cut(three, (5, 24), (5, 3, 4, 2))
+    assert isinstance(found, DimSharding) and (found.dim, found.sections) == (2, ((0, 2, 4),))
+    assert reshape_cut(found, (5, 3, 4, 2), (5, 24)) == three
+    merged = reshape_cut(even_cut(4, ranks=2, dim=1), (2, 4, 3), (8, 3))
+    assert isinstance(merged, DimSharding) and merged.sections == ((0, 2, 4), (0, 2, 4))
+    assert not isinstance(reshape_cut(even_cut(24, ranks=2, dim=1), (5, 24), (5, 3, 8)), DimSharding)
     assert [even_cut(53, ranks=4).held(rank) for rank in range(4)] == [13, 13, 13, 14]

@@ -15,9 +15,9 @@ import copy, json, os, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {root!r})
 import torch, torch._dynamo, torch.distributed as dist
-from paceline.place.tensor.derive import derive_plan
-from paceline.place.tensor.placed import split_model
-from paceline.world import World
+from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.tensor_parallel import split_model
+from paceline.comm.process_group import World
 from tests.parity import tensor_bed as bed
 import transformers
 torch.set_num_threads(1)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.place.tensor import placed  # which makes every rule known
-from paceline.place.tensor.cut import even_cut
-from paceline.place.tensor.rules_math import own_draws
-from paceline.place.tensor.split import RULES, Split, name_of
-from paceline.place.tensor.trial import ThreadWire, together
-from paceline.place.tensor.wire import copy_in, take_own
+from paceline.parallel.tensor_parallel import tensor_parallel as placed
+from paceline.parallel.tensor_parallel.collectives import copy_in, take_own
+from paceline.parallel.tensor_parallel.rules.elementwise import own_draws
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor, name_of
+from paceline.parallel.tensor_parallel.sharding import even_cut
+from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
 
 assert placed
 CLASSES, ROWS = 11, 6
@@ -38,13 +38,13 @@ def compare(
     def piecewise(wire: ThreadWire) -> Any:
         leaf = x.clone().requires_grad_()
         cut = even_cut(x.shape[dim], ranks=ranks, sections=sections, dim=dim)
-        found = work(Split.of(take_own(leaf, cut, wire), cut, wire))
+        found = work(ShardPropagatingTensor.of(take_own(leaf, cut, wire), cut, wire))
         assert found.shape == expected.shape
-        found = found.gathered() if isinstance(found, Split) else found
+        found = found.gathered() if isinstance(found, ShardPropagatingTensor) else found
         found.square().sum().backward()
         return found.detach(), leaf.grad, dict(wire.told)
 
-    results = together(piecewise, ranks=ranks)
+    results = run_simulated_ranks(piecewise, ranks=ranks)
     for found, grad, _ in results:
         torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-13, equal_nan=True)
         torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-13, equal_nan=True)
@@ -95,11 +95,11 @@ def test_the_best_class_and_equal_ones() -> None:
 
     def work(wire: ThreadWire) -> Any:
         cut = even_cut(CLASSES, ranks=3, dim=1)
-        split = Split.of(take_own(x, cut, wire), cut, wire)
+        split = ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire)
         return split.argmax(-1).tolist(), split.argmax(1, keepdim=True).shape, (split.argmax(-1) == TARGET).sum().item()
 
     expected = (x.argmax(-1).tolist(), (ROWS, 1), int((x.argmax(-1) == TARGET).sum()))
-    assert together(work, ranks=3) == [expected] * 3
+    assert run_simulated_ranks(work, ranks=3) == [expected] * 3
 
 
 def test_half_precision_is_summed_in_single() -> None:
@@ -107,9 +107,9 @@ def test_half_precision_is_summed_in_single() -> None:
 
     def work(wire: ThreadWire) -> Any:
         cut = even_cut(CLASSES, ranks=2, dim=1)
-        return F.cross_entropy(Split.of(take_own(x, cut, wire), cut, wire), TARGET)
+        return F.cross_entropy(ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire), TARGET)
 
-    for found in together(work, ranks=2):
+    for found in run_simulated_ranks(work, ranks=2):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, F.cross_entropy(x, TARGET), rtol=8e-3, atol=0.0)  # one unit of bfloat16
 
@@ -155,9 +155,9 @@ def test_inside_of_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch
 
     def work(wire: ThreadWire) -> list[Tensor]:
         cut = even_cut(CLASSES, ranks=2, dim=1)
-        return losses(Split.of(take_own(x, cut, wire), cut, wire))
+        return losses(ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire))
 
-    for found in together(work, ranks=2):
+    for found in run_simulated_ranks(work, ranks=2):
         torch.testing.assert_close(found, losses(x))
 
 
@@ -167,22 +167,24 @@ def test_what_torch_refuses_is_refused(loss: Callable[..., Tensor]) -> None:
 
     def work(wire: ThreadWire) -> None:
         cut = even_cut(CLASSES, ranks=2, dim=1)
-        x = Split.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire)
+        x = ShardPropagatingTensor.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire)
         with pytest.raises(ValueError, match="batch_size"):
             loss(x, TARGET[:1])
         with pytest.raises(ValueError, match="not a valid value for reduction"):
             loss(x, TARGET, reduction="average")
 
-    together(work, ranks=2)
+    run_simulated_ranks(work, ranks=2)
 
 
 def test_a_target_out_of_bounds_is_the_error_of_one_process() -> None:
     def work(wire: ThreadWire) -> Any:
         cut = even_cut(CLASSES, ranks=2, dim=1)
-        return F.cross_entropy(Split.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire), TARGET + 1)
+        return F.cross_entropy(
+            ShardPropagatingTensor.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire), TARGET + 1
+        )
 
     with pytest.raises(IndexError, match="Target 11 is out of bounds"):
-        together(work, ranks=2)
+        run_simulated_ranks(work, ranks=2)
 
 
 WHOLE = random(4, 6, 5)
@@ -261,7 +263,7 @@ def test_dropout_draws_as_the_whole_does() -> None:
             cut = even_cut(x.shape[1], ranks=2, dim=1)
             return x.narrow(1, cut.ranges(wire.rank)[0][0], cut.held(wire.rank)), cut
 
-        for rank, (local, cut) in enumerate(together(work, ranks=2)):
+        for rank, (local, cut) in enumerate(run_simulated_ranks(work, ranks=2)):
             torch.manual_seed(7)
             wire: Any = ThreadWire(rank=rank, size=2, meeting=None)  # type: ignore[arg-type]
             start, stop = cut.ranges(rank)[0]
@@ -273,11 +275,11 @@ def test_writing_into_a_piece_by_an_unknown_function_is_refused() -> None:
 
     def work(wire: ThreadWire) -> Any:
         cut = even_cut(6, ranks=2, dim=1)
-        split = Split.of(take_own(random(4, 6), cut, wire), cut, wire)
+        split = ShardPropagatingTensor.of(take_own(random(4, 6), cut, wire), cut, wire)
         split[0] = 1.0
 
     with pytest.raises(LayoutError, match="__setitem__ writes in place"):
-        together(work, ranks=2)
+        run_simulated_ranks(work, ranks=2)
 
 
 def test_every_rule_is_found_by_a_name_that_a_function_of_torch_has() -> None:
@@ -306,7 +308,7 @@ def test_a_value_that_cut_work_has_read_does_not_stay_for_ever() -> None:
         gc.collect()
         return gone() is None
 
-    assert together(work, ranks=2) == [True, True]
+    assert run_simulated_ranks(work, ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize("padding", [3, -2, 6])

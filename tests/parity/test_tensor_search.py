@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.tensor.derive import derive_plan
-from paceline.place.tensor.placed import split_over
-from paceline.place.tensor.plan import Role, TensorPlan
-from paceline.place.tensor.trial import ThreadWire, together
-from paceline.prove.double import in_double
+from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan
+from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
+from paceline.verification.reference.float64_mode import in_double
 
 
 class Block(nn.Module):
@@ -136,7 +136,7 @@ def test_what_torch_func_reads_stays_whole(kind: str) -> None:
 
 def _said(how: Callable[..., Tensor]) -> LayoutError:
     model, x = Pair(how), torch.randn(4, 16)
-    plan = TensorPlan(roles={"first": Role(kind="column"), "second": Role(kind="row")}, source="file")
+    plan = TensorPlan(roles={"first": ParameterRole(kind="column"), "second": ParameterRole(kind="row")}, source="file")
 
     def run(wire: ThreadWire) -> None:
         mine = copy.deepcopy(model)
@@ -144,7 +144,7 @@ def _said(how: Callable[..., Tensor]) -> LayoutError:
         mine(x).sum().backward()
 
     with pytest.raises(LayoutError) as caught:
-        together(run, ranks=2)
+        run_simulated_ranks(run, ranks=2)
     return caught.value
 
 

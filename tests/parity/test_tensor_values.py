@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.tensor.derive import choose_plan
-from paceline.place.tensor.split import RULES, Call
+from paceline.parallel.tensor_parallel.auto_plan import choose_plan
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES, FunctionCall
 from tests.parity import tensor_bed as bed
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_code_that_fails_in_one_process_too_fails_as_it_does_there() -> None:
         choose_plan(Deciding(failing), ranks=2, run=run)
 
 
-def _like(call: Call, local: Tensor) -> Any:
+def _like(call: FunctionCall, local: Tensor) -> Any:
     x = call.values()[0]
     return type(x).of(local, x.cut, x.wire, origins=x.origins)
 
@@ -127,7 +127,7 @@ def test_a_rule_that_reads_a_call_wrongly_stops_the_run_before_its_first_step(mo
 
 
 def test_a_sum_over_ranks_that_is_left_out_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.place.tensor.rules_product.reduce_out", lambda partial, wire: partial)
+    monkeypatch.setattr("paceline.parallel.tensor_parallel.rules.matmul.reduce_out", lambda partial, wire: partial)
     with pytest.raises(LayoutError, match="linear on a tensor that tp=2 cuts gives values"):
         choose_plan(Deciding(torch.tanh), ranks=2, run=run)
 

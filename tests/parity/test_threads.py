@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.comm.process_group import World
+from paceline.config.layout import parse_layout
+from paceline.config.settings import Settings, Train
+from paceline.config.update_rule import UpdateRule
+from paceline.data.loader import make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import BatchPartition
 from paceline.errors import PacelineError, RunError
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
 from paceline.job import Job
-from paceline.order.cursor import Cursor
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.prove.reference import At, Reference, Spec
-from paceline.spec.layout import parse_layout
-from paceline.spec.settings import Settings, Train
-from paceline.spec.update import Update
-from paceline.step.threads import ThreadsStep
-from paceline.step.turns import Draws
-from paceline.train.built import Built, build
-from paceline.world import World
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.step.shared_memory.rng_turns import HostRandomness
+from paceline.step.shared_memory.threads_step import ThreadsStep
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 from tests.conftest import Shop
 
 # Both sides compute each microbatch's gradient with the same kernels and differ in the order of the sum alone:
@@ -96,27 +96,27 @@ def make(
     )
 
 
-def built(job: Job, replicas: int, *, micro: int | None = None, **train: Any) -> Built:
-    plan = settle(
+def built(job: Job, replicas: int, *, micro: int | None = None, **train: Any) -> TrainingSetup:
+    plan = make_execution_plan(
         layout=parse_layout("threads"),
-        update=Update(),
-        cluster=Cluster(ranks=replicas, cores=1),
-        facts=Facts(global_batch_size=job.global_batch_size, micro_batch_size=micro),
+        update=UpdateRule(),
+        cluster=Resources(ranks=replicas, cores=1),
+        facts=JobFacts(global_batch_size=job.global_batch_size, micro_batch_size=micro),
     )
     settings = Settings(train=Train(max_grad_norm=job.max_grad_norm, **train))
-    return build(job=job, settings=settings, plan=plan, world=World.alone())
+    return build_training_setup(job=job, settings=settings, plan=plan, world=World.alone())
 
 
-def feed(made: Built) -> Any:
+def feed(made: TrainingSetup) -> Any:
     plan = made.plan
-    cut = Cut(global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size)
+    cut = BatchPartition(global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size)
     job = made.job
-    return iter(make_feed(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+    return iter(make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
 
 
-def alone(made: Built) -> Reference:
+def alone(made: TrainingSetup) -> Reference:
     plan = made.plan
-    spec = Spec(
+    spec = ReferenceConfig(
         seed=0,
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
@@ -129,9 +129,9 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / max(float(other.norm()), 1e-300)) if other.numel() else 0.0
 
 
-def follow(made: Built, *, steps: int = 6) -> None:
+def follow(made: TrainingSetup, *, steps: int = 6) -> None:
     """Each step: gradients, weights and buffers; over the short last batch and into the next epoch."""
-    right, given, at = alone(made), feed(made), At(step=0, epoch=0, position=0)
+    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, position=0)
     for _ in range(steps):
         wanted = right.gradient(at)
         result = made.step.run(next(given))
@@ -212,15 +212,15 @@ def test_replicas_that_draw_nothing_run_at_the_same_time() -> None:
     busy["on"] = True
     made.step.run(next(given))
     assert len(calls) == 6
-    assert made.step._turns.draws is Draws.NOBODY  # type: ignore[attr-defined]
+    assert made.step._turns.draws is HostRandomness.NOBODY  # type: ignore[attr-defined]
     made.close()
 
 
 @pytest.mark.parametrize(
     ("model", "draws"),
-    [({"dropout": 0.5}, Draws.FORWARD), ({"dropout": 0.5, "recompute": True}, Draws.BACKWARD)],
+    [({"dropout": 0.5}, HostRandomness.FORWARD), ({"dropout": 0.5, "recompute": True}, HostRandomness.BACKWARD)],
 )
-def test_what_draws_takes_turns(model: dict[str, Any], draws: Draws) -> None:
+def test_what_draws_takes_turns(model: dict[str, Any], draws: HostRandomness) -> None:
     together = {"now": 0, "most": 0}
 
     class Counts(Net):
@@ -266,7 +266,7 @@ DRAW: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", DRAW)
 def test_a_model_that_begins_to_draw_is_run_again_in_turns(kind: str) -> None:
     made = built(make(lambda: Late(kind), samples=48), 2, micro=3)
-    right, given, at = alone(made), feed(made), At(step=0, epoch=0, position=0)
+    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, position=0)
     for number in range(4):
         LATE["on"] = number >= 2
         wanted = right.gradient(at)
@@ -276,7 +276,7 @@ def test_a_model_that_begins_to_draw_is_run_again_in_turns(kind: str) -> None:
         for name, tensor in tensors(made.model).items():
             assert apart(tensor, tensors(right.model)[name]) < MANY_STEPS, (number, name)
     LATE["on"] = False
-    assert made.step._turns.draws is Draws.FORWARD  # type: ignore[attr-defined]
+    assert made.step._turns.draws is HostRandomness.FORWARD  # type: ignore[attr-defined]
     made.close()
 
 
@@ -332,13 +332,13 @@ def test_whoever_fails_first_is_named_and_the_others_do_not_wait_for_ever() -> N
 
 
 def test_a_replica_that_is_stuck_ends_the_step_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.step.crew.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("paceline.step.shared_memory.thread_pool.PATIENCE_SECONDS", 0.1)
     leave = threading.Event()
 
     class Stuck(Net):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) == 5:
-                leave.wait(20)
+                leave.wait(300)
             return super().forward(x)
 
     made = built(make(Stuck, samples=17, batch=17), 2, micro=12, timeout_seconds=0.3)
@@ -418,7 +418,7 @@ def test_verify_calls_it_the_same_training(shop: Shop, ranks: int, words: tuple[
 
 def test_verify_finds_a_replica_whose_gradient_is_lost(shop: Shop) -> None:
     fault = """
-from paceline.place import threads as _t
+from paceline.parallel.data_parallel import thread_replicas as _t
 _add = _t.ThreadReducer._add
 def add(self, totals, gradients):
     _add(self, totals, {} if totals else gradients)

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.plan.estimate import Timed
-from paceline.plan.timed import Refused, Try
-from paceline.train.ready import Ready, prepare
-from paceline.train.shallow import cut
-from paceline.train.trial import can_be_cut, kept_blocks, time_layouts
-from paceline.verbs.running import Common, make_task
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.measured_planning.profile.truncated_model import truncate_block_lists
+from paceline.measured_planning.timing.layout_timing import can_be_cut, kept_blocks, time_layouts
+from paceline.planner.cost.estimate import MeasuredTime
+from paceline.planner.search.shortlist import RejectedLayout, TimingTrial
+from paceline.trainer.setup.prepare import PreparedJob, prepare
 from tests import zoo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def clock() -> float:
     return NOW[0]
 
 
-def time_by_it(ready: Ready, tries: Sequence[Try], *, depths: Sequence[int] = (), seconds: float) -> Any:
+def time_by_it(ready: PreparedJob, tries: Sequence[TimingTrial], *, depths: Sequence[int] = (), seconds: float) -> Any:
     return time_layouts(ready, tries, depths=depths, world=World.alone(), seconds=seconds, clock=clock)
 
 
@@ -62,12 +62,14 @@ def slow(depth: int = 12) -> pl.Job:
     )
 
 
-def ready_of(job: str, *typed: str) -> Ready:
-    return prepare(make_task("plan", job, Common(ranks=1, device="cpu", quiet=True), list(typed)))
+def ready_of(job: str, *typed: str) -> PreparedJob:
+    return prepare(make_task("plan", job, RunOptions(ranks=1, device="cpu", quiet=True), list(typed)))
 
 
-def one(candidate: str, *, micro: int, layout: str = "dp_replicate=1", share: float = 0.1, seconds: float = 0.0) -> Try:
-    return Try(
+def one(
+    candidate: str, *, micro: int, layout: str = "dp_replicate=1", share: float = 0.1, seconds: float = 0.0
+) -> TimingTrial:
+    return TimingTrial(
         candidate=candidate,
         layout=layout,
         micro_batch_size=micro,
@@ -81,14 +83,14 @@ def one(candidate: str, *, micro: int, layout: str = "dp_replicate=1", share: fl
 def test_the_first_and_last_of_like_blocks_stay() -> None:
     model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(7)])
     ends = model[0], model[-1]
-    assert cut(model, 3) == [7]
+    assert truncate_block_lists(model, 3) == [7]
     assert len(model) == 3 and (model[0], model[-1]) == ends
-    assert cut(model, 3) == []
+    assert truncate_block_lists(model, 3) == []
 
 
 def test_blocks_that_are_not_alike_all_stay() -> None:
     model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16 + n) for n in range(5)])
-    assert cut(model, 3) == [] and len(model) == 5
+    assert truncate_block_lists(model, 3) == [] and len(model) == 5
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_blocks_that_are_not_alike_all_stay() -> None:
     ],
 )
 def test_two_lengths_that_are_shorter_or_the_whole(least: int, depths: list[int], kept: list[int | None]) -> None:
-    tried = Try(candidate="", layout="", micro_batch_size=1, least_blocks=least, share=0.1)
+    tried = TimingTrial(candidate="", layout="", micro_batch_size=1, least_blocks=least, share=0.1)
     assert kept_blocks(tried, depths) == kept
 
 
@@ -116,7 +118,7 @@ def test_the_line_through_two_lengths_comes_to_the_whole_model() -> None:
     found = time_by_it(ready, tries, depths=[24], seconds=3.0)
     for name, micro in (("whole", 1), ("halves", 2)):
         own = found[name]
-        assert isinstance(own, Timed)
+        assert isinstance(own, MeasuredTime)
         assert own.blocks == (2, 8) and own.steps >= 4
         assert own.seconds == pytest.approx(24 * TAKES * micro) and own.spread == pytest.approx(0, abs=1e-9)
 
@@ -134,7 +136,7 @@ def test_what_has_no_room_beside_others_is_timed_after_them(share: float, before
 @contextmanager
 def watched_closes() -> Iterator[list[int]]:
     """How many other trials are alive when one is made."""
-    from paceline.train import trial as module
+    from paceline.measured_planning.timing import layout_timing as module
 
     alive, seen = [0], list[int]()
     made, close = module._Trial.__init__, module._Trial.close
@@ -159,7 +161,7 @@ def test_a_layout_that_is_refused_is_told_and_the_others_are_timed() -> None:
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=3")
     tries = [one("bad", micro=2, layout="tp=2"), one("good", micro=2)]
     found = time_by_it(ready, tries, seconds=0.5)
-    assert isinstance(found["good"], Timed) and isinstance(found["bad"], Refused)
+    assert isinstance(found["good"], MeasuredTime) and isinstance(found["bad"], RejectedLayout)
 
 
 class Picky(nn.Module):
@@ -185,9 +187,9 @@ def test_a_size_that_the_jobs_own_code_refuses_is_told_and_the_others_are_timed(
     ready = ready_of("tests.parity.test_trial:picky")
     tries = [one("bad", micro=1), one("good", micro=2)]
     found = time_by_it(ready, tries, seconds=0.5)
-    assert isinstance(found["good"], Timed)
+    assert isinstance(found["good"], MeasuredTime)
     refused = found["bad"]
-    assert isinstance(refused, Refused) and refused.is_jobs
+    assert isinstance(refused, RejectedLayout) and refused.is_jobs
     assert "ValueError: more than one sample, please" in refused.why and "test_trial.py" in refused.why
     with pytest.raises(pl.JobError, match=r"none of 1 layouts.*ValueError: more than one sample"):
         time_by_it(ready, tries[:1], seconds=0.5)
@@ -220,9 +222,9 @@ def test_a_layout_that_is_refused_in_a_later_step_is_told_and_the_others_are_tim
     ready = ready_of("tests.parity.test_trial:tired")
     tries = [one("bad", micro=1), one("good", micro=2)]
     found = time_by_it(ready, tries, seconds=2.0)
-    assert isinstance(found["good"], Timed) and found["good"].steps > 24
+    assert isinstance(found["good"], MeasuredTime) and found["good"].steps > 24
     refused = found["bad"]
-    assert isinstance(refused, Refused) and refused.is_jobs
+    assert isinstance(refused, RejectedLayout) and refused.is_jobs
     assert "ValueError: enough of that" in refused.why and "test_trial.py" in refused.why
     ready = ready_of("tests.parity.test_trial:tired", "--job.all_of_it=true")
     with pytest.raises(pl.JobError, match=r"none of 2 layouts.*ValueError: enough of that"):
@@ -234,7 +236,7 @@ def test_what_is_refused_with_no_room_beside_others_ends_nothing(order: tuple[st
     ready = ready_of("tests.parity.test_trial:picky")
     tries = [one(name, micro=1 if name == "bad" else 2, share=0.45) for name in order]
     found = time_by_it(ready, tries, seconds=0.5)
-    assert isinstance(found["good"], Timed) and isinstance(found["bad"], Refused)
+    assert isinstance(found["good"], MeasuredTime) and isinstance(found["bad"], RejectedLayout)
 
 
 def deep() -> pl.Job:
@@ -256,35 +258,35 @@ def test_a_shorter_model_whose_longer_one_is_refused_is_not_the_quickest() -> No
     ready = ready_of("tests.parity.test_trial:deep")
     tries = [one("bad", micro=1), one("good", micro=4)]
     found = time_by_it(ready, tries, depths=[24], seconds=3.0)
-    assert isinstance(found["bad"], Refused)
+    assert isinstance(found["bad"], RejectedLayout)
     own = found["good"]
-    assert isinstance(own, Timed) and own.blocks == (2, 8) and own.steps > 12
+    assert isinstance(own, MeasuredTime) and own.blocks == (2, 8) and own.steps > 12
 
 
 def test_it_ends_sooner_where_steps_are_many() -> None:
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
     began = clock()
     found = time_by_it(ready, [one("short", micro=4)], seconds=6.0)["short"]
-    assert isinstance(found, Timed) and found.steps >= 24
+    assert isinstance(found, MeasuredTime) and found.steps >= 24
     assert 4.0 <= clock() - began < 6.0
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=40")
     began = clock()
     found = time_by_it(ready, [one("long", micro=4)], seconds=3.0)["long"]
-    assert isinstance(found, Timed) and found.steps < 24
+    assert isinstance(found, MeasuredTime) and found.steps < 24
     assert clock() - began >= 3.0
 
 
 def test_what_is_far_behind_is_left_after_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.train import trial as module
+    from paceline.measured_planning.timing import layout_timing as module
 
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
     tries = [one("quick", micro=4), one("slow", micro=1)]  # one block in a step, and four
     monkeypatch.setattr(module, "_FAR", (9.0, 2.5))
     found = time_by_it(ready, tries, seconds=2.0)
-    assert [one.steps for one in found.values() if isinstance(one, Timed)][1:] == [1]
+    assert [one.steps for one in found.values() if isinstance(one, MeasuredTime)][1:] == [1]
     monkeypatch.setattr(module, "_FAR", (9.0, 9.0))
     found = time_by_it(ready, tries, seconds=2.0)
-    assert [one.steps for one in found.values() if isinstance(one, Timed)][1:] != [1]
+    assert [one.steps for one in found.values() if isinstance(one, MeasuredTime)][1:] != [1]
 
 
 @pytest.mark.parametrize(("hopeless", "looks"), [((3.0, 1.3, 1.2), True), ((1.5, 1.3, 1.2), False)])
@@ -292,14 +294,14 @@ def test_what_is_somewhat_slower_has_its_turn_once_the_quick_have_steps_enough(
     monkeypatch: pytest.MonkeyPatch, hopeless: tuple[float, ...], looks: bool
 ) -> None:
     """The slower one takes twice as long: after its second round nobody looks at it, until the other has had enough."""
-    from paceline.train import trial as module
+    from paceline.measured_planning.timing import layout_timing as module
 
     monkeypatch.setattr(module, "_HOPELESS", hopeless)
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
     tries, began = [one("quick", micro=4), one("slow", micro=2)], time.time()
     found = time_by_it(ready, tries, seconds=3.0)
     quick, slow = found["quick"], found["slow"]
-    assert isinstance(quick, Timed) and isinstance(slow, Timed)
+    assert isinstance(quick, MeasuredTime) and isinstance(slow, MeasuredTime)
     assert quick.steps >= 24 and (slow.steps >= 24) is looks
     assert began <= slow.between[0] and 1.9 < slow.between[1] - slow.between[0] < 3.1
 
@@ -309,7 +311,7 @@ def test_what_was_slow_once_against_its_forecast_has_another_look(
     monkeypatch: pytest.MonkeyPatch, forecast: float, looks: bool
 ) -> None:
     """The machine is busy in the other one's first visit alone; what that took is forgotten."""
-    from paceline.train import trial as module
+    from paceline.measured_planning.timing import layout_timing as module
 
     step, busy = module._Trial.step, ["busy"]
 
@@ -322,13 +324,13 @@ def test_what_was_slow_once_against_its_forecast_has_another_look(
     tries = [one("quiet", micro=4, seconds=1.0), one("busy", micro=4, seconds=forecast)]
     found = time_by_it(ready, tries, seconds=3.0)
     quiet, disturbed_one = found["quiet"], found["busy"]
-    assert isinstance(quiet, Timed) and isinstance(disturbed_one, Timed)
+    assert isinstance(quiet, MeasuredTime) and isinstance(disturbed_one, MeasuredTime)
     assert disturbed_one.seconds == pytest.approx(quiet.seconds * (1 if looks else 3))
     assert (disturbed_one.steps >= 24) is looks
 
 
 def test_what_the_probe_leaves_of_a_minute_is_for_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.verbs import plan as module
+    from paceline.commands import plan as module
 
     now = [0.0]
 
@@ -339,7 +341,7 @@ def test_what_the_probe_leaves_of_a_minute_is_for_layouts(monkeypatch: pytest.Mo
     def probed(taking: float) -> None:
         monkeypatch.setattr(module, "machine_here", lambda **_: now.__setitem__(0, now[0] + taking) or Found)
 
-    task = make_task("plan", "tests.zoo:llama", Common(ranks=1, device="cpu", quiet=True), [])
+    task = make_task("plan", "tests.zoo:llama", RunOptions(ranks=1, device="cpu", quiet=True), [])
     left = []
     for taking in (0.0, 20.0, 50.0):
         probed(taking)

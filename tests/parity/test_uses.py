@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
 from paceline.errors import LayoutError
-from paceline.place.exact import ExactReducer, Grid
-from paceline.place.shard.one_input import one_input
-from paceline.place.units import trainable
-from paceline.place.uses import Uses
-from paceline.world import World
+from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
+from paceline.parallel.gradients.tied_uses import TiedUses
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.sharding.unit_single_input import one_input
 
 
 class Tied(nn.Module):
@@ -39,10 +39,10 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(1).flatten(), reduction="sum")
 
 
-def summed(model: nn.Module, uses: Uses) -> Tensor:
+def summed(model: nn.Module, uses: TiedUses) -> Tensor:
     """The gradient of the embedding, of all microbatches."""
-    named = trainable(model)
-    grid = Grid(names=[member.name for member in named], uses=uses)
+    named = trainable_parameters(model)
+    grid = FixedPointGrid(names=[member.name for member in named], uses=uses)
     reducer = ExactReducer(named=named, world=World(device=torch.device("cpu")), grid=grid)
     for _ in range(2):
         reducer.begin()
@@ -67,8 +67,8 @@ def test_each_use_is_a_summand() -> None:
         each += [p.grad.double() for p in apart.parameters() if p.grad is not None]
     wanted = torch.stack(each).sum(0).float()
     model = Tied()
-    uses = Uses(model)
-    assert uses.names == {"embed.weight"} and not Uses(apart).names
+    uses = TiedUses(model)
+    assert uses.names == {"embed.weight"} and not TiedUses(apart).names
     together = summed(model, uses)
     uses.watch()
     assert torch.equal(summed(model, uses), wanted)
@@ -80,7 +80,7 @@ def test_each_use_is_a_summand() -> None:
 
 def test_a_read_beside_the_modules_that_hold_it_is_one_more() -> None:
     model = Tied(reads=True)
-    uses = Uses(model)
+    uses = TiedUses(model)
     uses.watch()
     exact = summed(model, uses)
     plain = Tied(reads=True)
@@ -91,7 +91,7 @@ def test_a_read_beside_the_modules_that_hold_it_is_one_more() -> None:
 
 def test_a_read_by_name_of_what_crosses_stages_is_refused() -> None:
     model = Tied(reads=True)
-    uses = Uses(model)
+    uses = TiedUses(model)
     uses.watch()
     uses.crossing = uses.names
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_a_read_by_name_of_what_crosses_stages_is_refused() -> None:
 
 def test_without_gradients_nothing_is_shown() -> None:
     model = Tied()
-    uses = Uses(model)
+    uses = TiedUses(model)
     uses.watch()
     seen: list[Any] = []
     model.head.register_forward_pre_hook(lambda module, _: seen.append(vars(module).get("weight")))

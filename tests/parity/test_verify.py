@@ -21,7 +21,7 @@ SOUND = [
     (3, ("--train.precision", "fp16", "--job.two_terms", "true")),
 ]
 
-FACTORY = "\nfrom paceline.place import replicate as _r\n"
+FACTORY = "\nfrom paceline.parallel.data_parallel import reducer as _r\n"
 FAULTS = {
     "reduced twice": (
         FACTORY

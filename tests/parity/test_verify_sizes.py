@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.prove import worker
-from paceline.prove.finding import Finding
-from paceline.prove.judge import Judge
-from paceline.prove.noise import is_rounding
-from paceline.prove.reference import At, Reference, Spec
-from paceline.prove.seen import Seen
-from paceline.spec.task import Task
-from paceline.train.built import Built
-from paceline.train.evaluate import Evaluator
-from paceline.train.ready import prepare
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.config.task import Task
+from paceline.trainer.evaluation.evaluator import Evaluator
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.prepare import prepare
+from paceline.verification import verify_worker as worker
+from paceline.verification.compare_step import StepComparison
+from paceline.verification.diagnosis.observed_step import ObservedStep
+from paceline.verification.finding import RungResult
+from paceline.verification.noise_floor import is_rounding
+from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 
 WIDTH = 6
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52, torch.bfloat16: 2.0**-7}
-Spoil = Callable[[Built], None]
+Spoil = Callable[[TrainingSetup], None]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def verify(job: pl.Job, spoil: Spoil | None, monkeypatch: pytest.MonkeyPatch, **
     """All rungs on one rank, with a fault in what the layout's side has built."""
     build = worker.built_in
 
-    def built_in(*given: Any, **more: Any) -> Built:
+    def built_in(*given: Any, **more: Any) -> TrainingSetup:
         built = build(*given, **more)
         if spoil is not None:
             spoil(built)
@@ -87,23 +87,23 @@ def verify(job: pl.Job, spoil: Spoil | None, monkeypatch: pytest.MonkeyPatch, **
 
     monkeypatch.setattr(worker, "built_in", built_in)
     ready = prepare(Task(verb="verify", job="job.py", ranks=1, settings=settings), job=job)
-    return worker.examine(ready, World.alone(), steps=2)
+    return worker.run_all_rungs(ready, World.alone(), steps=2)
 
 
 def scaled_gradient(name: str, factor: float) -> Spoil:
     return lambda built: built.model.get_parameter(name).register_hook(lambda g: g * factor) and None
 
 
-def seen_with(dtype: torch.dtype, factor: float) -> tuple[Finding, Judge]:
+def seen_with(dtype: torch.dtype, factor: float) -> tuple[RungResult, StepComparison]:
     """One step judged, with one parameter's gradient times a factor."""
-    spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4)
+    spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4)
     reference = Reference(job=job_of(dtype), spec=spec, cast=lambda batch: batch)
-    finding = Finding()
-    judge = Judge(reference=reference, at=At(step=0, epoch=0, position=0), finding=finding)
+    finding = RungResult()
+    judge = StepComparison(reference=reference, at=RunPosition(step=0, epoch=0, position=0), finding=finding)
     gradients = {name: value.clone() for name, value in judge.right.items()}
     gradients["first.weight"] = (gradients["first.weight"].double() * factor).to(dtype)
     loss = judge._inquiry.gradient.loss
-    judge.see(Seen(gradients=[gradients], buffers=[{}], losses=[loss]))
+    judge.see(ObservedStep(gradients=[gradients], buffers=[{}], losses=[loss]))
     return finding, judge
 
 
@@ -123,7 +123,7 @@ def test_a_gradient_is_rounding_below_four_units_and_different_from_a_thousand_o
 def test_a_loss_that_is_told_as_no_number_is_different_from_a_number(told: float) -> None:
     finding, judge = seen_with(torch.float32, 1.0)
     assert finding.verdict == "bitwise"
-    judge.see(Seen(gradients=[dict(judge.right)], buffers=[{}], losses=[told]))
+    judge.see(ObservedStep(gradients=[dict(judge.right)], buffers=[{}], losses=[told]))
     assert finding.verdict == "different"
     assert finding.first_difference is not None and finding.first_difference["parameter"] == "(loss)"
 
@@ -169,19 +169,19 @@ def test_a_sound_run_is_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_rate(by: float) -> Spoil:
-    def spoil(built: Built) -> None:
+    def spoil(built: TrainingSetup) -> None:
         for group in built.update.optimizers[0].param_groups:
             group["lr"] *= 1.0 + by
 
     return spoil
 
 
-def moved_start(built: Built) -> None:
+def moved_start(built: TrainingSetup) -> None:
     with torch.no_grad():
         built.model.get_parameter("second.bias").view(-1)[1] *= 1.0 + 2.0**-22
 
 
-def wrong_statistics(built: Built) -> None:
+def wrong_statistics(built: TrainingSetup) -> None:
     """Running statistics one part in ten thousand off, after each step."""
     step = built.step.gradients
 
@@ -194,7 +194,7 @@ def wrong_statistics(built: Built) -> None:
     built.step.gradients = gradients  # type: ignore[method-assign]
 
 
-def statistics_between_steps(built: Built) -> None:
+def statistics_between_steps(built: TrainingSetup) -> None:
     """Right within a step, and changed where it ends: no step alone shows it."""
     run = built.step.run
 
@@ -210,14 +210,14 @@ def statistics_between_steps(built: Built) -> None:
 def wrong_norm(by: float) -> Spoil:
     """What the gradient is clipped by."""
 
-    def spoil(built: Built) -> None:
+    def spoil(built: TrainingSetup) -> None:
         norm = built.update._norm
         built.update._norm = lambda gradients: (found := norm(gradients)) and found * (1.0 + by)  # type: ignore[method-assign]
 
     return spoil
 
 
-def wrong_loss(built: Built) -> None:
+def wrong_loss(built: TrainingSetup) -> None:
     step = built.step.gradients
 
     def gradients(given: Any) -> Any:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.errors import JobError
-from paceline.place.units import Named
-from paceline.prove.amount import distance
-from paceline.prove.cast import in_type
-from paceline.prove.whole import merged, part_of
-from paceline.step.update import Update
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.step.optimizer_update import OptimizerUpdate
+from paceline.verification.precision_cast import in_type
+from paceline.verification.reference.whole_batch import merge_microbatches, part_of
+from paceline.verification.tensor_distance import euclidean_distance
 from tests.parity.test_verify_sizes import Net, job_of, verify
 
 SHORT = TensorDataset(torch.randn(25, 6, generator=torch.Generator().manual_seed(3)), torch.arange(25) % 4)
@@ -204,14 +204,14 @@ def test_a_metric_of_random_numbers_is_not_compared(monkeypatch: pytest.MonkeyPa
 
 def test_distances_of_every_type() -> None:
     one = torch.tensor([1.0 + 1.0j, 2.0])
-    assert distance(one, torch.tensor([1.0 + 4.0j, 2.0 + 4.0j])) == 5.0
-    assert distance(one.conj(), one) == 2.0
+    assert euclidean_distance(one, torch.tensor([1.0 + 4.0j, 2.0 + 4.0j])) == 5.0
+    assert euclidean_distance(one.conj(), one) == 2.0
     infinite = torch.tensor([float("inf"), float("nan"), 1.0])
-    assert distance(infinite, infinite.clone()) == 0.0
-    assert not distance(infinite, torch.tensor([float("inf"), 0.0, 1.0])) <= 1e300
-    assert not distance(infinite, torch.tensor([float("-inf"), float("nan"), 1.0])) <= 1e300
-    assert distance(torch.tensor([True, False]), torch.tensor([True, True])) == 1.0
-    assert distance(torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()) == pytest.approx(2**0.5)
+    assert euclidean_distance(infinite, infinite.clone()) == 0.0
+    assert not euclidean_distance(infinite, torch.tensor([float("inf"), 0.0, 1.0])) <= 1e300
+    assert not euclidean_distance(infinite, torch.tensor([float("-inf"), float("nan"), 1.0])) <= 1e300
+    assert euclidean_distance(torch.tensor([True, False]), torch.tensor([True, True])) == 1.0
+    assert euclidean_distance(torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()) == pytest.approx(2**0.5)
 
 
 def test_a_model_in_float64_keeps_its_ties_and_its_complex_numbers() -> None:
@@ -223,7 +223,7 @@ def test_a_model_in_float64_keeps_its_ties_and_its_complex_numbers() -> None:
     assert out.dtype is torch.float64
     assert model["c"].turns.dtype is torch.complex128 and model["c"].mask.dtype is torch.float64
     for name, value in model.state_dict().items():
-        assert distance(value, right[name]) == 0.0, name
+        assert euclidean_distance(value, right[name]) == 0.0, name
     with torch.no_grad():
         model["a"].weight[0, 1] = 7.0
         model["c"].turns[2] = 5.0j
@@ -232,11 +232,11 @@ def test_a_model_in_float64_keeps_its_ties_and_its_complex_numbers() -> None:
 
 def test_lists_beside_tensors_are_joined_where_microbatches_are() -> None:
     parts = [{"x": torch.ones(n), "texts": ["a"] * n, "pair": (torch.ones(n), "k"), "none": None} for n in (2, 3)]
-    one = merged(parts, [2, 3], lambda: None)
+    one = merge_microbatches(parts, [2, 3], lambda: None)
     assert one["texts"] == ["a"] * 5 and len(one["x"]) == 5 and one["pair"][1] == "k"
     assert part_of(parts, live=1, sizes=[2, 3])["texts"] == ["a"] * 5
     other = [*parts[:1], {**parts[1], "none": 3}]
-    assert merged(other, [2, 3], lambda: "read anew") == "read anew"
+    assert merge_microbatches(other, [2, 3], lambda: "read anew") == "read anew"
 
 
 def test_one_norm_for_gradients_of_half_precision() -> None:
@@ -246,7 +246,7 @@ def test_one_norm_for_gradients_of_half_precision() -> None:
     parameters = [nn.Parameter(torch.zeros(500, dtype=torch.bfloat16)) for _ in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
-    named = [Named(index=n, name=f"p{n}", parameter=parameter) for n, parameter in enumerate(parameters)]
+    named = [NamedParameter(index=n, name=f"p{n}", parameter=parameter) for n, parameter in enumerate(parameters)]
     update = update_of(named)
     wanted = float(torch.cat(gradients).double().norm())
     norm, _ = update.commit(step=1, loss=1.0)
@@ -254,8 +254,8 @@ def test_one_norm_for_gradients_of_half_precision() -> None:
     assert abs(float(torch.nn.utils.get_total_norm(gradients)) - wanted) > 1e-4 * wanted  # what it was
 
 
-def update_of(named: list[Named]) -> Update:
-    return Update(
+def update_of(named: list[NamedParameter]) -> OptimizerUpdate:
+    return OptimizerUpdate(
         named=named,
         optimizers=[torch.optim.SGD([member.parameter for member in named], lr=0.0)],
         schedules=[],

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.start import CHOSEN_KERNELS, EXACT_KERNELS
-from paceline.survive.agent import STARTER
+from paceline.launch.agent.supervisor import STARTER
+from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
 from tests.conftest import Shop
 
 
@@ -35,7 +35,7 @@ def test_it_is_forked_where_the_numbers_would_be_the_same_and_else_begun(shop: S
     assert "tests.warm.mother" in (shop.path / "line").read_text()
     assert shop.run(*words, environ={EXACT_KERNELS: "COMPATIBLE"}).code == 0
     line = (shop.path / "line").read_text()
-    assert "tests.warm.mother" not in line and "paceline.survive.nursery" in line
+    assert "tests.warm.mother" not in line and "paceline.launch.agent.forkserver" in line
 
 
 def test_a_failure_is_told_alike(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import thread_worlds
 from paceline.errors import JobError
-from paceline.nested import leaves, rebuilt
-from paceline.place.meeting import thread_worlds
-from paceline.prove.whole import merged, part_of
-from paceline.step.whole import gather
-from paceline.world import World
+from paceline.step.loss.batch_loss import gather_rows
+from paceline.torch_internals.pytree import replace_tensors, tensor_leaves
+from paceline.verification.reference.whole_batch import merge_microbatches, part_of
 from tests.conftest import Shop
 
 JOB = """
@@ -53,7 +53,7 @@ def by_hand(folder: Path, terms: bool, steps: int, samples: int = 31, batch: int
     space: dict[str, object] = {"TERMS": terms}
     exec(JOB, space)
     job = space["make_job"](samples, batch)  # type: ignore[operator]
-    from paceline.train.built import build_model
+    from paceline.trainer.setup.build_training_setup import build_model
 
     model = build_model(job, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -110,7 +110,7 @@ def test_verify_finds_the_same_training(shop: Shop, words: tuple[str, ...]) -> N
 
 
 def test_a_wrong_one_is_found(shop: Shop) -> None:
-    planted = "\nfrom paceline.step import passes, whole\npasses.gather = lambda output, batch, **_: None if batch is None else (output, batch)  # only its own samples are negatives\n"
+    planted = "\nfrom paceline.step import forward_backward as passes\npasses.gather_rows = lambda output, batch, **_: None if batch is None else (output, batch)  # only its own samples are negatives\n"
     shop.write("job.py", "TERMS = False\n" + JOB + planted)
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json", timeout=200)
     assert ended.code == 4 and ended.json()["verdict"] == "different", ended.text
@@ -131,9 +131,9 @@ def test_what_can_not_be_is_refused(shop: Shop, words: tuple[str, ...], text: st
 
 def test_structures_are_rebuilt() -> None:
     value = {"a": torch.ones(2), "b": (torch.zeros(3), [torch.ones(1)], "text", None)}
-    parts = list(leaves(value))
+    parts = list(tensor_leaves(value))
     assert len(parts) == 3
-    again = rebuilt(value, iter([part + 1 for part in parts]))
+    again = replace_tensors(value, iter([part + 1 for part in parts]))
     assert again["b"][1][0].item() == 2.0 and again["b"][2:] == ("text", None)
 
 
@@ -152,7 +152,7 @@ def gathered(
         try:
             own = output if batches[rank] is not None else None
             columns = None if kinds is None else dict(kinds)
-            found[rank] = gather(own, batches[rank], world=worlds[rank], num_samples=sizes[rank], columns=columns)
+            found[rank] = gather_rows(own, batches[rank], world=worlds[rank], num_samples=sizes[rank], columns=columns)
         except JobError as error:
             found[rank] = error
 
@@ -195,7 +195,7 @@ def test_columns_beside_tensors_are_joined_on_both_sides() -> None:
     """Where microbatches are joined in one process, and where replicas gather them, it is one batch of all samples."""
     parts, whole = [rows(0, 3), rows(3, 5), rows(5, 7)], rows(0, 7)
     whole["pair"] = Pair(whole["pair"].left, torch.tensor([0.0] * 3 + [3.0] * 2 + [5.0] * 2)[:, None].expand(7, 2))
-    for batch in (part_of(parts, live=1, sizes=SIZES[:3]), merged(parts, SIZES[:3], lambda: None)):
+    for batch in (part_of(parts, live=1, sizes=SIZES[:3]), merge_microbatches(parts, SIZES[:3], lambda: None)):
         assert same(batch, whole)
     found = gathered([*parts, None])
     assert found[3] is None
@@ -234,7 +234,7 @@ def test_a_list_that_may_be_a_constant_or_a_column_is_refused_in_the_first_batch
     assert [batch["size"] for _, batch in column] == [[10.0, 20.0, 10.0, 20.0]] * 2
     kinds: dict[str, bool] = {}
     world = thread_worlds(replicas=1, world=World.alone(), timeout_seconds=30)[0]
-    gather(None, {"a": ["x", "y"], "b": ["z"]}, world=world, num_samples=2, columns=kinds)
+    gather_rows(None, {"a": ["x", "y"], "b": ["z"]}, world=world, num_samples=2, columns=kinds)
     assert kinds == {"output": False, "batch['a']": True, "batch['b'][0]": False}
 
 

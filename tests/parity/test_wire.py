@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.step.wire import Edge, Wire
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.step.pipeline.p2p import StageChannel, StageLink
 
-EDGE = Edge(peer=1, tag=4)
+EDGE = StageLink(peer=1, tag=4)
 
 
-class Loop(Wire):
+class Loop(StageChannel):
     """What is sent is what is received."""
 
     def __init__(self) -> None:
@@ -18,11 +18,11 @@ class Loop(Wire):
         self.line: list[Tensor] = []
         self.sizes: list[int] = []
 
-    def _start(self, edge: Edge, buffer: Tensor) -> None:
+    def _start(self, edge: StageLink, buffer: Tensor) -> None:
         self.line.append(buffer.clone())
         self.sizes.append(buffer.numel())
 
-    def _post(self, edge: Edge, num_bytes: int) -> tuple[Tensor, object]:
+    def _post(self, edge: StageLink, num_bytes: int) -> tuple[Tensor, object]:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
 
         def wait() -> None:

@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import LayoutError
-from paceline.plan.advice import advise, judged
-from paceline.plan.candidate import FAMILIES, Candidate
-from paceline.plan.cases import case_of
-from paceline.plan.changes import cheapest_changes
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.differ import differences
-from paceline.plan.facts import Keeps, ModelFacts
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid
-from paceline.plan.margins import is_tie
-from paceline.plan.search import key_of, search
-from paceline.plan.simplicity import simplicity
+from paceline.planner.advice.layout_diff import layout_differences
+from paceline.planner.advice.memory_breakdown import case_of
+from paceline.planner.advice.recommendations import advise, plan_row
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.forecast_margins import is_tie
+from paceline.planner.cost.layout_candidate import FAMILIES, Candidate
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.model_profile import ModelProfile, OptimizerFootprint
+from paceline.planner.search.branch_and_bound import key_of, search
+from paceline.planner.search.layout_simplicity import simplicity
+from paceline.planner.search.neighbors import cheapest_changes
+from paceline.planner.search.search_space import SearchSpace
 from tests.pure.drawn_plans import forecast
 
 SMALL = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
@@ -26,12 +26,12 @@ LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vo
 LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
 
 
-def facts_of(sizes: Decoder, *, length: int = 8192, batch: int = 64) -> ModelFacts:
+def facts_of(sizes: Decoder, *, length: int = 8192, batch: int = 64) -> ModelProfile:
     return decoder_facts(sizes, name="the model", length=length, global_batch_size=batch)
 
 
-def made(sizes: Decoder, cluster: str, *, length: int = 8192, batch: int = 64) -> Forecast:
-    return Forecast(facts=facts_of(sizes, length=length, batch=batch), fleet=read_fleet(cluster))
+def made(sizes: Decoder, cluster: str, *, length: int = 8192, batch: int = 64) -> CostModel:
+    return CostModel(facts=facts_of(sizes, length=length, batch=batch), fleet=read_fleet(cluster))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_json_has_its_fixed_keys_and_reads_back() -> None:
 
 
 def test_of_layouts_that_cannot_be_told_apart_the_simplest() -> None:
-    advice = advise(Forecast(facts=facts_of(SMALL, length=64, batch=32), fleet=read_fleet("2xcpu")))
+    advice = advise(CostModel(facts=facts_of(SMALL, length=64, batch=32), fleet=read_fleet("2xcpu")))
     assert advice.case.number == 1 and advice.recommended.layout == "ddp"
 
 
@@ -107,19 +107,19 @@ def test_one_device_has_no_other_family() -> None:
 def test_what_does_not_fit_says_by_how_much_and_what_would_change_it() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     asked = forecasts.estimate(Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
-    row = judged(forecasts, asked)
+    row = plan_row(forecasts, asked)
     assert not asked.fits and " too much: " in row.says and 1 <= len(row.changes) <= 3
     assert all(change.estimate.fits and "dp" in str(change) and " GiB, " in str(change) for change in row.changes)
     times = [change.seconds for change in row.changes]
     assert times == sorted(times)
-    assert judged(forecasts, row.changes[0].estimate).changes == ()
+    assert plan_row(forecasts, row.changes[0].estimate).changes == ()
 
 
 def test_one_change_is_enough_where_one_is() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     asked = forecasts.estimate(Candidate(dp_shard=8, zero=3, micro_batch_size=8, precision="bf16"))
     assert not asked.fits
-    found = cheapest_changes(forecasts, asked, grid=Grid())
+    found = cheapest_changes(forecasts, asked, grid=SearchSpace())
     assert any(change.says == "micro_batch_size 8 -> 1" or change.says.startswith("remat") for change in found) or found
 
 
@@ -134,25 +134,25 @@ def test_no_layout_fits_is_an_error_of_our_own() -> None:
 def test_where_nothing_larger_helps_it_says_so() -> None:
     forecasts = made(LLAMA_405B, "2xT4", length=1 << 20, batch=2)
     with pytest.raises(LayoutError) as caught:
-        advise(forecasts, grid=Grid(pp=(1,), remat=("none",), sequence=(False,)))
+        advise(forecasts, grid=SearchSpace(pp=(1,), remat=("none",), sequence=(False,)))
     assert "shorter samples" in str(caught.value)
 
 
 def test_more_ranks_than_samples() -> None:
     facts = replace(facts_of(SMALL, batch=2), tp_sizes=(), cp_sizes=(), refused={"pp": "it has no chain"})
     with pytest.raises(LayoutError, match="there is no layout of the model on 8 × T4") as caught:
-        advise(Forecast(facts=facts, fleet=read_fleet("8xT4")))
+        advise(CostModel(facts=facts, fleet=read_fleet("8xT4")))
     assert "a global batch of 8 or more" in str(caught.value)
     with pytest.raises(LayoutError, match="there is no layout of the model on 8 × T4"):
-        advise(Forecast(facts=replace(facts, name=""), fleet=read_fleet("8xT4")))
+        advise(CostModel(facts=replace(facts, name=""), fleet=read_fleet("8xT4")))
 
 
 def test_families_that_the_model_or_the_optimizer_refuses_say_why() -> None:
     facts = replace(
-        facts_of(SMALL, length=512), optimizer=Keeps(name="Muon", state_bytes=4.0, whole_tensors=True),
+        facts_of(SMALL, length=512), optimizer=OptimizerFootprint(name="Muon", state_bytes=4.0, whole_tensors=True),
         refused={"pp": "a skip over every border"},
     )  # fmt: skip
-    missing = "\n".join(advise(Forecast(facts=facts, fleet=read_fleet("8xA100-80G"))).missing)
+    missing = "\n".join(advise(CostModel(facts=facts, fleet=read_fleet("8xA100-80G"))).missing)
     assert "pp: a skip over every border" in missing and "fsdp: Muon looks at whole tensors" in missing
 
 
@@ -178,11 +178,11 @@ def test_differences_name_what_changed_and_what_it_did() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     one = forecasts.estimate(Candidate(dp_shard=8, zero=3, remat="none", precision="bf16"))
     other = forecasts.estimate(Candidate(dp_shard=8, zero=3, remat="full", precision="bf16"))
-    lines = differences(one, other)
+    lines = layout_differences(one, other)
     assert lines[1] == "changed: remat none -> full"
     assert lines[2].startswith("step: ") and "again +" in lines[2]
     assert lines[3].startswith("peak: ") and "activations -" in lines[3]
-    assert differences(one, one)[1] == "changed: nothing" and "(+0.0%)" in differences(one, one)[2]
+    assert layout_differences(one, one)[1] == "changed: nothing" and "(+0.0%)" in layout_differences(one, one)[2]
 
 
 @pytest.mark.clock

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.events import Event, Foretold, Stream
-from paceline.plan.rung import Rung
-from paceline.train import against as module
-from paceline.train.against import COMPARABLE, STEPS, Against
-from paceline.train.shortage import Before
-from paceline.watch.lines import line_of
+from paceline.events import Event, EventBus, ForecastChecked
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.reporting.sinks.console_lines import line_of
+from paceline.trainer.diagnostics import forecast_check as module
+from paceline.trainer.diagnostics.forecast_check import COMPARABLE, STEPS, ForecastCheck
+from paceline.trainer.diagnostics.memory_report import MemoryBaseline
 
 
 class Heard:
@@ -25,26 +25,30 @@ class Heard:
         pass
 
 
-def rung(**other: Any) -> Rung:
+def rung(**other: Any) -> FallbackLayout:
     own = {"peak_bytes": 2 * COMPARABLE, "step_seconds": 0.5, "longer": 2.0, "source": "auto", **other}
-    return Rung(layout="ddp", family="ddp", ranks=2, settings={"train.micro_batch_size": "4"}, parts={}, **own)
+    return FallbackLayout(
+        layout="ddp", family="ddp", ranks=2, settings={"train.micro_batch_size": "4"}, parts={}, **own
+    )
 
 
-def run(forecast: Rung | None, monkeypatch: Any, *, steps: int, busy: float = 0.0) -> tuple[list[Any], list[Any]]:
+def run(
+    forecast: FallbackLayout | None, monkeypatch: Any, *, steps: int, busy: float = 0.0
+) -> tuple[list[Any], list[Any]]:
     """Of two ranks, the other of which took 0.3 s a step and 3 times what can be compared."""
     heard, kept = Heard(), []
     other = [3 * COMPARABLE, 0.3, {"machine": "another", "work": 10.0, "idle": 0.0, "own": 10.0 * (1 - busy)}]
     world = SimpleNamespace(device=torch.device("cpu"), gather_json=lambda value: [value, other], is_main=True)
     plan = SimpleNamespace(mesh=SimpleNamespace(ranks=2), device="cpu", threads=1)
-    before = Before(used_bytes={"VmRSS": 0, "VmHWM": 0})
+    before = MemoryBaseline(used_bytes={"VmRSS": 0, "VmHWM": 0})
     built: Any = SimpleNamespace(world=world, plan=plan)
     monkeypatch.setattr(module, "fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
-    monkeypatch.setattr(module, "remember", lambda mark, family, **ratios: kept.append((family, ratios)))
-    watch = Against(forecast=forecast, built=built, before=before, stream=Stream([heard]))
+    monkeypatch.setattr(module, "record_forecast_ratio", lambda mark, family, **ratios: kept.append((family, ratios)))
+    watch = ForecastCheck(forecast=forecast, built=built, before=before, stream=EventBus([heard]))
     for step in range(1, steps + 1):
         with watch.timing():
             pass
-        watch.hear(step=step, over=step == steps)
+        watch.report_when_ready(step=step, over=step == steps)
     watch.remember()
     return heard.events, kept
 
@@ -56,7 +60,7 @@ def test_without_a_forecast_nothing_is_said(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("steps", [1, 3, STEPS, 3 * STEPS])
 def test_it_is_said_once_and_kept_without_the_correction(steps: int, monkeypatch: Any) -> None:
     (told,), kept = run(rung(), monkeypatch, steps=steps)
-    assert isinstance(told, Foretold) and told.step == min(steps, STEPS)
+    assert isinstance(told, ForecastChecked) and told.step == min(steps, STEPS)
     assert told.measured_bytes == 3 * COMPARABLE and told.memory_ratio == 1.5 and told.time_ratio == pytest.approx(0.6)
     assert kept == [("ddp", {"longer": pytest.approx(1.2), "fuller": 1.5})]
     assert (

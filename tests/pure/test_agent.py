@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from paceline.survive.agent import Agent
-from paceline.survive.failure import Failure
-from paceline.survive.slate import make_slate, read_end, read_slate, read_stop, write_end, write_slate, write_stop
-from paceline.survive.stacks import catches
+from paceline.launch.agent.supervisor import Agent
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.shared_status import (
+    make_failure_buffer,
+    read_end,
+    read_slate,
+    read_stop,
+    write_end,
+    write_slate,
+    write_stop,
+)
+from paceline.launch.failures.stack_dumps import has_signal_handler
 
 STARTER = """
 import os, sys, time
-from paceline.survive.slate import SLATE, read_stop, write_end
+from paceline.launch.failures.shared_status import SLATE, read_stop, write_end
 slate = int(os.environ[SLATE])
 def say(line):
     os.write(1, (line + "\\n").encode())
@@ -127,7 +135,7 @@ def test_any_thread_may_run_one(tmp_path: Path) -> None:
 
 
 def test_the_slate_keeps_texts_words_and_stops_apart() -> None:
-    slate = make_slate()
+    slate = make_failure_buffer()
     for rank in (2, 0, 1):
         assert write_slate(slate, rank=rank, text=f"{rank}" * ((1 << 15) - 16))
         assert not write_slate(slate, rank=rank, text="x" * (1 << 15))
@@ -142,7 +150,7 @@ def test_the_slate_keeps_texts_words_and_stops_apart() -> None:
 
 def test_what_a_process_catches_is_the_kernel_s_word() -> None:
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
-    assert catches(os.getpid(), signal.SIGUSR2)
+    assert has_signal_handler(os.getpid(), signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    assert not catches(os.getpid(), signal.SIGUSR2)
+    assert not has_signal_handler(os.getpid(), signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, before)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from paceline.prove.alone import alone
+from paceline.verification.reference.process_group_isolation import single_process
 
 
 def test_a_world_of_one_for_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_a_world_of_one_for_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delenv("SLURM_NTASKS", raising=False)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError), alone(), alone():
+        with pytest.raises(ValueError), single_process(), single_process():
             assert not dist.is_initialized()
             assert os.environ["WORLD_SIZE"] == "1"
             assert "SLURM_NTASKS" not in os.environ

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.plan.rung import Rung
-from paceline.spec.task import Task
-from paceline.train.auto import ORIGIN, as_before, on_rung
-from paceline.verbs.again import command_again
+from paceline.commands.common.resume_command import command_again
+from paceline.config.task import Task
+from paceline.measured_planning.auto_layout import ORIGIN, as_before, on_rung
+from paceline.planner.search.layout_with_forecast import FallbackLayout
 
 STAGES, MICRO = "place.stages", "train.micro_batch_size"
 
@@ -21,7 +21,7 @@ def asked(settings: dict[str, Any] | None = None, *, ranks: int = 3) -> Task:
 
 def begun(folder: Path, task: Task) -> Task:
     """The task that its first attempt leaves in its folder."""
-    rung = Rung(
+    rung = FallbackLayout(
         layout="pp", family="pp", ranks=3, peak_bytes=1, parts={}, step_seconds=1.0,
         settings={MICRO: "8", STAGES: "1,2,1"},
     )  # fmt: skip

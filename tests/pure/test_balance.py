@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from paceline.errors import LayoutError
-from paceline.plan.balance import balance, by_trying_all
+from paceline.planner.model_costs.stage_balance import balance, by_trying_all
 
 
 @pytest.mark.parametrize("seed", range(40))

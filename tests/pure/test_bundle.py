@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.step.bundle import Bundle
+from paceline.step.local_sgd.message_batching import MessageBatcher
 
 
 class Peers:
@@ -20,8 +20,8 @@ class Peers:
         return lambda: vector.mul_(2)
 
 
-def bundle_of(peers: Any, *, most: int) -> Bundle:
-    return Bundle(peers, most=most)
+def bundle_of(peers: Any, *, most: int) -> MessageBatcher:
+    return MessageBatcher(peers, most=most)
 
 
 def test_full_messages_leave_at_once_and_sums_are_there_when_waited_for() -> None:

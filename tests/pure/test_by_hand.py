@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.candidate import Candidate
-from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, candidates
-from paceline.plan.hardware import Device, Fleet, Link
-from paceline.plan.search import search
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.cluster import Cluster, Device, Link
+from paceline.planner.hardware.efficiency import Efficiency
+from paceline.planner.model_costs.model_profile import BatchScaling, LayerProfile, ModelProfile, OptimizerFootprint
+from paceline.planner.search.branch_and_bound import search
+from paceline.planner.search.search_space import SearchSpace, candidates
 
 MIB = 1 << 20
 ALL = Efficiency(
@@ -18,27 +18,27 @@ ALL = Efficiency(
     step_seconds=0.0, slack=0.0,
 )  # fmt: skip
 LINK = Link(name="link", latency_seconds=0.0, bytes_per_second=100.0)
-FLEET = Fleet(
+FLEET = Cluster(
     device=Device(name="d", memory_bytes=1e9, flops_per_second={"fp32": 1000.0}, bytes_per_second=1e9, reserve_bytes=7.0),
     devices=2, inside=LINK, between=LINK, host=replace(LINK, bytes_per_second=50.0),
 )  # fmt: skip
-END = Part(name="end")
-BLOCK = Part(
-    name="block", split_parameters=100, matmul_flops=Amount(sample=1000.0), attention_flops=Amount(sample=2000.0),
-    moved_bytes=Amount(sample=1e9), split_saved_bytes=Amount(sample=64.0), selective_saved_bytes=Amount(sample=24.0),
-    output_bytes=Amount(sample=16.0), peak_bytes=Amount(sample=10.0), tp_bytes=Amount(sample=200.0), tp_calls=1,
+END = LayerProfile(name="end")
+BLOCK = LayerProfile(
+    name="block", split_parameters=100, matmul_flops=BatchScaling(sample=1000.0), attention_flops=BatchScaling(sample=2000.0),
+    moved_bytes=BatchScaling(sample=1e9), split_saved_bytes=BatchScaling(sample=64.0), selective_saved_bytes=BatchScaling(sample=24.0),
+    output_bytes=BatchScaling(sample=16.0), peak_bytes=BatchScaling(sample=10.0), tp_bytes=BatchScaling(sample=200.0), tp_calls=1,
     large_parameters=100,
 )  # fmt: skip
-FACTS = ModelFacts(
-    name="by hand", first=END, blocks=(BLOCK,) * 4, last=END, optimizer=Keeps(name="Adam", state_bytes=8.0, moment_bytes=4.0),
+FACTS = ModelProfile(
+    name="by hand", first=END, blocks=(BLOCK,) * 4, last=END, optimizer=OptimizerFootprint(name="Adam", state_bytes=8.0, moment_bytes=4.0),
     global_batch_size=4, tp_sizes=(2,),
 )  # fmt: skip
 FORWARD, BACK = 1.0 + 2.0 + 1.0, 2.0 + 2.5 * 2.0 + 2.0  # products, attention, the rest
 UPDATE = 400 * (3 * 4 + 2 * 8) / 1e9
 
 
-def made(facts: ModelFacts = FACTS, fleet: Fleet = FLEET, efficiency: Efficiency = ALL) -> Forecast:
-    return Forecast(facts=facts, fleet=fleet, efficiency=efficiency)
+def made(facts: ModelProfile = FACTS, fleet: Cluster = FLEET, efficiency: Efficiency = ALL) -> CostModel:
+    return CostModel(facts=facts, fleet=fleet, efficiency=efficiency)
 
 
 def test_one_device() -> None:
@@ -51,13 +51,15 @@ def test_one_device() -> None:
         "parameters": 1600, "gradients": 1600, "optimizer": 3200, "master": 0, "activations": 0, "gathered": 0,
         "buffers": 0, "temporaries": 1600, "slack": 0, "reserve": 7,
     }  # fmt: skip
-    working = made(replace(FACTS, optimizer=Keeps(name="SGD", state_bytes=0.0))).memory(Candidate(micro_batch_size=2))
+    working = made(replace(FACTS, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0))).memory(
+        Candidate(micro_batch_size=2)
+    )
     assert (working.activations, working.temporaries) == (4 * 2 * 64, 20)
 
 
 def test_the_ranks_of_zbv_have_the_first_stage_and_the_last() -> None:
     """Of stages 0 and 3, with an end of 3 s a sample each, and 1 and 2: a loop would give each rank one end."""
-    end = Part(name="end", split_parameters=100, matmul_flops=Amount(sample=1000.0))
+    end = LayerProfile(name="end", split_parameters=100, matmul_flops=BatchScaling(sample=1000.0))
     forecast = made(replace(FACTS, first=end, last=end, tp_sizes=()))
     found = forecast.seconds(Candidate(pp=2, schedule="zbv", virtual=2, micro_batch_size=1))
     assert found.compute == 4 * 2 * (FORWARD + BACK + 3.0)
@@ -73,7 +75,7 @@ def test_slack_and_the_start_are_beside_it() -> None:
 
 
 def test_running_again() -> None:
-    forecast = made(replace(FACTS, optimizer=Keeps(name="SGD", state_bytes=0.0)))
+    forecast = made(replace(FACTS, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0)))
     for remat, kept, again in (("selective", 16 + 24, 1.0), ("full", 16, FORWARD)):
         candidate = Candidate(dp_replicate=2, micro_batch_size=1, remat=remat)
         assert forecast.memory(candidate).activations == 4 * kept + (64 - kept)
@@ -82,7 +84,7 @@ def test_running_again() -> None:
 
 def test_few_rows_take_as_long_as_reading_the_weights() -> None:
     slow = replace(FLEET, devices=1, device=replace(FLEET.device, bytes_per_second=100.0))
-    facts = replace(FACTS, blocks=(replace(BLOCK, moved_bytes=Amount(), attention_flops=Amount()),))
+    facts = replace(FACTS, blocks=(replace(BLOCK, moved_bytes=BatchScaling(), attention_flops=BatchScaling()),))
     assert made(facts, slow).seconds(Candidate(micro_batch_size=1)).compute == 4 * 3 * (100 * 4 / 100.0)
 
 
@@ -126,7 +128,7 @@ def test_a_model_without_a_chain() -> None:
     forecast = made(facts, efficiency=replace(ALL, overlap=1.0))
     whole = 0.5 * 400 / 100
     assert forecast.seconds(Candidate(dp_shard=2, zero=3)).gather == pytest.approx(2 * (whole + whole))
-    every = list(candidates(facts, FLEET, Grid()))
+    every = list(candidates(facts, FLEET, SearchSpace()))
     assert {one.family for one in every} == {"ddp", "zero1", "zero2", "fsdp", "tp"}
     assert {one.remat for one in every} == {"none"} and {one.pp for one in every} == {1}
     assert search(made(facts)).first is not None
@@ -138,7 +140,7 @@ def test_tensor_parallelism() -> None:
     assert seconds.tensor == pytest.approx(2 * 4 * (2 * 0.5 * 4 * 200 / 100))
     again = made().seconds(Candidate(tp=2, micro_batch_size=4, remat="full"))
     assert again.tensor == pytest.approx(1.5 * seconds.tensor)
-    memory = made(replace(FACTS, optimizer=Keeps(name="SGD", state_bytes=0.0))).memory(
+    memory = made(replace(FACTS, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0))).memory(
         Candidate(tp=2, micro_batch_size=2)
     )
     assert (memory.parameters, memory.activations, memory.temporaries) == (800, 4 * 2 * 32, 10)
@@ -149,12 +151,12 @@ def test_a_pipeline() -> None:
     stage, hop = 2 * (FORWARD + BACK), 16 / 100
     assert seconds.compute == 4 * stage
     assert seconds.bubble == pytest.approx(stage + 2 * hop + 3 * hop)
-    memory = made(replace(FACTS, optimizer=Keeps(name="SGD", state_bytes=0.0))).memory(Candidate(pp=2))
+    memory = made(replace(FACTS, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0))).memory(Candidate(pp=2))
     assert (memory.parameters, memory.activations, memory.buffers) == (800, 2 * 2 * 64, 2 * 16)
 
 
 def test_the_fullest_of_a_ranks_stages_counts_for_all() -> None:
-    facts = replace(FACTS, blocks=(BLOCK,) * 5, optimizer=Keeps(name="SGD", state_bytes=0.0))
+    facts = replace(FACTS, blocks=(BLOCK,) * 5, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0))
     candidate = Candidate(pp=2, schedule="interleaved", virtual=2)
     assert made(facts).estimate(candidate).stages == (1, 1, 1, 2)
     memory = made(facts).memory(candidate)
@@ -182,7 +184,9 @@ def test_the_host() -> None:
 
 
 def test_gathered_units_and_gradients_under_way() -> None:
-    facts = replace(FACTS, optimizer=Keeps(name="SGD", state_bytes=0.0), first=replace(END, split_parameters=30))
+    facts = replace(
+        FACTS, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0), first=replace(END, split_parameters=30)
+    )
     memory = made(facts).memory(Candidate(dp_shard=2, zero=3))
     assert memory.gathered == 4 * (30 + 2 * 100)
     assert memory.buffers == 4 * 400 * (1 + 2 * 0.5)  # one that fills, and this rank's rows of two under way
@@ -195,9 +199,11 @@ def test_gathered_units_and_gradients_under_way() -> None:
 
 
 def test_experts_lie_whole_on_their_ranks() -> None:
-    block = replace(BLOCK, split_parameters=0, expert_parameters=100, expert_flops=Amount(sample=1000.0),
-                    ep_bytes=Amount(sample=50.0))  # fmt: skip
-    facts = replace(FACTS, blocks=(block,) * 4, ep_sizes=(2,), optimizer=Keeps(name="SGD", state_bytes=0.0))
+    block = replace(BLOCK, split_parameters=0, expert_parameters=100, expert_flops=BatchScaling(sample=1000.0),
+                    ep_bytes=BatchScaling(sample=50.0))  # fmt: skip
+    facts = replace(
+        FACTS, blocks=(block,) * 4, ep_sizes=(2,), optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0)
+    )
     memory = made(facts).memory(Candidate(dp_shard=2, ep=2, zero=3))
     assert (memory.parameters, memory.gradients) == (800, 800)
     seconds = made(facts).seconds(Candidate(dp_replicate=2, ep=2, micro_batch_size=2))
@@ -216,7 +222,11 @@ def test_gradients_of_experts_are_summed_over_the_ranks_that_hold_the_same_ones(
 
 def test_a_ring_of_keys_and_values() -> None:
     block = replace(
-        BLOCK, attention_flops=Amount(pair=1.0), matmul_flops=Amount(), moved_bytes=Amount(), cp_bytes=Amount(token=5.0)
+        BLOCK,
+        attention_flops=BatchScaling(pair=1.0),
+        matmul_flops=BatchScaling(),
+        moved_bytes=BatchScaling(),
+        cp_bytes=BatchScaling(token=5.0),
     )
     facts = replace(FACTS, blocks=(block,), length=20, cp_sizes=(2,), precision="fp32")
     seconds = made(facts).seconds(Candidate(cp=2, micro_batch_size=4))
@@ -230,7 +240,7 @@ def test_a_ring_of_keys_and_values() -> None:
 
 def test_weights_that_both_ends_share_are_held_once_and_summed_over_a_pipeline() -> None:
     end = replace(END, split_parameters=50)
-    facts = replace(FACTS, first=end, last=end, tied=50, optimizer=Keeps(name="SGD", state_bytes=0.0))
+    facts = replace(FACTS, first=end, last=end, tied=50, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0))
     assert made(facts).memory(Candidate(dp_replicate=2)).parameters == 4 * 450
     assert made(facts).memory(Candidate(pp=2)).parameters == 4 * 250
     assert made(facts).seconds(Candidate(pp=2)).gradients == pytest.approx(2 * 4 * 50 / 100)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.prove.cause import Evidence, data_cause, find_cause
+from paceline.verification.diagnosis.gradient_cause import Evidence, data_cause, find_cause
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 

@@ -7,15 +7,15 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import LayoutError
-from paceline.plan.balance import balance, by_trying_all
-from paceline.plan.candidate import Candidate
-from paceline.plan.chain import Chain, chain_of
-from paceline.plan.costs import costs_of, pipeline_timeline
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.facts import Part
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.search import search, search_each
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.layer_chain import Chain, chain_of
+from paceline.planner.model_costs.model_profile import LayerProfile
+from paceline.planner.model_costs.stage_balance import balance, by_trying_all
+from paceline.planner.search.branch_and_bound import search, search_each
+from paceline.planner.simulation.schedule_costs import costs_of, pipeline_timeline
 from tests.pure.drawn_plans import some
 
 LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
@@ -23,7 +23,7 @@ LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=
 
 def chain(weights: list[float], ends: tuple[float, float]) -> Chain:
     """Blocks of these weights, each a part of its own."""
-    parts = tuple(Part(name=str(i)) for i in range(len(weights) + 2))
+    parts = tuple(LayerProfile(name=str(i)) for i in range(len(weights) + 2))
     return Chain(parts=parts, order=tuple(range(2, len(parts))), weights=(*ends, *weights))
 
 
@@ -82,7 +82,7 @@ def test_a_layout_without_a_pipeline_has_nothing_to_follow() -> None:
     facts = decoder_facts(
         Decoder(layers=4, width=64, hidden=128, heads=4, vocabulary=10), name="x", length=8, global_batch_size=8
     )
-    made = Forecast(facts=facts, fleet=read_fleet("4xT4"))
+    made = CostModel(facts=facts, fleet=read_fleet("4xT4"))
     with pytest.raises(LayoutError, match="ddp has no pipeline"):
         pipeline_timeline(made, candidate=Candidate(dp_replicate=4))
     assert len(list(costs_of(made, candidate=Candidate(pp=2, dp_replicate=2)).forward)) == 2  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_the_precision_is_chosen_too_where_several_are_given() -> None:
     sizes = Decoder(layers=8, width=1024, hidden=4096, heads=8, vocabulary=32000)
     fleet = read_fleet("4xA100-80G")
     each = {
-        name: Forecast(
+        name: CostModel(
             facts=decoder_facts(sizes, name="x", length=1024, global_batch_size=32, precision=name), fleet=fleet
         )
         for name in ("fp32", "bf16")

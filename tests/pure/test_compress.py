@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.checkpoint.error_feedback_state import HELD, held_files, load_held
+from paceline.checkpoint.files.manifest import stored_files, write_files
+from paceline.comm.process_group import World
+from paceline.config.compression import Compression, Method, parse_compress
 from paceline.errors import JobError, LayoutError
-from paceline.place.compress.grain import Bf16, Grain, Scaled
-from paceline.place.compress.held import HeldReducer
-from paceline.place.compress.make import compressed_reducer
-from paceline.place.compress.memory import Memory
-from paceline.place.compress.sparse import largest
-from paceline.place.units import trainable
-from paceline.prove.compressed import largest_alone, rounded
-from paceline.spec.compress import Compress, Method, parse_compress
-from paceline.store.manifest import stored_files, write_files
-from paceline.train.held_back import HELD, held_files, load_held
-from paceline.world import World
+from paceline.parallel.compression.build_codec import compressed_reducer
+from paceline.parallel.compression.codecs import Bf16, BlockScaledCodec, Codec
+from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
+from paceline.parallel.compression.residual_memory import ResidualBuffers
+from paceline.parallel.compression.topk import largest_elements
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.verification.reference.compressed import compress_once, largest_alone
 
-INT8, FP16 = Scaled(block=8, is_float=False), Scaled(block=8, is_float=True)
+INT8, FP16 = BlockScaledCodec(block=8, is_float=False), BlockScaledCodec(block=8, is_float=True)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_what_is_packed_is_what_the_naive_words_say(seed: int, exponent: int, do
     values = torch.randn(2, 24, generator=generator, dtype=torch.float64) * 2.0**exponent
     values = values if double else values.float()
     for method, grain in ((Method.BF16, Bf16()), (Method.FP16, FP16), (Method.INT8, INT8)):
-        assert isinstance(grain, Bf16 | Scaled)
+        assert isinstance(grain, Bf16 | BlockScaledCodec)
         packed = grain.pack(values)
         assert packed.dtype == torch.uint8 and packed.shape == (2, grain.num_bytes(24))
         found = grain.unpack(packed, dtype=values.dtype)
-        wanted = rounded(values, Compress(method=method, block=8))
+        wanted = compress_once(values, Compression(method=method, block=8))
         assert torch.equal(found, wanted), method
         assert torch.equal(grain.unpack(grain.pack(found[:1]), dtype=values.dtype), found[:1]) or method is Method.INT8
 
 
 @pytest.mark.parametrize("grain", [Bf16(), FP16, INT8], ids=["bf16", "fp16", "int8"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_not_finite_when_it_arrives(grain: Grain, value: float) -> None:
+def test_what_is_not_finite_is_not_finite_when_it_arrives(grain: Codec, value: float) -> None:
     values = torch.ones(1, 16)
     values[0, 3] = value
     found = grain.unpack(grain.pack(values), dtype=torch.float32)
@@ -100,8 +100,8 @@ def test_blocks_of_the_smallest_and_largest_numbers_stay_finite(size: float) -> 
 @given(st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.0, -2.0, 0.5]), min_size=1, max_size=40), st.floats(0.01, 1.0))
 @settings(max_examples=100, deadline=None)
 def test_of_equal_elements_the_first_are_chosen(values: list[float], ratio: float) -> None:
-    tensor, how = torch.tensor(values), Compress(method=Method.TOPK, ratio=ratio)
-    places = largest(tensor, how.picked(len(values)))
+    tensor, how = torch.tensor(values), Compression(method=Method.TOPK, ratio=ratio)
+    places = largest_elements(tensor, how.picked(len(values)))
     kept = torch.zeros_like(tensor)
     kept[places] = tensor[places]
     order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: how.picked(len(values))]
@@ -111,11 +111,11 @@ def test_of_equal_elements_the_first_are_chosen(values: list[float], ratio: floa
 
 def test_nan_is_chosen_before_anything_else() -> None:
     values = torch.tensor([9.0, math.nan, 1e30, math.inf, 3.0])
-    assert largest(values, 2).tolist() == [1, 3]
+    assert largest_elements(values, 2).tolist() == [1, 3]
 
 
 def test_a_memory_changes_by_steps_that_are_taken_for_parameters_that_have_a_gradient() -> None:
-    memory = Memory({"a": (2,), "b": (1, 2)}, dtype=torch.float32, device=torch.device("cpu"))
+    memory = ResidualBuffers({"a": (2,), "b": (1, 2)}, dtype=torch.float32, device=torch.device("cpu"))
     yes, no = torch.tensor(True), torch.tensor(False)
 
     def step(value: float, *, ok: torch.Tensor, absent: tuple[str, ...] = ()) -> None:
@@ -138,12 +138,12 @@ def test_a_memory_changes_by_steps_that_are_taken_for_parameters_that_have_a_gra
     assert now() == [3.0, 1.0], "undone once, however often it is asked for"
 
 
-def replica(how: str, rank: int, ranks: int) -> HeldReducer:
+def replica(how: str, rank: int, ranks: int) -> ErrorFeedbackReducer:
     """One replica's reducer, which sends nothing here."""
     torch.manual_seed(0)
-    named = trainable(torch.nn.Sequential(torch.nn.Linear(12, 10), torch.nn.Linear(10, 3)))
+    named = trainable_parameters(torch.nn.Sequential(torch.nn.Linear(12, 10), torch.nn.Linear(10, 3)))
     found = compressed_reducer(parse_compress(how), named=named, world=World(rank=rank, world_size=ranks))
-    assert isinstance(found, HeldReducer)
+    assert isinstance(found, ErrorFeedbackReducer)
     return found
 
 
@@ -187,12 +187,12 @@ def test_a_parameter_that_was_frozen_before_holds_nothing_back(tmp_path: Path) -
 @pytest.mark.parametrize("how", ["topk,ratio=0.5", "powersgd,rank=1"])
 def test_a_gradient_whose_sum_float32_does_not_hold_is_held_back_too(how: str) -> None:
     torch.manual_seed(0)
-    named = trainable(torch.nn.Linear(40, 30))
+    named = trainable_parameters(torch.nn.Linear(40, 30))
     reducer = compressed_reducer(parse_compress(how), named=named, world=World.alone())
     for member in named:
         member.parameter.grad = torch.rand_like(member.parameter) * 1e36
     reducer.finish(divisor=None)
-    assert isinstance(reducer, HeldReducer) and reducer.errors["weight"].any()
+    assert isinstance(reducer, ErrorFeedbackReducer) and reducer.errors["weight"].any()
     assert all(torch.isfinite(member.parameter.grad).all() for member in named if member.parameter.grad is not None)
 
 
@@ -200,7 +200,7 @@ def test_a_gradient_whose_sum_float32_does_not_hold_is_held_back_too(how: str) -
 def test_a_power_of_two_of_all_gradients_is_one_of_all_that_comes_of_them(exponent: int) -> None:
     found = []
     for scale in (1.0, 2.0**exponent):
-        named = trainable(torch.nn.Linear(40, 30))
+        named = trainable_parameters(torch.nn.Linear(40, 30))
         reducer = compressed_reducer(parse_compress("powersgd,rank=3"), named=named, world=World.alone())
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
@@ -215,4 +215,4 @@ def test_a_power_of_two_of_all_gradients_is_one_of_all_that_comes_of_them(expone
 def test_numbers_that_have_no_such_rounding_are_refused_by_name() -> None:
     model = torch.nn.ParameterDict({"wave": torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
     with pytest.raises(JobError, match="wave is complex64"):
-        compressed_reducer(parse_compress("bf16"), named=trainable(model), world=World(world_size=2))
+        compressed_reducer(parse_compress("bf16"), named=trainable_parameters(model), world=World(world_size=2))

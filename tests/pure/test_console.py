@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.watch.console import Tail
+from paceline.reporting.sinks.log_tail import Tail
 
 CHATTER = [
     "[W1125 18:09:23.999000 socket.cpp:759] [c10d] The client socket cannot be initialized to connect to (errno: 97).",

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.survive.decide import exit_code, first_failure, is_lost_connection
-from paceline.survive.failure import Failure, from_status, read_failure, write_failure
-from paceline.survive.stuck import Silent, unanswered
+from paceline.launch.failures.failure_record import Failure, from_status, read_failure, write_failure
+from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
+from paceline.launch.failures.hang_detection import SilentRank, hang_failure
 
 MS = 1_000_000
 
@@ -50,16 +50,16 @@ LATE = "[unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation to co
 
 def test_who_waited_in_vain_names_the_silent_rank_and_how_long_it_waited() -> None:
     """One of two exchanges that run at once times out, and closes the connection under the other."""
-    silent = Silent(rank=1, pid=4711, step=20, seconds=5.0, state="T")
+    silent = SilentRank(rank=1, pid=4711, step=20, seconds=5.0, state="T")
     for words in ((LOST, CLOSED, LATE), (CLOSED, LATE, LOST), (LATE, LOST, CLOSED)):
         heard = [failure(rank, "RuntimeError", rank, text) for rank, text in zip((0, 2, 3), words, strict=True)]
         first = first_failure(heard)
         assert first is not None and is_lost_connection(first)
-        found = unanswered(heard, [silent])
+        found = hang_failure(heard, [silent])
         assert found.told_by == (0, 2, 3)[words.index(LATE)] and found.rank == 1 and found.step == 21
         assert found.message.startswith("no answer from rank 1 within 4 s: nothing from it since step 20"), found
         assert "--train.timeout_seconds 8" in found.screen
-    nobody_says = unanswered([failure(0, "RuntimeError", 0, LOST), failure(2, "RuntimeError", 1, CLOSED)], [silent])
+    nobody_says = hang_failure([failure(0, "RuntimeError", 0, LOST), failure(2, "RuntimeError", 1, CLOSED)], [silent])
     assert nobody_says.message.startswith("no answer from rank 1: nothing") and nobody_says.told_by == 2
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.facts import read_facts
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.model_profile import read_facts
 
 _PUBLISHED = {
     "Llama-3 8B": (Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256), 8_030_261_248),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.prove.double import in_double
+from paceline.verification.reference.float64_mode import in_double
 
 
 def mixed(x: Tensor) -> list[Tensor]:

@@ -29,7 +29,7 @@ def late():
 threading.Thread(target=late).start()
 print("no line", end="")
 """
-MAIN = "import sys; sys.path.insert(0, ''); import own; del own; {more}; from paceline.survive.ending import end_python, leave; {end}"
+MAIN = "import sys; sys.path.insert(0, ''); import own; del own; {more}; from paceline.launch.agent.process_exit import end_python, exit_now; {end}"
 
 
 def ended(folder: Path, end: str, *, more: str = "pass") -> "subprocess.CompletedProcess[str]":
@@ -48,7 +48,7 @@ def test_the_job_s_threads_exit_functions_and_files_end_as_python_ends_them(tmp_
 
 
 def test_who_leaves_at_once_loses_no_line(tmp_path: Path) -> None:
-    done = ended(tmp_path, "leave(3)")
+    done = ended(tmp_path, "exit_now(3)")
     assert (done.returncode, done.stdout) == (3, "no line") and not (tmp_path / "atexit").exists()
     assert [(tmp_path / name).read_text() for name in ("plain", "raw", "cycle")] == ["x", "x", "x"]
 
@@ -72,8 +72,8 @@ def test_what_the_job_has_started_ends_with_whoever_is_killed(tmp_path: Path, ki
     mark = f"guarded-{tmp_path}"
     starter = (
         "import os, subprocess, time\n"
-        "from paceline.survive.guard import guard\n"
-        "guard(os.getppid())\n"
+        "from paceline.launch.agent.cleanup_process import start_cleanup_process\n"
+        "start_cleanup_process(os.getppid())\n"
         "print(os.getpid(), subprocess.Popen(['sleep', '300'], stdout=-3).pid, flush=True)\n"
         "time.sleep(300)\n"
     )

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import MachineError, PacelineError, Problems, UsageError
-from paceline.plan.assumptions import assumption_lines
-from paceline.plan.catalogue import DEVICES, LINKS
-from paceline.plan.fleet import read_fleet
-from paceline.plan.hardware import fleet_of, group_of
-from paceline.plan.here import node_memory
-from paceline.plan.quantity import UNITS, Measures, read_quantity
+from paceline.planner.hardware.assumed_rates import assumption_lines
+from paceline.planner.hardware.catalog import DEVICES, LINKS
+from paceline.planner.hardware.cluster import fleet_of, group_of
+from paceline.planner.hardware.local_cluster import node_memory
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.hardware.unit_parsing import UNITS, QuantityKind, read_quantity
 
 _GIB = 1 << 30
 
@@ -137,23 +137,23 @@ def test_a_file_without_a_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "measures", "value"),
     [
-        ("80 GiB", Measures.BYTES, 80 * _GIB),
-        ("80GB", Measures.BYTES, 80e9),
-        ("1,024 B", Measures.BYTES, 1024),
-        ("400 Gbit/s", Measures.BYTES_PER_SECOND, 50e9),
-        ("1e3 MB/s", Measures.BYTES_PER_SECOND, 1e9),
-        ("2 µs", Measures.SECONDS, 2e-6),
-        ("0.5 ms", Measures.SECONDS, 5e-4),
-        ("989 TFLOP/s", Measures.FLOPS, 989e12),
-        ("0.7 kW", Measures.WATTS, 700),
-        ("12 EUR/h", Measures.MONEY, 12),
+        ("80 GiB", QuantityKind.BYTES, 80 * _GIB),
+        ("80GB", QuantityKind.BYTES, 80e9),
+        ("1,024 B", QuantityKind.BYTES, 1024),
+        ("400 Gbit/s", QuantityKind.BYTES_PER_SECOND, 50e9),
+        ("1e3 MB/s", QuantityKind.BYTES_PER_SECOND, 1e9),
+        ("2 µs", QuantityKind.SECONDS, 2e-6),
+        ("0.5 ms", QuantityKind.SECONDS, 5e-4),
+        ("989 TFLOP/s", QuantityKind.FLOPS, 989e12),
+        ("0.7 kW", QuantityKind.WATTS, 700),
+        ("12 EUR/h", QuantityKind.MONEY, 12),
     ],
 )
-def test_quantities(text: str, measures: Measures, value: float) -> None:
+def test_quantities(text: str, measures: QuantityKind, value: float) -> None:
     assert read_quantity(text, measures=measures, name="it") == pytest.approx(value)
 
 
-@pytest.mark.parametrize("measures", list(Measures))
+@pytest.mark.parametrize("measures", list(QuantityKind))
 @pytest.mark.parametrize(
     "text",
     [
@@ -174,7 +174,7 @@ def test_quantities(text: str, measures: Measures, value: float) -> None:
         ["5 {}"],
     ],
 )
-def test_what_is_no_quantity(text: object, measures: Measures) -> None:
+def test_what_is_no_quantity(text: object, measures: QuantityKind) -> None:
     given = text.format(next(iter(UNITS[measures]))) if isinstance(text, str) else text
     with pytest.raises(UsageError, match="it = "):
         read_quantity(given, measures=measures, name="it")

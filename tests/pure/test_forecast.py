@@ -8,18 +8,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.candidate import Candidate, candidate_of
-from paceline.plan.chain import chain_of
-from paceline.plan.efficiency import Efficiency
-from paceline.plan.estimate import Estimate
-from paceline.plan.facts import ModelFacts
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import candidates
-from paceline.plan.hardware import Device, Fleet, Link
-from paceline.plan.legal import refuse_products
-from paceline.plan.memory import static_bytes
-from paceline.plan.mesh import mesh_of
-from paceline.spec.layout import parse_layout
+from paceline.config.layout import parse_layout
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.cost.layout_candidate import Candidate, candidate_of
+from paceline.planner.cost.memory import static_bytes
+from paceline.planner.hardware.cluster import Cluster, Device, Link
+from paceline.planner.hardware.efficiency import Efficiency
+from paceline.planner.layout.axis_products import check_axis_products
+from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.model_costs.layer_chain import chain_of
+from paceline.planner.model_costs.model_profile import ModelProfile
+from paceline.planner.search.search_space import candidates
 from tests.pure.drawn_plans import forecast, some
 
 NEAR = 1 + 1e-9
@@ -27,7 +27,7 @@ drawn = given(st.integers(0, 10**6))
 often = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def pairs(seed: int, other: Callable[[Forecast], Forecast]) -> list[tuple[Estimate, Estimate]]:
+def pairs(seed: int, other: Callable[[CostModel], CostModel]) -> list[tuple[Estimate, Estimate]]:
     """Some candidates, as they are and as they would be; where there is none, the model says nothing."""
     made, found = some(seed)
     assume(found)
@@ -42,11 +42,11 @@ def changed(seed: int, **changes: object) -> list[tuple[Estimate, Estimate]]:
     return [(made.estimate(one), made.estimate(replace(one, **changes))) for one in found]  # type: ignore[arg-type]
 
 
-def on_fleet(change: Callable[[Fleet], Fleet]) -> Callable[[Forecast], Forecast]:
-    return lambda made: Forecast(facts=made.facts, fleet=change(made.fleet), efficiency=made.efficiency)
+def on_fleet(change: Callable[[Cluster], Cluster]) -> Callable[[CostModel], CostModel]:
+    return lambda made: CostModel(facts=made.facts, fleet=change(made.fleet), efficiency=made.efficiency)
 
 
-def on_device(change: Callable[[Device], Device]) -> Callable[[Forecast], Forecast]:
+def on_device(change: Callable[[Device], Device]) -> Callable[[CostModel], CostModel]:
     return on_fleet(lambda fleet: replace(fleet, device=change(fleet.device)))
 
 
@@ -76,7 +76,7 @@ def test_every_candidate_is_legal_and_reads_back_as_it_was_written(seed: int) ->
         layout = parse_layout(candidate.layout)
         problems: list[object] = []
         mesh = mesh_of(layout, ranks=made.fleet.ranks, problems=problems)  # type: ignore[arg-type]
-        assert not problems and not refuse_products(layout, mesh), candidate.layout
+        assert not problems and not check_axis_products(layout, mesh), candidate.layout
         size, precision = candidate.micro_batch_size, candidate.precision
         assert candidate_of(layout, mesh, micro_batch_size=size, precision=precision) == candidate
         assert candidate.ranks == made.fleet.ranks
@@ -121,7 +121,7 @@ def test_more_memory_never_makes_a_plan_infeasible(seed: int) -> None:
 @often
 @drawn
 def test_a_faster_link_is_never_slower(which: str, seed: int) -> None:
-    def quick(fleet: Fleet) -> Fleet:
+    def quick(fleet: Cluster) -> Cluster:
         return replace(fleet, **{which: quicker_link(getattr(fleet, which))})
 
     for one, other in pairs(seed, on_fleet(quick)):
@@ -146,9 +146,9 @@ def test_a_faster_device_is_never_slower(what: str, seed: int) -> None:
 @often
 @drawn
 def test_what_is_used_better_is_never_slower(name: str, seed: int) -> None:
-    def better(made: Forecast) -> Forecast:
+    def better(made: CostModel) -> CostModel:
         value = min(1.0, 1.2 * float(getattr(made.efficiency, name)))
-        return Forecast(facts=made.facts, fleet=made.fleet, efficiency=replace(made.efficiency, **{name: value}))
+        return CostModel(facts=made.facts, fleet=made.fleet, efficiency=replace(made.efficiency, **{name: value}))
 
     for one, other in pairs(seed, better):
         assert other.step_seconds <= one.step_seconds * NEAR
@@ -157,9 +157,9 @@ def test_what_is_used_better_is_never_slower(name: str, seed: int) -> None:
 @often
 @drawn
 def test_longer_samples_take_more_of_everything(seed: int) -> None:
-    def longer(made: Forecast) -> Forecast:
+    def longer(made: CostModel) -> CostModel:
         facts = replace(made.facts, length=2 * made.facts.length)
-        return Forecast(facts=facts, fleet=made.fleet, efficiency=made.efficiency)
+        return CostModel(facts=facts, fleet=made.fleet, efficiency=made.efficiency)
 
     for one, other in pairs(seed, longer):
         if one.stages == other.stages:  # attention weighs more in longer ones, which may move a border
@@ -268,8 +268,8 @@ def test_no_step_is_quicker_than_its_operations(seed: int) -> None:
 @drawn
 def test_the_price_is_the_time(seed: int) -> None:
     made, found = some(seed)
-    priced = Forecast(facts=made.facts, fleet=replace(made.fleet, price_per_hour=36.0), efficiency=made.efficiency)
-    free = Forecast(facts=made.facts, fleet=replace(made.fleet, price_per_hour=None), efficiency=made.efficiency)
+    priced = CostModel(facts=made.facts, fleet=replace(made.fleet, price_per_hour=36.0), efficiency=made.efficiency)
+    free = CostModel(facts=made.facts, fleet=replace(made.fleet, price_per_hour=None), efficiency=made.efficiency)
     for candidate in found:
         estimate = priced.estimate(candidate)
         assert estimate.price == pytest.approx(estimate.step_seconds * 0.01 * made.fleet.nodes)
@@ -281,7 +281,7 @@ def test_the_price_is_the_time(seed: int) -> None:
 def test_what_is_remembered_changes_nothing(seed: int) -> None:
     made, found = some(seed)
     for candidate in found:
-        anew = Forecast(facts=made.facts, fleet=made.fleet, efficiency=made.efficiency)
+        anew = CostModel(facts=made.facts, fleet=made.fleet, efficiency=made.efficiency)
         assert anew.estimate(candidate) == made.estimate(candidate) == made.estimate(candidate)
 
 
@@ -303,8 +303,8 @@ def test_equal_parts_are_told_once_and_none_is_lost(seed: int) -> None:
     assert [chain.parts[i].whole_parameters for i in chain.order] == [b.whole_parameters for b in made.facts.blocks]
 
 
-def _alone(facts: ModelFacts, fleet: Fleet) -> Forecast:
-    return Forecast(facts=facts, fleet=fleet, efficiency=Efficiency(step_seconds=0.0))
+def _alone(facts: ModelProfile, fleet: Cluster) -> CostModel:
+    return CostModel(facts=facts, fleet=fleet, efficiency=Efficiency(step_seconds=0.0))
 
 
 def test_state_is_that_of_the_papers_table_to_the_byte() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from paceline.cli import main
-from paceline.spec.foreign_options import FOREIGN, place_of
-from paceline.spec.read import known_settings
-from paceline.verbs.table import VERBS
+from paceline.commands.command_table import VERBS
+from paceline.config.loading import known_settings
+from paceline.config.other_tool_options import FOREIGN, place_of
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
+from paceline.config.job_reference import parse_jobref
 from paceline.errors import JobError, UsageError
-from paceline.job import imported
-from paceline.launch.owner import own_rank
-from paceline.spec.jobref import parse_jobref
+from paceline.job import import_job_module
+from paceline.launch.environment_owner import own_rank
 
 
 @pytest.mark.parametrize("stem", ["torch", "paceline", "numpy", "safetensors", "random", "notalibrary"])
@@ -24,7 +24,7 @@ def test_a_job_with_the_name_of_a_library_leaves_the_library_to_everybody_else(
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     file = tmp_path / f"{stem}.py"
     file.write_text(f"import {stem}\nseen = {stem}\ndef make_job(): ...\n")
-    made = imported(parse_jobref(str(file)))
+    made = import_job_module(parse_jobref(str(file)))
     assert made.__file__ == str(file) and isinstance(made.seen, ModuleType)
     assert (sys.modules[stem] is there) is is_library and (made.seen is there) is is_library
 
@@ -40,7 +40,7 @@ def test_a_library_that_nobody_has_imported_yet_stays_to_be_had(
     file = tmp_path / "mine" / "latelib.py"
     file.parent.mkdir()
     file.write_text("def make_job():\n    import latelib\n    return latelib.word\n")
-    assert imported(parse_jobref(str(file))).make_job() == "the library"
+    assert import_job_module(parse_jobref(str(file))).make_job() == "the library"
 
 
 @pytest.mark.parametrize(

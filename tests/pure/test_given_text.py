@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from paceline.config.loading import read_asked
+from paceline.config.text_file import given_text
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.place.start.files import Shelf
-from paceline.place.tensor.plan_file import read_plan
+from paceline.parallel.initialization.safetensors_loading import SafetensorsFolder
+from paceline.parallel.tensor_parallel.plan_toml import read_plan
 from paceline.schedule import read
-from paceline.spec.given_text import given_text
-from paceline.spec.read import read_asked
 
 
 def read_settings(path: Path) -> Any:
@@ -53,4 +53,4 @@ def test_an_index_of_weights_that_is_none(tmp_path: Path) -> None:
     for content in (b"\x9c\xff", b"{", b"{}", b"[]"):
         (tmp_path / "model.safetensors.index.json").write_bytes(content)
         with pytest.raises(CheckpointError, match="can't be read: "):
-            Shelf(tmp_path)
+            SafetensorsFolder(tmp_path)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from paceline.data.order.cursor import Cursor
 from paceline.events import StepDone
-from paceline.order.cursor import Cursor
-from paceline.train.heard import Heard
+from paceline.trainer.step_logger import StepLogger
 
 EACH = 0.02
 
@@ -28,7 +28,7 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
         named=[],
     )
     feed: Any = SimpleNamespace(num_samples=None)
-    heard = Heard(
+    heard = StepLogger(
         built=built,
         feed=feed,
         stream=SimpleNamespace(emit=told.append),  # type: ignore[arg-type]
@@ -41,8 +41,8 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
             step=step, samples=8, agreed=agreed, terms={}, loss=1.0, grad_norm=None, lr=0.1,
             compute_seconds=EACH, communication_seconds=0.0,
         )  # fmt: skip
-        heard.of(result, cursor=Cursor())
-    heard.rest()
+        heard.record(result, cursor=Cursor())
+    heard.flush()
     heard.log_last()
     return [event for event in told if isinstance(event, StepDone)]
 

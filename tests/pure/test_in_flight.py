@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline.plan.in_flight import KNOWN, LOOPED, Turns, held_by, is_sure, makespan, most_held
+from paceline.planner.cost.pipeline_formulas import KNOWN, LOOPED, StageTimes, held_by, is_sure, makespan, max_in_flight
 from paceline.schedule import SCHEDULES, Costs, build, simulate
 
 _VIRTUAL = {name: (2, 3, 4) if name in LOOPED else (2,) if name == "zbv" else (1,) for name in KNOWN}
@@ -33,7 +33,7 @@ def test_what_is_held_is_what_the_program_holds(name: str) -> None:
                     continue
                 program = build(name, ranks=ranks, micro=micro, virtual=virtual)
                 for rank in range(ranks):
-                    form = most_held(name, ranks=ranks, micro=micro, virtual=virtual, rank=rank)
+                    form = max_in_flight(name, ranks=ranks, micro=micro, virtual=virtual, rank=rank)
                     assert form == held_by(program, rank), (virtual, ranks, micro, rank)
 
 
@@ -51,7 +51,7 @@ def test_equal_stages_take_what_the_simulation_takes(name: str, seed: int) -> No
     forward, back = draw.uniform(0.5, 2), draw.uniform(1, 1.4)
     seconds = {"forward": forward, "input": forward * back, "weight": forward * draw.uniform(0.8, 1)}
     found = simulate(build(name, ranks=ranks, micro=micro, virtual=virtual), costs=Costs(**seconds)).makespan
-    turns = Turns(**{part: [each] * (ranks * virtual) for part, each in seconds.items()})
+    turns = StageTimes(**{part: [each] * (ranks * virtual) for part, each in seconds.items()})
     assert makespan(name, turns, ranks=ranks, micro=micro, virtual=virtual) == pytest.approx(found)
 
 
@@ -65,7 +65,7 @@ def test_uneven_stages_and_messages_are_near_the_simulation(name: str, seed: int
     hop = draw.uniform(0, 1)
     program = build(name, ranks=ranks, micro=micro, virtual=virtual)
     found = simulate(program, costs=Costs(**costs, transfer=hop)).makespan
-    form = makespan(name, Turns(**costs, hop=hop), ranks=ranks, micro=micro, virtual=virtual)
+    form = makespan(name, StageTimes(**costs, hop=hop), ranks=ranks, micro=micro, virtual=virtual)
     assert form == pytest.approx(found, rel=_WRONG.get(name, _NEAR))
 
 
@@ -78,7 +78,9 @@ def test_no_stage_that_gets_slower_makes_the_pipeline_quicker(name: str) -> None
         hop, place, part = draw.uniform(0, 1), draw.randrange(stages), draw.choice(["forward", "input"])
 
         def total(found: dict[str, list[float]], hop: float = hop, ranks: int = ranks, m: int = micro) -> float:
-            return makespan(name, Turns(**found, hop=hop), ranks=ranks, micro=m, virtual=len(found["input"]) // ranks)
+            return makespan(
+                name, StageTimes(**found, hop=hop), ranks=ranks, micro=m, virtual=len(found["input"]) // ranks
+            )
 
         before = total(seconds)
         slower = {**seconds, part: [s + (i == place) * draw.random() for i, s in enumerate(seconds[part])]}

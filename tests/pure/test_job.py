@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.commands.common.option_checks import misfit_parameters
+from paceline.config.job_reference import parameter_sources, parse_jobref
+from paceline.config.loading import RequestedSettings
+from paceline.data.source import read_source
 from paceline.errors import JobError, PacelineError, Problems, called_exit
-from paceline.feed.source import read_source
 from paceline.job import load_job, refuse_job
-from paceline.job_fields import _unfit_metrics, unfit_data, whole_indices
+from paceline.job_field_checks import _unfit_metrics, unfit_data, whole_indices
 from paceline.job_parameters import typed_parameters
-from paceline.spec.jobref import parameter_sources, parse_jobref
-from paceline.spec.read import Asked
-from paceline.survive.child import _entered
-from paceline.verbs.misfits import misfit_parameters
+from paceline.launch.agent.worker_process import _entered
 
 
 class Kind(Enum):
@@ -81,7 +81,7 @@ def test_all_that_is_wrong_with_parameters_is_said_at_once(tmp_path: Path) -> No
         f"{path} has no parameter foo.", "make_job needs lr, which has no default.", "--job.width=wide is no int."
     ]  # fmt: skip
     assert "--job.lr VALUE" in refused.value.problems[1].hint
-    asked = Asked(values={"job.width": "wide", "job.foo": "3", "job.names": "a"})
+    asked = RequestedSettings(values={"job.width": "wide", "job.foo": "3", "job.names": "a"})
     before_start = misfit_parameters(parameter_sources(parse_jobref(str(path))), asked)
     assert {one.what for one in before_start} == {
         "make_job has no parameter 'foo'.", "--job.width=wide is no int.", "make_job needs lr, which has no default.",

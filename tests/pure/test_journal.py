@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from paceline.measure.journal import Journal, carried_on, peak_of
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, peak_of
 
 Amounts = dict[str, list[int]]
 
@@ -19,9 +19,9 @@ def drawn(seed: int) -> Amounts:
     return {"before": some(6), "block": some(9), "leaves": some(2), "after": some(6), "own": some(2)}
 
 
-def journal(amounts: Amounts, blocks: int) -> Journal:
+def journal(amounts: Amounts, blocks: int) -> MemoryTimeline:
     """Two parts: a forward, in which every block leaves something, and a backward that lets go of it."""
-    found, (leaves,), (own,) = Journal(), amounts["leaves"][:1], amounts["own"][:1]
+    found, (leaves,), (own,) = MemoryTimeline(), amounts["leaves"][:1], amounts["own"][:1]
     lies = own * blocks
 
     def note(kind: str, held: int) -> None:
@@ -38,7 +38,7 @@ def journal(amounts: Amounts, blocks: int) -> Journal:
     return found
 
 
-def most(found: Journal) -> int:
+def most(found: MemoryTimeline) -> int:
     return max(sum(held) for part in found.parts for _, held in part)
 
 
@@ -54,7 +54,7 @@ def test_what_a_deep_step_holds_is_found_from_two_that_are_less_deep(seed: int) 
 @pytest.mark.parametrize("seed", range(0, 40, 5))
 def test_every_operation_of_a_deep_step_is_found(seed: int) -> None:
     amounts, deep = drawn(seed), 5 + seed
-    found = carried_on(journal(amounts, 4), journal(amounts, 5), deep - 4)
+    found = extrapolate(journal(amounts, 4), journal(amounts, 5), deep - 4)
     assert found == journal(amounts, deep)
 
 
@@ -63,7 +63,7 @@ def test_a_block_that_holds_more_than_its_like_is_seen(place: int) -> None:
     """Wherever it stands between the first and the last, which are replayed with all others."""
     amounts = drawn(8)
 
-    def odd(blocks: int) -> Journal:
+    def odd(blocks: int) -> MemoryTimeline:
         found = journal(amounts, blocks)
         before, each = len(amounts["before"]), len(amounts["block"])
         at = before + place * each
@@ -72,15 +72,15 @@ def test_a_block_that_holds_more_than_its_like_is_seen(place: int) -> None:
             found.parts[0][at] = (name, (*held[:4], held[4] + 5000))
         return found
 
-    assert carried_on(odd(4), odd(5), 8) != odd(12)
+    assert extrapolate(odd(4), odd(5), 8) != odd(12)
 
 
 def test_two_chains_grow_each_by_itself() -> None:
     """Of two in one step each gets a block more in a replay of its own."""
     few, other = drawn(1), drawn(2)
 
-    def both(one: int, two: int) -> Journal:
-        found = Journal()
+    def both(one: int, two: int) -> MemoryTimeline:
+        found = MemoryTimeline()
         found.parts = [*journal(few, one).parts, *journal(other, two).parts]
         return found
 

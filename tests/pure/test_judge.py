@@ -8,14 +8,14 @@ import torch
 
 import paceline as pl
 from paceline.events import EvalDone
-from paceline.train.judge import Judge
-from paceline.train.length import Progress
+from paceline.trainer.evaluation.early_stopping import BestMetricTracker
+from paceline.trainer.setup.duration import Progress
 
 
 def heard(values: list[dict[str, float]], **options: Any) -> list[tuple[bool, bool, int]]:
     """For each evaluation: is it the best, does it end the run, how many notes."""
     job = pl.Job(model=torch.nn.Identity, train_data=[0], optimizer=torch.optim.SGD, global_batch_size=1, **options)
-    judge = Judge(job, Progress())
+    judge = BestMetricTracker(job, Progress())
     said = []
     for step, metrics in enumerate(values):
         event = EvalDone(step=step, split="eval", metrics=metrics, samples=1, seconds=0.0, average=False, extra={})
@@ -45,10 +45,10 @@ def test_a_best_that_on_eval_leaves_out_is_told_and_the_rule_is_heard_all_the_sa
     assert heard(values, best="score:max", early_stopping=rule) == [(True, False, 0), (False, True, 2)]
 
 
-def judged(progress: Progress, values: list[dict[str, float]], **options: Any) -> tuple[Judge, list[bool]]:
+def judged(progress: Progress, values: list[dict[str, float]], **options: Any) -> tuple[BestMetricTracker, list[bool]]:
     """A part of a run that begins with this progress, as a checkpoint gave it back."""
     job = pl.Job(model=torch.nn.Identity, train_data=[0], optimizer=torch.optim.SGD, global_batch_size=1, **options)
-    judge = Judge(job, progress)
+    judge = BestMetricTracker(job, progress)
     events = [EvalDone(step=1, split="eval", metrics=value, samples=1, seconds=0.0) for value in values]
     return judge, [judge.hear(event).best for event in events]
 

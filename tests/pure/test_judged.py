@@ -7,32 +7,32 @@ from typing import Any
 
 import pytest
 
+from paceline.console.formatting import format_size
 from paceline.errors import LayoutError, PacelineError, UsageError
-from paceline.plan.advice import advise
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.estimate import Timed
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import candidates
-from paceline.plan.judged import judge
-from paceline.plan.memory import PARTS
-from paceline.plan.named import estimate_named, estimate_told, forecast_of, row_named
-from paceline.plan.told import differences_told
-from paceline.spec.words import size
-from paceline.watch.planned import page
+from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.plan_file_diff import diff_plan_files
+from paceline.planner.advice.recommendations import advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import MeasuredTime
+from paceline.planner.cost.memory import PARTS
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.search.evaluate_named_layout import estimate_named, estimate_told, forecast_of, row_named
+from paceline.planner.search.search_space import candidates
+from paceline.reporting.plan_report import plan_page
 from tests.pure.drawn_plans import forecast
 
 LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
 
 
-def made(cluster: str = "8xH100-80G", *, batch: int = 64) -> Forecast:
+def made(cluster: str = "8xH100-80G", *, batch: int = 64) -> CostModel:
     facts = decoder_facts(LLAMA_8B, name="8B", length=8192, global_batch_size=batch)
-    return Forecast(facts=facts, fleet=read_fleet(cluster))
+    return CostModel(facts=facts, fleet=read_fleet(cluster))
 
 
-def answer(drawn: Forecast, *layouts: str) -> dict[str, Any]:
+def answer(drawn: CostModel, *layouts: str) -> dict[str, Any]:
     """As `plan` gives it."""
-    found = judge(drawn, layouts).as_json() if layouts else advise(drawn).as_json()
+    found = judge_asked_layouts(drawn, layouts).as_json() if layouts else advise(drawn).as_json()
     own = {"facts": drawn.facts.as_json(), "cluster": drawn.fleet.as_json(), "efficiency": drawn.efficiency.as_json()}
     read: dict[str, Any] = json.loads(json.dumps({**found, **own}))
     return read
@@ -57,7 +57,7 @@ def test_without_a_microbatch_the_quickest_that_fits_is_taken() -> None:
 
 
 def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out() -> None:
-    found = judge(made(), ["ddp", "fsdp,remat=full", "single", "tp=16", "ep=2,dp=8"])
+    found = judge_asked_layouts(made(), ["ddp", "fsdp,remat=full", "single", "tp=16", "ep=2,dp=8"])
     told = found.as_json()
     assert [row["layout"] for row in told["plans"]] == ["ddp", "fsdp,remat=full", "single", "tp=16", "ep=2,dp=8"]
     assert [row["fits"] for row in told["plans"]] == [False, True, False, False, False]
@@ -72,23 +72,23 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
 
 
 def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:
-    found = judge(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
+    found = judge_asked_layouts(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
     assert [row["layout"] for row in found.as_json()["plans"]] == ["fsdp,remat=full", "fsdp,remat=every:2"]
     assert "every:2 lies between none and full" in found.missing["fsdp,remat=every:2"]
     with pytest.raises(LayoutError, match="remat=none, selective and full") as caught:
-        judge(made(), ["fsdp,remat=every:2"])
+        judge_asked_layouts(made(), ["fsdp,remat=every:2"])
     assert caught.value.hint == "--layouts fsdp,remat=none fsdp,remat=full"
 
 
 def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
     drawn, names = made(), ["fsdp,remat=full", "single"]
-    own, other = (row.estimate for row in judge(drawn, names).rows)
-    timed = replace(own, timed=Timed(seconds=3 * own.step_seconds, spread=0.1, steps=5, blocks=(2, 4)))
-    first, second = judge(drawn, names, timed=[timed]).rows
+    own, other = (row.estimate for row in judge_asked_layouts(drawn, names).rows)
+    timed = replace(own, timed=MeasuredTime(seconds=3 * own.step_seconds, spread=0.1, steps=5, blocks=(2, 4)))
+    first, second = judge_asked_layouts(drawn, names, timed=[timed]).rows
     assert first.estimate.timed == timed.timed and second.estimate.timed is None
     assert first.estimate.step_seconds == pytest.approx(3 * own.step_seconds)
     assert second.estimate.step_seconds == pytest.approx(3 * other.step_seconds)
-    assert "timed (± 10%)" in "\n".join(judge(drawn, names, timed=[timed]).lines())
+    assert "timed (± 10%)" in "\n".join(judge_asked_layouts(drawn, names, timed=[timed]).lines())
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
 def test_a_layout_that_can_not_be_had_says_why(layout: str, said: str) -> None:
     drawn = made()
     refused = {"pp": "no chain of blocks was found"} if layout == "pp=2,dp=4" else {}
-    drawn = Forecast(facts=replace(drawn.facts, tp_sizes=(2, 4), refused=refused), fleet=drawn.fleet)
+    drawn = CostModel(facts=replace(drawn.facts, tp_sizes=(2, 4), refused=refused), fleet=drawn.fleet)
     with pytest.raises(PacelineError) as refused:
-        judge(drawn, [layout])
+        judge_asked_layouts(drawn, [layout])
     assert said in str(refused.value)
 
 
@@ -146,19 +146,19 @@ def test_bytes_and_seconds_that_stand_in_the_file_are_taken() -> None:
 
 def test_two_plans_are_told_apart() -> None:
     one, other = answer(made(), "fsdp,remat=full"), answer(made(), "zero2,remat=full")
-    assert next(differences_told(one, other)).startswith("fsdp,remat=full in microbatches of 2 -> zero2")
-    lines = list(differences_told(answer(made()), answer(made("16xH100-80G", batch=128))))
+    assert next(diff_plan_files(one, other)).startswith("fsdp,remat=full in microbatches of 2 -> zero2")
+    lines = list(diff_plan_files(answer(made()), answer(made("16xH100-80G", batch=128))))
     assert lines[:2] == ["cluster: 8 × H100-80G -> 16 × H100-80G", "global batch: 64 -> 128"]
     assert lines[-2].startswith("step: ") and lines[-1].startswith("peak: ")
-    assert [line for line in differences_told(answer(made()), answer(made())) if "nothing" in line]
+    assert [line for line in diff_plan_files(answer(made()), answer(made())) if "nothing" in line]
 
 
 def test_the_page_shows_every_part_against_the_limit() -> None:
     told = answer(made(), "ddp", "fsdp,remat=full", "pp=2,dp_shard=4,remat=full,zero=1", "threads")
-    html = page(told, job="a <job>")
+    html = plan_page(told, job="a <job>")
     assert "a &lt;job&gt;" in html and "<script" not in html and html.count("does not fit") == 1
     for part, value in told["plans"][0]["parts"].items():
-        assert not value or f"<title>{part} {size(value)}</title>" in html
+        assert not value or f"<title>{part} {format_size(value)}</title>" in html
     assert len(re.findall(r'class="mark" d="M[\d.]+ [\d.]+V', html)) == 1 and "80.0 GiB</text>" in html
     assert html.count("<h2>A step of ") == 2 and "1f1b · 2 ranks" in html and "1f1b · 1 rank ·" in html
     assert "<h2>Differences</h2>" in html and "<b>threads</b>" in html
@@ -171,5 +171,5 @@ def test_the_page_shows_every_part_against_the_limit() -> None:
 
 
 def test_a_picture_of_many_microbatches_is_one_of_few() -> None:
-    html = page(answer(made(batch=512), "pp=2,dp_shard=4,remat=full,zero=1"), job="x")
+    html = plan_page(answer(made(batch=512), "pp=2,dp_shard=4,remat=full,zero=1"), job="x")
     assert "A step of 24 of its 128 microbatches is drawn." in html and html.count("<title>F") == 48

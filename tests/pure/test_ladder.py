@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from paceline.measure.probe.cache import cache_folder
-from paceline.measure.remembered import keep_plan, plan_key, ratios, read_plan, remember
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.hardware import fleet_of
-from paceline.plan.ladder import ladder, rung_of
-from paceline.plan.probed import Fingerprint
-from paceline.plan.rung import Rung
-from paceline.plan.search import search, try_all
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.hardware.benchmark_results import Fingerprint
+from paceline.planner.hardware.cluster import fleet_of
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.search.branch_and_bound import search, try_all
+from paceline.planner.search.fallbacks import fallback_layouts, rung_of
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.profiling.calibration_store import forecast_ratios, keep_plan, plan_key, read_plan, record_forecast_ratio
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
 SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
 FACTS = decoder_facts(SIZES, name="small", length=1024, global_batch_size=16)
@@ -24,15 +24,15 @@ MARK = Fingerprint(cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default
 
 
 @pytest.fixture
-def forecast() -> Forecast:
-    return Forecast(facts=FACTS, fleet=read_fleet("4xA100-80G"))
+def forecast() -> CostModel:
+    return CostModel(facts=FACTS, fleet=read_fleet("4xA100-80G"))
 
 
-def test_each_rung_is_the_quickest_that_needs_so_much_less(forecast: Forecast) -> None:
+def test_each_rung_is_the_quickest_that_needs_so_much_less(forecast: CostModel) -> None:
     first = search(forecast).first
     assert first is not None
     reserve, last = forecast.fleet.device.reserve_bytes, first
-    found = list(ladder(forecast, first))
+    found = list(fallback_layouts(forecast, first))
     assert len(found) >= 3
     for rung in found:
         most = reserve + 0.85 * (last.peak_bytes - reserve)
@@ -42,11 +42,11 @@ def test_each_rung_is_the_quickest_that_needs_so_much_less(forecast: Forecast) -
         last = rung
 
 
-def test_a_rung_crosses_as_json(forecast: Forecast) -> None:
+def test_a_rung_crosses_as_json(forecast: CostModel) -> None:
     best = search(forecast).first
     assert best is not None
     for rung in (rung_of(best), rung_of(best, replayed=(7, {"parameters": 7, "total": 7}), longer=2.0, source="auto")):
-        assert Rung(**json.loads(json.dumps(rung.as_json()))) == rung
+        assert FallbackLayout(**json.loads(json.dumps(rung.as_json()))) == rung
     assert rung.peak_bytes == 7 and rung.parts == {"parameters": 7} and rung.longer == 2.0
     assert rung.micro_batch_size == best.candidate.micro_batch_size and best.layout in str(rung)
 
@@ -54,10 +54,10 @@ def test_a_rung_crosses_as_json(forecast: Forecast) -> None:
 @pytest.mark.parametrize(
     "longer", [{"ddp": 3.0}, {"ddp": 0.2, "": 0.6}, {"": 1.7}, {"zero1": 0.5, "fsdp": 4.0, "": 2.0}]
 )
-def test_corrected_forecasts_are_searched_as_exactly(forecast: Forecast, longer: dict[str, float]) -> None:
+def test_corrected_forecasts_are_searched_as_exactly(forecast: CostModel, longer: dict[str, float]) -> None:
     fleet = replace(forecast.fleet, longer=longer, fuller={"ddp": 1.3, "": 0.8})
     assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
-    own = Forecast(facts=FACTS, fleet=fleet)
+    own = CostModel(facts=FACTS, fleet=fleet)
     best, every = search(own).best, try_all(own).best
     assert {name: one.step_seconds for name, one in best.items()} == {
         name: one.step_seconds for name, one in every.items()
@@ -74,26 +74,26 @@ def test_the_ratios_of_runs_are_kept_by_family_and_by_machine(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     monkeypatch.setattr(
-        "paceline.measure.remembered.cache_file",
+        "paceline.profiling.calibration_store.cache_file",
         lambda mark: cache_folder(environ=environ) / f"probe-{mark.ranks}.json",
     )
-    assert ratios(MARK) == ({}, {})
+    assert forecast_ratios(MARK) == ({}, {})
     for ratio in (1.0, 9.0, 1.2, 1.1, 1.3, 1.4):
-        remember(MARK, "ddp", longer=ratio, fuller=None)
-    remember(MARK, "fsdp", longer=2.2, fuller=1.5)
-    longer, fuller = ratios(MARK)
+        record_forecast_ratio(MARK, "ddp", longer=ratio, fuller=None)
+    record_forecast_ratio(MARK, "fsdp", longer=2.2, fuller=1.5)
+    longer, fuller = forecast_ratios(MARK)
     assert longer == {"ddp": 1.3, "fsdp": 2.2, "": pytest.approx(1.75)} and fuller == {"fsdp": 1.5, "": 1.5}
-    assert ratios(replace(MARK, ranks=2)) == ({}, {})
+    assert forecast_ratios(replace(MARK, ranks=2)) == ({}, {})
     (file,) = (tmp_path / "paceline").iterdir()
     for text in ("", "[]", '{"longer": 3, "fuller": {"ddp": "x", "fsdp": [0, -1, "y"]}}'):
         file.write_text(text)
-        assert ratios(MARK) == ({}, {})
-    remember(MARK, "ddp", longer=1.5, fuller=None)
-    assert ratios(MARK)[0]["ddp"] == 1.5
+        assert forecast_ratios(MARK) == ({}, {})
+    record_forecast_ratio(MARK, "ddp", longer=1.5, fuller=None)
+    assert forecast_ratios(MARK)[0]["ddp"] == 1.5
 
 
 def test_a_kept_plan_is_of_the_jobs_file_as_it_is_now(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("paceline.measure.remembered.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("paceline.profiling.calibration_store.cache_folder", lambda: tmp_path / "cache")
     job = tmp_path / "job.py"
     job.write_text("def make_job(width=3): ...\n")
 

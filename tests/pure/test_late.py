@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.store.runs import RunFolder
-from paceline.watch.history import History
-from paceline.watch.late import show_late
-from paceline.watch.report import page
+from paceline.reporting.run_history import History
+from paceline.reporting.run_report import run_page
+from paceline.reporting.staleness_section import show_staleness
+from paceline.run_folder.run_folder import RunFolder
 
 
 def told_of(update: str, *told: dict[str, Any]) -> str:
     event = {"event": "Staleness", "step": 20, "update": update, "told": list(told)}
-    return show_late(History(run=RunFolder(Path("run")), steps={}, events=[event], torn={}, again=0))
+    return show_staleness(History(run=RunFolder(Path("run")), steps={}, events=[event], torn={}, again=0))
 
 
 def test_a_pipeline_counts_microbatches_and_others_count_gradients() -> None:
@@ -34,7 +34,7 @@ def test_very_late_is_not_drawn_as_not_late() -> None:
 def test_the_head_says_how_a_batch_became_an_update(tmp_path: Path) -> None:
     def head(**task: str) -> str:
         (tmp_path / "task.json").write_text(json.dumps({"job": "job.py", "layout": "ddp", **task}))
-        return page(RunFolder(tmp_path)).partition("</header>")[0]
+        return run_page(RunFolder(tmp_path)).partition("</header>")[0]
 
     assert "<dt>update</dt><dd>hogwild</dd>" in head(update="hogwild", compress="none")
     assert "<dt>compress</dt><dd>topk,ratio=0.1</dd>" in head(update="sync", compress="topk,ratio=0.1")

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from paceline.watch.bars import Row, bars
-from paceline.watch.layouts import Measured, page, rows, text
+from paceline.reporting.layout_comparison import Measured, comparison_page, comparison_rows, text
+from paceline.reporting.svg.bar_chart import BarRow, bars
 
 HELD = {"parameters": 4 << 20, "gradients": 4 << 20, "optimizer": 8 << 20, "buffers": 0, "activations": 16 << 20}
 
@@ -63,7 +63,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_is_whole_and_loads_nothing() -> None:
-    html = page(found(), job="text")
+    html = comparison_page(found(), job="text")
     tags = Tags()
     tags.feed(html)
     assert tags.open == []
@@ -74,7 +74,7 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
 
 
 def test_the_table_has_what_was_measured_and_no_empty_column() -> None:
-    head, body = rows(found())
+    head, body = comparison_rows(found())
     row = dict(zip(head, body[2], strict=True))
     assert row == {
         "layout": "fsdp", "ranks": "4", "step": "475.0 ms", "samples/s": "134", "tokens/s": "34,304",
@@ -83,12 +83,12 @@ def test_the_table_has_what_was_measured_and_no_empty_column() -> None:
         "verdict": "rounding",
     }  # fmt: skip
     assert dict(zip(head, body[3], strict=True))["peak a rank"] == "36.0 MiB"  # its fullest rank
-    short, _ = rows([Measured(name="ddp", ranks=2, step_seconds=2.0)])
+    short, _ = comparison_rows([Measured(name="ddp", ranks=2, step_seconds=2.0)])
     assert short == ["layout", "ranks", "step"]
 
 
 def test_each_layout_keeps_its_colour() -> None:
-    captions = re.findall(r'<figcaption class="legend">(.*?)</figcaption>', page(found(), job="x"))
+    captions = re.findall(r'<figcaption class="legend">(.*?)</figcaption>', comparison_page(found(), job="x"))
     named = [dict(re.findall(r'box(\d)"></i>([^<]+)<', c)) for c in captions if "ddp" in c]
     assert len(named) == 2 and named[0] == named[1]
 
@@ -99,38 +99,38 @@ def test_reasons_are_said_under_the_table() -> None:
 
 def test_a_bar_is_what_the_table_says() -> None:
     total = {**HELD, "total": sum(HELD.values())}
-    html = page([Measured(name="ddp", ranks=1, held=[total])], job="x", proof="see <verify>")
+    html = comparison_page([Measured(name="ddp", ranks=1, held=[total])], job="x", proof="see <verify>")
     assert ">32.0 MiB<" in html and "64.0 MiB" not in html and "see &lt;verify&gt;" in html
 
 
 def test_bars_are_as_long_as_they_should_be() -> None:
-    drawn = bars("held", ("a", "b"), [Row(name="x", parts={"a": 100, "b": 300}), Row(name="y", parts={"b": 200})])
+    drawn = bars("held", ("a", "b"), [BarRow(name="x", parts={"a": 100, "b": 300}), BarRow(name="y", parts={"b": 200})])
     widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
     assert widths == pytest.approx([widths[0], 3 * widths[0], 2 * widths[0]], abs=0.02)
     ends = [float(x) + w for x, w in zip(re.findall(r'<rect x="([\d.]+)"', drawn), widths, strict=True)]
     assert max(ends) < 860
-    assert bars("held", ("a",), [Row(name="x", parts={})]) == ""
+    assert bars("held", ("a",), [BarRow(name="x", parts={})]) == ""
 
 
 def test_equal_ranks_share_a_bar_and_unequal_ones_do_not() -> None:
-    html = page(found(), job="text")
+    html = comparison_page(found(), job="text")
     assert "ddp · ranks 0–3<" in html and "single · rank 0<" in html
     assert "pp=4,schedule=1f1b · rank 0<" in html and all(f">rank {rank}<" in html for rank in (1, 2, 3))
-    pairs = page([Measured(name="pp=2", ranks=8, held=[HELD, sharded(HELD)] * 2 + [HELD] * 2)], job="x")
+    pairs = comparison_page([Measured(name="pp=2", ranks=8, held=[HELD, sharded(HELD)] * 2 + [HELD] * 2)], job="x")
     assert "pp=2 · ranks 0, 2, 4–5<" in pairs and ">ranks 1, 3<" in pairs
 
 
 def test_many_collectives_end_in_others() -> None:
     sent = [{f"kind{n}": float(1 << (20 + n)) for n in range(9)}]
-    html = page([Measured(name="all", ranks=2, held=[HELD], sent=sent)], job="x")
+    html = comparison_page([Measured(name="all", ranks=2, held=[HELD], sent=sent)], job="x")
     assert "others" in html and "kind8" in html and "kind0" not in html
 
 
 def test_names_are_escaped() -> None:
-    html = page([Measured(name="<b>", ranks=1, held=[HELD], reason="a < b")], job="<i>")
+    html = comparison_page([Measured(name="<b>", ranks=1, held=[HELD], reason="a < b")], job="<i>")
     assert "<b>" not in html.replace("<b>&lt;b&gt;</b>", "") and "<i>" not in html.replace("<i class", "")
 
 
 def test_nothing_but_refusals_is_a_page_too() -> None:
-    html = page([Measured(name="tp=4", ranks=4, verdict="refused", reason="no")], job="x")
+    html = comparison_page([Measured(name="tp=4", ranks=4, verdict="refused", reason="no")], job="x")
     assert "What each rank holds" not in html and "refused" in html

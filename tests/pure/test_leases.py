@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from paceline.order.leases import Lease, Leases, Share
+from paceline.data.order.leases import BatchShare, Lease, Leases
 
 
-def batch(step: int, of: int) -> list[Share]:
-    return [Share(step=step, number=number, of=of) for number in range(of)]
+def batch(step: int, of: int) -> list[BatchShare]:
+    return [BatchShare(step=step, number=number, of=of) for number in range(of)]
 
 
 class Play:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.train.length import Length
+from paceline.trainer.setup.duration import Length
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.commands.common.devices import choose_ranks
 from paceline.errors import PacelineError
 from paceline.launch.environments import detect
-from paceline.measure.backends import built_in
-from paceline.measure.probe.cache import cache_folder
-from paceline.plan import machine
-from paceline.plan.settle import refuse_backend
-from paceline.verbs.machine import choose_ranks
+from paceline.planner.layout import host_resources as machine
+from paceline.planner.layout.execution_plan import refuse_backend
+from paceline.profiling.backends import built_in
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
 
 @pytest.mark.parametrize(

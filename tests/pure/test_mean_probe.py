@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from paceline.step.mean_probe import gives_mean, keeps_nothing
+from paceline.step.loss.mean_or_sum_probe import gives_mean, keeps_nothing
 
 CALLS: list[int] = []
 COUNTED = 0

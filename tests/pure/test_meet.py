@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import MachineError, UsageError
-from paceline.launch import meet
-from paceline.launch.environments import Joined, detect
-from paceline.store.hold import this_process
+from paceline.filesystem.run_lock import this_process
+from paceline.launch import rendezvous as meet
+from paceline.launch.environments import JoinedWorld, detect
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
@@ -67,7 +67,7 @@ def test_a_local_rank_that_nobody_says_is_not_the_global_one(environ: dict[str, 
     assert found(one)[3:] == (3, 4, True)  # no other machine can be meant
 
 
-def world(rank: int, **more: Any) -> Joined:
+def world(rank: int, **more: Any) -> JoinedWorld:
     told = {"RANK": str(rank), "WORLD_SIZE": "3"}
     joined = detect(told | more)
     assert joined is not None
@@ -79,9 +79,9 @@ def test_a_world_finds_no_word_of_the_one_before_it(tmp_path: Path, monkeypatch:
     ports = []
     for _ in range(3):
         environs: list[dict[str, str]] = [{}, {}, {}]
-        meet.adopt(world(0), environs[0])
+        meet.adopt_launcher_variables(world(0), environs[0])
         for rank in (1, 2):
-            meet.adopt(world(rank), environs[rank])
+            meet.adopt_launcher_variables(world(rank), environs[rank])
         assert len({environ["MASTER_PORT"] for environ in environs}) == 1
         assert all(environ["GLOO_SOCKET_IFNAME"] == "lo" for environ in environs)
         ports.append(environs[0]["MASTER_PORT"])
@@ -97,18 +97,18 @@ def test_the_word_of_a_process_that_is_gone_is_not_believed(tmp_path: Path, monk
     for holder in ({**this_process(), "born": "1"}, {**this_process(), "pid": 2**22 + 1}, {}, None, 7):
         (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
         with pytest.raises(MachineError, match="rank 0 did not say where it listens"):
-            meet.adopt(world(1), {})
+            meet.adopt_launcher_variables(world(1), {})
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         born = (Path("/proc") / str(other.pid) / "stat").read_text().rpartition(")")[2].split()[19]
         holder = {**this_process(), "pid": other.pid, "born": born}
         (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
         with pytest.raises(UsageError, match=f"process {other.pid} waits for the other ranks"):
-            meet.adopt(world(0), {})
+            meet.adopt_launcher_variables(world(0), {})
     finally:
         other.communicate(b"\n")
     environ: dict[str, str] = {}
-    meet.adopt(world(0), environ)
+    meet.adopt_launcher_variables(world(0), environ)
     os.close(int(environ["PACELINE_LISTEN_FD"]))
 
 
@@ -137,8 +137,8 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(environ: dict[str, str], 
     joined = detect({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", **environ})
     assert joined is not None
     found: dict[str, str] = {}
-    meet.adopt(joined, found)
+    meet.adopt_launcher_variables(joined, found)
     assert ("GLOO_SOCKET_IFNAME" in found) is lo
     kept = {"GLOO_SOCKET_IFNAME": "eth7"}
-    meet.adopt(joined, kept)
+    meet.adopt_launcher_variables(joined, kept)
     assert kept["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from paceline.place.model_copy import copy_model
-from paceline.place.tried import takes_nothing
+from paceline.parallel.module_access.model_copy import copy_model
+from paceline.parallel.sharding.shardability_check import takes_nothing
 
 
 class Keeps(nn.Module):

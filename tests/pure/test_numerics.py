@@ -4,25 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.advice import advise
-from paceline.plan.candidate import Candidate
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.facts import Amount
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid
-from paceline.plan.named import estimate_named
-from paceline.plan.numerics import compiled, numerics_options, option_lines
-from paceline.plan.search import key_of, search, try_all
+from paceline.planner.advice.numeric_options import numerics_options, option_lines, with_compiled_blocks
+from paceline.planner.advice.recommendations import advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.model_profile import BatchScaling
+from paceline.planner.search.branch_and_bound import key_of, search, try_all
+from paceline.planner.search.evaluate_named_layout import estimate_named
+from paceline.planner.search.search_space import SearchSpace
 from tests.pure.test_by_hand import BLOCK, FACTS, FLEET, made
 
 LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
-FEW = Grid(schedules=("1f1b",), virtual=(), offload=((),), micro_batch_size=1)
+FEW = SearchSpace(schedules=("1f1b",), virtual=(), offload=((),), micro_batch_size=1)
 
 
-def llama(cluster: str, *, precision: str = "bf16", batch: int = 64) -> Forecast:
+def llama(cluster: str, *, precision: str = "bf16", batch: int = 64) -> CostModel:
     facts = decoder_facts(LLAMA_8B, name="8B", length=8192, global_batch_size=batch, precision=precision)
-    return Forecast(facts=facts, fleet=read_fleet(cluster))
+    return CostModel(facts=facts, fleet=read_fleet(cluster))
 
 
 def test_options_are_the_best_of_all_that_fit_and_no_row_has_them() -> None:
@@ -32,7 +32,7 @@ def test_options_are_the_best_of_all_that_fit_and_no_row_has_them() -> None:
     assert not any(row.estimate.candidate.params == "bf16" or row.estimate.candidate.compiles for row in advice.rows)
     every = try_all(forecast, grid=replace(FEW, zero=(3,), params=("bf16",))).best.values()
     assert short.estimate == min((one for one in every if one.candidate.params == "bf16"), key=key_of)
-    every = try_all(forecast.of(compiled(forecast.facts)), grid=FEW).best.values()
+    every = try_all(forecast.of(with_compiled_blocks(forecast.facts)), grid=FEW).best.values()
     assert joined.estimate == min(every, key=key_of) and joined.estimate.candidate.compiles
     assert short.estimate.fits and joined.estimate.fits
     assert short.seconds == joined.seconds == advice.recommended.step_seconds
@@ -77,7 +77,7 @@ def test_weights_in_bfloat16_are_no_option_where_products_of_them_are_slower() -
 
 def test_who_compiles_already_is_told_so_in_every_row() -> None:
     forecast = llama("8xH100-80G")
-    forecast = forecast.of(compiled(forecast.facts))
+    forecast = forecast.of(with_compiled_blocks(forecast.facts))
     advice = advise(forecast, grid=FEW)
     assert all(row.estimate.settings["train.compile"] == "true" for row in advice.rows)
     assert " --train.compile true" in "\n".join(advice.lines())
@@ -91,24 +91,24 @@ def test_who_compiles_already_is_told_so_in_every_row() -> None:
 
 def test_compiled_blocks_move_what_is_left_of_their_bytes() -> None:
     """Of 1 s for what is no product a quarter is left: forward 1 + 2 + 0.25 s, backward 2 + 2.5 × 2 + 2 × 0.25 s."""
-    block = replace(BLOCK, fused_bytes=Amount(sample=0.25e9))
+    block = replace(BLOCK, fused_bytes=BatchScaling(sample=0.25e9))
     facts = replace(FACTS, blocks=(block,) * 4)
     alone = replace(FLEET, devices=1)
     candidate = Candidate(micro_batch_size=2, compiles=True)
-    assert made(compiled(facts), alone).seconds(candidate).compute == 4 * 4 * (3.25 + 7.5)
+    assert made(with_compiled_blocks(facts), alone).seconds(candidate).compute == 4 * 4 * (3.25 + 7.5)
     assert made(facts, alone).seconds(candidate).compute == 4 * 4 * (4.0 + 9.0)
-    assert made(compiled(FACTS), alone).seconds(candidate).compute == 4 * 4 * (4.0 + 9.0)  # it is not known
+    assert made(with_compiled_blocks(FACTS), alone).seconds(candidate).compute == 4 * 4 * (4.0 + 9.0)  # it is not known
     end = replace(block, name="end")
     ends = replace(facts, first=end)  # what is no block is not compiled
-    assert made(compiled(ends), alone).seconds(candidate).compute == 4 * 4 * (3.25 + 7.5) + 4 * (4.0 + 9.0)
+    assert made(with_compiled_blocks(ends), alone).seconds(candidate).compute == 4 * 4 * (3.25 + 7.5) + 4 * (4.0 + 9.0)
     whole = replace(facts, blocks=(), first=end)  # but where there is none the model is
-    assert made(compiled(whole), alone).seconds(candidate).compute == 4 * (3.25 + 7.5)
+    assert made(with_compiled_blocks(whole), alone).seconds(candidate).compute == 4 * (3.25 + 7.5)
 
 
 @pytest.mark.parametrize("cluster", ["8xH100-80G", "2x8xA100-80G"])
 def test_a_model_whose_operations_were_not_seen_has_no_option_to_compile(cluster: str) -> None:
     forecast = llama(cluster)
-    blocks = tuple(replace(block, fused_bytes=Amount()) for block in forecast.facts.blocks)
+    blocks = tuple(replace(block, fused_bytes=BatchScaling()) for block in forecast.facts.blocks)
     forecast = forecast.of(replace(forecast.facts, blocks=blocks))
     best = search(forecast, grid=FEW).first
     assert best is not None

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.order.batches import next_batch
-from paceline.order.cursor import Cursor
-from paceline.order.deal import deal
-from paceline.order.permute import Permutation
+from paceline.data.order.batches import next_batch
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.microbatch_assignment import assign_microbatches
+from paceline.data.order.permutation import Permutation
 
 
 @given(st.integers(1, 5000), st.integers(0, 10), st.integers(0, 10))
@@ -68,7 +68,9 @@ def test_any_split_gives_each_sample_once(num: int, batch: int, micro: int, repl
         )
         if given_batch.cursor.epoch:
             break
-        shares = [list(deal(len(given_batch.micro), replica=r, replicas=replicas)) for r in range(replicas)]
+        shares = [
+            list(assign_microbatches(len(given_batch.micro), replica=r, replicas=replicas)) for r in range(replicas)
+        ]
         assert sorted(j for share in shares for j in share) == list(range(len(given_batch.micro)))
         consumed += [p for m in given_batch.micro for p in range(m.start, m.stop)]
         assert all(m.num_samples <= micro for m in given_batch.micro)

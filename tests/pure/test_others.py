@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.measure.others import Look, look, most_of_others, share_of_others
-from paceline.plan.machine import usable_cores
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.planner.layout.host_resources import usable_cores
+from paceline.profiling.cpu_contention import CpuTimes, cpu_contention, most_of_others, read_cpu_times
 
 SPIN = "import time\nuntil = time.monotonic() + {seconds}\nwhile time.monotonic() < until: pass"
 
 
-def seen(own: float, *, work: float = 20.0, idle: float = 0.0, machine: str = "a") -> Look:
-    return Look(machine=machine, work=work, idle=idle, own=own)
+def seen(own: float, *, work: float = 20.0, idle: float = 0.0, machine: str = "a") -> CpuTimes:
+    return CpuTimes(machine=machine, work=work, idle=idle, own=own)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def seen(own: float, *, work: float = 20.0, idle: float = 0.0, machine: str = "a
         "little time",
     ],
 )
-def test_what_is_not_the_ranks_own_is_the_others(ranks: Sequence[Look], share: float) -> None:
-    assert share_of_others(ranks) == pytest.approx(share)
+def test_what_is_not_the_ranks_own_is_the_others(ranks: Sequence[CpuTimes], share: float) -> None:
+    assert cpu_contention(ranks) == pytest.approx(share)
 
 
 def test_the_most_disturbed_part_counts() -> None:
@@ -55,16 +55,16 @@ def test_the_most_disturbed_part_counts() -> None:
 @pytest.mark.clock
 def test_a_busy_program_is_seen_and_a_child_is_not_another() -> None:
     """The first are no children of this process: the shell that starts them ends."""
-    before, began = look(), time.monotonic()
+    before, began = read_cpu_times(), time.monotonic()
     for _ in range(usable_cores()):
         command = f"{sys.executable} -c '{SPIN.format(seconds=1.5)}' >/dev/null 2>&1 &"
         subprocess.run(["sh", "-c", command], check=True)
     time.sleep(1.2)
-    found = look().since(before)
+    found = read_cpu_times().since(before)
     assert found.own < 0.3 * found.work
-    assert share_of_others([found]) > 0.5
+    assert cpu_contention([found]) > 0.5
     assert found.work + found.idle == pytest.approx((time.monotonic() - began) * usable_cores(), rel=0.3)
     time.sleep(0.5)
-    before = look()
+    before = read_cpu_times()
     subprocess.run([sys.executable, "-c", SPIN.format(seconds=0.5)], check=True)
-    assert look().since(before).own >= 0.2  # of a core that others may want too
+    assert read_cpu_times().since(before).own >= 0.2  # of a core that others may want too

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from paceline.comm.process_group import LaunchInfo
+from paceline.launch.environment_owner import OWNER, attempt_folder, drop_inherited, mark_owner, own_environ
 from paceline.launch.environments import detect
-from paceline.launch.meet import adopt
-from paceline.launch.owner import OWNER, attempt_folder, drop_inherited, mark_owner, own_environ
-from paceline.world import Place
+from paceline.launch.rendezvous import adopt_launcher_variables
 
 OURS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711", "PACELINE_LISTEN_FD": "", "PACELINE_ATTEMPT_FOLDER": "/runs/a/logs/attempt-1"}  # fmt: skip
@@ -39,7 +39,7 @@ def test_a_child_of_a_rank_is_in_no_world(kind: str) -> None:
     assert mine is not None and (mine.rank, mine.world_size) == (1, 2)
     child = of_a_child(WORLDS[kind])
     assert detect(child) is None and attempt_folder(child) is None
-    assert Place.read(child) == Place()
+    assert LaunchInfo.read(child) == LaunchInfo()
     drop_inherited(child)
     assert set(child) - {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"} == {"HOME"}
 
@@ -50,8 +50,8 @@ def test_what_another_launcher_has_set_since_is_believed(kind: str) -> None:
              "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "inner"}  # fmt: skip
     joined = detect(child)
     assert joined is not None and (joined.rank, joined.world_size, joined.kind) == (0, 4, "torchrun")
-    assert attempt_folder(child) is None and Place.read(child).listen_fd is None
-    adopt(joined, child)
+    assert attempt_folder(child) is None and LaunchInfo.read(child).listen_fd is None
+    adopt_launcher_variables(joined, child)
     assert "PACELINE_LISTEN_FD" not in child and "PACELINE_ATTEMPT_FOLDER" not in child
     assert child[OWNER].startswith(f"{os.getpid()}:") and own_environ(child) is child
 

@@ -6,31 +6,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.place.holding import Holding
-from paceline.place.parts import Part
-from paceline.plan.mesh import Mesh
-from paceline.prove.places import Places
-from paceline.prove.placing import Case, placing_cause
-from paceline.world import World
+from paceline.comm.process_group import World
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors
+from paceline.planner.layout.mesh import Mesh
+from paceline.verification.diagnosis.placement_cause import GradientCase, placing_cause
+from paceline.verification.diagnosis.rank_names import RankNames
 
 
-class Played(Holding):
+class Played(ShardedTensors):
     """What the ranks hold, as given."""
 
-    def __init__(self, parts: dict[str, list[Part]]) -> None:
+    def __init__(self, parts: dict[str, list[ShardSpec]]) -> None:
         super().__init__(world=World.alone(), held=[])
         self._parts = parts
 
 
-ALL, NONE = Part.all_of([4, 3]), Part.none_of([4, 3])
-HALVES = [Part.of_ranges([4, 3], dim=0, ranges=[rows]) for rows in ((0, 2), (2, 4))]
+ALL, NONE = ShardSpec.all_of([4, 3]), ShardSpec.none_of([4, 3])
+HALVES = [ShardSpec.of_ranges([4, 3], dim=0, ranges=[rows]) for rows in ((0, 2), (2, 4))]
 RIGHT = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
 
 
-def told(mesh: Mesh, parts: dict[str, list[Part]], copies: Sequence[dict[str, Tensor]]) -> str:
+def told(mesh: Mesh, parts: dict[str, list[ShardSpec]], copies: Sequence[dict[str, Tensor]]) -> str:
     bad = [n for n in parts if any(n not in c or not torch.equal(c[n], RIGHT[n]) for c in copies)]
-    case = Case(
-        places=Places(mesh=mesh, holding=Played(parts)),
+    case = GradientCase(
+        places=RankNames(mesh=mesh, holding=Played(parts)),
         right={name: RIGHT[name] for name in parts},
         copies=copies,
         bad=bad,
@@ -96,10 +96,10 @@ def test_nothing_is_said_of_what_is_right() -> None:
 
 
 def test_where_is_said_as_the_mesh_has_it() -> None:
-    places = Places(mesh=Mesh(pp=2, dp_shard=2, tp=2, zero=3), holding=Played({}))
+    places = RankNames(mesh=Mesh(pp=2, dp_shard=2, tp=2, zero=3), holding=Played({}))
     assert places.words([4, 5, 6, 7], of=range(8)) == ", on stage 1 (ranks 4, 5, 6, 7)"
     assert places.words([1, 3, 5, 7], of=range(8)) == ", on tp rank 1 (ranks 1, 3, 5, 7)"
     assert places.words([3], of=range(8)) == ", on rank 3 (tp rank 1, dp_shard rank 1, stage 0)"
     assert places.words(range(8), of=range(8)) == ""
     assert places.replica(1) == "replica 1 (ranks 2, 3, 6, 7)"
-    assert Places(mesh=Mesh(dp_shard=2), holding=Played({})).replica(1) == "rank 1"
+    assert RankNames(mesh=Mesh(dp_shard=2), holding=Played({})).replica(1) == "rank 1"

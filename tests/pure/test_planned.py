@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.store.planned import ADVICE, has_advice, read_advice, write_advice, write_decided
+from paceline.run_folder.plan_file import ADVICE, has_advice, read_advice, write_advice, write_decided
 
 DECIDED = {"layout": "fsdp", "micro_batch_size": 2}
 ADVISED = {"case": 2, "recommended": "fsdp", "plans": [{"layout": "fsdp"}], "lines": ["said"]}

@@ -14,11 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.bytes_sent import SHARES
 from paceline.errors import MachineError
-from paceline.measure.probe.cache import cache_file, fingerprint, keep, read_cached
-from paceline.plan.curve import Curve, Point, fit, read_curve
-from paceline.plan.probed import Collective, Disk, Fingerprint, Probe, Products, Rates, read_probe
-from paceline.traffic import SHARES
+from paceline.planner.hardware.benchmark_results import (
+    Collective,
+    Disk,
+    Fingerprint,
+    HardwareBenchmark,
+    MatmulTimings,
+    Rates,
+    read_probe,
+)
+from paceline.planner.hardware.timing_curve import Point, TimingCurve, fit_line, read_curve
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint, read_cached, store_benchmark
 
 AMOUNTS = [2.0**power for power in range(6, 28, 3)]
 FIXED, EACH = 2e-5, 1e-9
@@ -28,8 +36,8 @@ def law(amount: float) -> float:
     return FIXED + EACH * amount
 
 
-def curve(fixed: float = FIXED, each: float = EACH) -> Curve:
-    return Curve.of(Point(amount=amount, seconds=fixed + each * amount) for amount in AMOUNTS)
+def curve(fixed: float = FIXED, each: float = EACH) -> TimingCurve:
+    return TimingCurve.of(Point(amount=amount, seconds=fixed + each * amount) for amount in AMOUNTS)
 
 
 def noisy(seed: int, share: float) -> list[Point]:
@@ -38,7 +46,7 @@ def noisy(seed: int, share: float) -> list[Point]:
 
 
 def test_a_law_comes_back() -> None:
-    line = fit([Point(amount=amount, seconds=law(amount)) for amount in AMOUNTS])
+    line = fit_line([Point(amount=amount, seconds=law(amount)) for amount in AMOUNTS])
     assert line.fixed_seconds == pytest.approx(FIXED, rel=1e-3) and line.rate == pytest.approx(1 / EACH, rel=1e-3)
     assert line.residual < 1e-4
     amount = 12_345.0
@@ -49,7 +57,7 @@ def test_a_law_comes_back() -> None:
 def test_one_disturbed_point_does_not_draw_the_line(at: int) -> None:
     points = [Point(amount=amount, seconds=law(amount)) for amount in AMOUNTS]
     points[at] = replace(points[at], seconds=3 * points[at].seconds)
-    line = fit(points)
+    line = fit_line(points)
     assert line.fixed_seconds == pytest.approx(FIXED, rel=0.02) and line.rate == pytest.approx(1 / EACH, rel=0.02)
     assert line.residual == pytest.approx(2, abs=0.1) and line.middle < 0.02
 
@@ -57,7 +65,7 @@ def test_one_disturbed_point_does_not_draw_the_line(at: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_residual_is_the_worst_distance_of_a_point(seed: int) -> None:
     points = noisy(seed, 0.3)
-    line = fit(points)
+    line = fit_line(points)
     ratios = [line.seconds(point.amount) / point.seconds for point in points]
     assert line.residual == pytest.approx(max(max(ratio, 1 / ratio) for ratio in ratios) - 1)
     assert line.residual < 0.9
@@ -65,7 +73,7 @@ def test_the_residual_is_the_worst_distance_of_a_point(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_between_the_points_a_law_is_met_within_the_residual(seed: int) -> None:
-    found = Curve.of(noisy(seed, 0.03))
+    found = TimingCurve.of(noisy(seed, 0.03))
     for low, high in pairwise(AMOUNTS):
         middle = (low * high) ** 0.5
         assert abs(found.seconds(middle) / law(middle) - 1) <= found.line.residual + 0.03
@@ -76,7 +84,7 @@ def test_points_of_a_cache_and_of_memory_are_both_met_though_no_line_meets_them(
     def seconds(amount: float) -> float:
         return 1e-6 + amount / 80e9 + max(0.0, amount - 2**20) / 8e9
 
-    found = Curve.of(Point(amount=amount, seconds=seconds(amount)) for amount in AMOUNTS)
+    found = TimingCurve.of(Point(amount=amount, seconds=seconds(amount)) for amount in AMOUNTS)
     assert found.line.residual > 0.2
     for amount in (2**10, 2**17, 2**26, 2**30):
         assert found.seconds(amount) == pytest.approx(seconds(amount), rel=0.25)
@@ -90,7 +98,7 @@ points = st.lists(
 
 @given(points, st.lists(st.floats(0, 1e14), min_size=2, max_size=8))
 def test_more_never_takes_less(pairs: list[tuple[float, float]], asked: list[float]) -> None:
-    found = Curve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
+    found = TimingCurve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
     for wrong in ({"points": [{"amount": "x"}]}, {"line": {"residual": None}}, {"points": 3}, {"points": []}):
         with pytest.raises((ValueError, TypeError)):
             read_curve({**asdict(found), **wrong})
@@ -105,13 +113,13 @@ def test_more_never_takes_less(pairs: list[tuple[float, float]], asked: list[flo
 
 def test_below_the_smallest_at_least_half_of_it_is_left() -> None:
     assert curve().seconds(0) == pytest.approx(FIXED)
-    steep = Curve.of([Point(amount=1, seconds=1.0), Point(amount=2, seconds=9.0)])
-    assert steep.seconds(0) == 0.5 and Curve.of([Point(amount=3, seconds=1.0)]).seconds(0) == 1.0
+    steep = TimingCurve.of([Point(amount=1, seconds=1.0), Point(amount=2, seconds=9.0)])
+    assert steep.seconds(0) == 0.5 and TimingCurve.of([Point(amount=3, seconds=1.0)]).seconds(0) == 1.0
 
 
 def test_a_large_fixed_part_is_not_left_out_where_memory_bends_the_line() -> None:
     """A link whose larger halves are slower: what is small must not count as disturbed."""
-    found = Curve.of(
+    found = TimingCurve.of(
         Point(amount=amount, seconds=7e-4 + amount * (1e-9 if amount < 2**20 else 4e-9)) for amount in AMOUNTS
     )
     assert found.line.fixed_seconds > 2e-4 and found.seconds(0) == pytest.approx(7e-4)
@@ -119,7 +127,7 @@ def test_a_large_fixed_part_is_not_left_out_where_memory_bends_the_line() -> Non
 
 def test_what_a_larger_one_took_less_for_is_shared() -> None:
     pairs = [(1, 1.0), (2, 4.0), (3, 2.0), (4, 5.0)]
-    found = Curve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
+    found = TimingCurve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
     assert [point.seconds for point in found.points] == [1.0, 3.0, 3.0, 5.0]
 
 
@@ -131,14 +139,14 @@ MARK = Fingerprint(
 def rates(busy: int = 2) -> Rates:
     own = curve()
     return Rates(
-        busy=busy, threads=1, products={"fp32": Products(square=own, narrow=((4, 4.0), (16, 2.0), (128, 1.0)))},
+        busy=busy, threads=1, products={"fp32": MatmulTimings(square=own, narrow=((4, 4.0), (16, 2.0), (128, 1.0)))},
         attention={"fp32": own}, attention_trained={"fp32": curve(1e-4)}, streams={"add": own},
         optimizers={"adamw": own}, operation_seconds=1e-6, trained_operation_seconds=5e-6,
     )  # fmt: skip
 
 
-def probe(**other: Any) -> Probe:
-    found = Probe(
+def probe(**other: Any) -> HardwareBenchmark:
+    found = HardwareBenchmark(
         fingerprint=MARK, backend="gloo", took_seconds=20.0, rates=(rates(1), rates(2)),
         collectives=tuple(
             Collective(kind=kind, ranks=n, curve=curve(n * 1e-4, 1e-9 * SHARES[kind](n)))
@@ -210,7 +218,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 def test_what_was_kept_is_found_again(home: dict[str, str]) -> None:
     assert read_cached(MARK, environ=home) is None
-    keep(probe(), environ=home)
+    store_benchmark(probe(), environ=home)
     assert read_cached(MARK, environ=home) == probe()
 
 
@@ -218,7 +226,7 @@ def test_what_was_kept_is_found_again(home: dict[str, str]) -> None:
     "other", [{"torch": "2.14.0"}, {"ranks": 4}, {"cpu": "another"}, {"gpus": ()}, {"kernels": "AVX2"}, {"threads": 2}]
 )
 def test_another_machine_is_measured_anew(home: dict[str, str], other: dict[str, Any]) -> None:
-    keep(probe(), environ=home)
+    store_benchmark(probe(), environ=home)
     mark = replace(MARK, **other)
     assert read_cached(mark, environ=home) is None
     copied = cache_file(mark, environ=home)  # also where the file was carried to the other's place
@@ -228,14 +236,14 @@ def test_another_machine_is_measured_anew(home: dict[str, str], other: dict[str,
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"format": 1}', '{"format": 0}', "\0\0"])
 def test_what_cannot_be_read_is_as_if_it_were_not(home: dict[str, str], text: str) -> None:
-    keep(probe(), environ=home)
+    store_benchmark(probe(), environ=home)
     cache_file(MARK, environ=home).write_text(text)
     assert read_cached(MARK, environ=home) is None
 
 
 def test_a_probe_with_wrong_parts_is_as_if_it_were_not(home: dict[str, str]) -> None:
     whole = probe().as_json()
-    keep(probe(), environ=home)
+    store_benchmark(probe(), environ=home)
     for name in whole:
         for value in (None, 7, "x", [1], {"a": 1}, []):
             if (name in ("disk", "others") and value is None) or (name == "collectives" and value == []):
@@ -249,8 +257,8 @@ def test_a_probe_with_wrong_parts_is_as_if_it_were_not(home: dict[str, str]) -> 
 def test_what_was_kept_is_read_without_torch(home: dict[str, str]) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from paceline.measure.probe.here import probe_here\n"
-        "from paceline.measure.probe.cache import fingerprint, read_cached\n"
+        "from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here\n"
+        "from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached\n"
         "assert read_cached(fingerprint(ranks=2, device='cpu')) is None\n"
     )
     done = subprocess.run(
@@ -262,7 +270,7 @@ def test_what_was_kept_is_read_without_torch(home: dict[str, str]) -> None:
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     nowhere = {"XDG_CACHE_HOME": str(tmp_path / "file")}
-    keep(probe(), environ=nowhere)
+    store_benchmark(probe(), environ=nowhere)
     assert read_cached(MARK, environ=nowhere) is None
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import published
 from benchmarks.published_rows import their_seconds
 
-from paceline.plan.efficiency import ON_GPU
+from paceline.planner.hardware.efficiency import ON_GPU
 
 FOUND = tomllib.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "published.toml").read_text())
 SOURCES, MODELS, RUNS = FOUND["sources"], FOUND["models"], FOUND["runs"]

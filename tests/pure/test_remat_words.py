@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from paceline.config.activation_checkpointing import RematKind, parse_remat
 from paceline.errors import LayoutError
-from paceline.place.kept import KEPT, draws
-from paceline.spec.remat import RematKind, parse_remat
+from paceline.parallel.activation_checkpointing.saved_ops import KEPT, is_random_call
 
 
 @pytest.mark.parametrize("text", ["none", "full", "every:2", "selective", "selective:mm+bmm"])
@@ -40,10 +40,10 @@ def test_what_is_refused(text: str, said: str) -> None:
 def test_attention_with_dropout_is_run_again() -> None:
     q = torch.zeros(1, 1, 2, 8)
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert draws(flash, (q, q, q, 0.1), {}) and draws(flash, (q, q, q), {"dropout_p": 0.1})
-    assert not draws(flash, (q, q, q), {}) and not draws(flash, (q, q, q, 0.0, True), {})
-    assert not draws(torch.ops.aten.mm.default, (q, q), {})
-    assert draws(torch.ops.aten.bernoulli.default, (q,), {})
+    assert is_random_call(flash, (q, q, q, 0.1), {}) and is_random_call(flash, (q, q, q), {"dropout_p": 0.1})
+    assert not is_random_call(flash, (q, q, q), {}) and not is_random_call(flash, (q, q, q, 0.0, True), {})
+    assert not is_random_call(torch.ops.aten.mm.default, (q, q), {})
+    assert is_random_call(torch.ops.aten.bernoulli.default, (q,), {})
 
 
 def test_our_own_list_names_operations_of_this_torch() -> None:

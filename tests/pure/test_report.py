@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
+from paceline.commands.compare import compare
 from paceline.events import EvalDone, Event, RunEnded, RunStarted, StepDone
-from paceline.measure.environment import code_facts, loaded_modules
-from paceline.store.hold import hold
-from paceline.store.runs import RunFolder
-from paceline.survive.failure import write_failure
-from paceline.verbs.compare import compare
-from paceline.watch.files import JsonlSink
-from paceline.watch.history import Mark, read_history
-from paceline.watch.report import page, write_report
-from paceline.watch.smooth import band, columns, is_noisy, running_mean
-from paceline.watch.svg import Curve, chart
-from paceline.watch.trouble import show_failures
+from paceline.filesystem.run_lock import lock_run_folder
+from paceline.launch.failures.failure_record import write_failure
+from paceline.profiling.environment import code_facts, loaded_modules
+from paceline.reporting.failures import show_failures
+from paceline.reporting.run_history import ResumeMark, read_history
+from paceline.reporting.run_report import run_page, write_report
+from paceline.reporting.sinks.jsonl import JsonlSink
+from paceline.reporting.svg.charts import Curve, chart
+from paceline.reporting.svg.downsampling import is_noisy, mean_columns, running_mean, value_band
+from paceline.run_folder.run_folder import RunFolder
 
 
 def step(number: int, **other: Any) -> StepDone:
@@ -57,7 +57,7 @@ def write(run: RunFolder, **files: Any) -> None:
 def test_a_band_holds_every_value_and_a_mean_is_of_its_neighbours() -> None:
     points = [(float(n), math.sin(n * 12.9898) * 43758.5453 % 1.0) for n in range(1, 2001)]
     assert is_noisy(points)
-    edges = band(points)
+    edges = value_band(points)
     assert min(low for _, low, _ in edges) == min(y for _, y in points)
     assert max(high for _, _, high in edges) == max(y for _, y in points)
     means = running_mean(points, window=5)
@@ -79,7 +79,7 @@ def test_a_gap_stays_a_gap() -> None:
 
 def test_columns_keep_the_whole() -> None:
     rows = [(float(n), [float(n), 2.0]) for n in range(1, 101)]
-    drawn = columns(rows, most=7)
+    drawn = mean_columns(rows, most=7)
     assert len(drawn) <= 7
     assert drawn[0][0] == 1 and drawn[-1][1] == 100
     sizes = [last - first + 1 for first, last, _ in drawn]
@@ -90,7 +90,7 @@ def test_columns_keep_the_whole() -> None:
 def test_loss_terms_have_axes_of_their_own(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, *(step(n, terms={"token": 3.0 / n, "balance": 0.001 / n}) for n in range(1, 9)))
-    text = page(run)
+    text = run_page(run)
     for name in (
         "loss",
         "loss/token",
@@ -114,7 +114,7 @@ def test_steps_an_attempt_went_back_over_are_gone_even_where_they_are_not_logged
     assert [s for s, _ in history.samples()] == [1, 10, 12, 20]
     assert history.again == 2
     assert [(mark.step, mark.text) for mark in history.marks()] == [(10, "2→3 ranks")]
-    assert "2→3 ranks" in page(run)
+    assert "2→3 ranks" in run_page(run)
 
 
 def test_a_run_that_began_anew_in_its_folder_forgets_the_first_try(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_a_run_that_began_anew_in_its_folder_forgets_the_first_try(tmp_path: Pat
 def test_torn_lines_are_said(tmp_path: Path, torn: int, said: str) -> None:
     run = RunFolder(tmp_path)
     record(run, step(1), step(2))
-    assert "could not be read" not in page(run)
+    assert "could not be read" not in run_page(run)
     with run.metrics.open("a") as file:
         file.write("\n".join(['{"step": 3, "lo'] * torn))
-    assert said in page(run)
+    assert said in run_page(run)
 
 
 def test_failures_name_the_first_rank_its_exception_and_the_users_line(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_failures_name_the_first_rank_its_exception_and_the_users_line(tmp_path:
         scope["get"](4)
     write_failure(folder, rank=2, error=caught.value, step=41)
     write_failure(folder, rank=0, error=RuntimeError("connection <closed> by peer"), step=41)
-    text = page(run)
+    text = run_page(run)
     assert "Attempt 1 at step 41: rank 2" in text
     assert "IndexError: list index out of range" in text
     assert "&lt;the line&gt;" in text
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named_before_the_peers_who_could_still_write(tmp_path:
     write_failure(folder, rank=0, error=RuntimeError("connection closed by peer"))
     killed = {"rank": 1, "kind": "signal", "message": "SIGKILL", "step": 120}
     (folder / "first-failure.json").write_text(json.dumps(killed))
-    text = page(run)
+    text = run_page(run)
     assert "Attempt 1 at step 120: rank 1</strong>, killed by SIGKILL" in text
 
 
@@ -173,7 +173,7 @@ def test_what_was_set_comes_first_with_its_origin_and_secrets_are_hidden(tmp_pat
         'log.every = 10  # file run.toml\ntrain.precision = "bf16"  # command line\njob.api_key = "hush"  # command line\n'
         'job.tokens = "77"  # file a # b.toml\n'
     )
-    text = page(run)
+    text = run_page(run)
     set_rows, _, rest = text.partition("settings at their default")
     assert "<td>train.precision</td><td>bf16</td><td>fp32</td><td>command line</td>" in set_rows
     assert "<td>log.every</td><td>10</td>" in rest
@@ -183,7 +183,7 @@ def test_what_was_set_comes_first_with_its_origin_and_secrets_are_hidden(tmp_pat
 
 def test_the_environment_has_the_jobs_commit_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from paceline.measure.environment import environment
+    from paceline.profiling.environment import environment
 
     for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "DATABASE_URL"):
         monkeypatch.setenv(name, "hush-hush")
@@ -245,7 +245,7 @@ def test_a_verdict_is_shown_only_for_the_same_job_settings_and_ranks(
     record(run, step(1))
     task = {**TASK, **changed}
     write(run, task=task, env={"job": {"digest": task.pop("digest", "d" * 64)}}, answer_verify=ANSWER)
-    text = page(run)
+    text = run_page(run)
     assert ("verify: rounding" in text) is (named is None)
     assert named is None or named in text
 
@@ -257,9 +257,9 @@ def test_the_answer_of_a_verify_beside_the_run_is_found(tmp_path: Path) -> None:
     record(run, step(1))
     write(run, task=TASK, env={"job": {"digest": "d" * 64}})
     write(other, answer_verify=ANSWER)
-    assert "verify: rounding" in page(run)
+    assert "verify: rounding" in run_page(run)
     write(other, answer_verify={**ANSWER, "ranks": 5})
-    assert "verify:" not in page(run)
+    assert "verify:" not in run_page(run)
 
 
 CODE = {"digest": "d" * 64, "modules": {"job": "1" * 64, "model": "2" * 64}, "torch_build": "2.13", "device": "cpu",
@@ -292,7 +292,7 @@ def test_a_verdict_is_of_the_code_that_ran(
     run.path.mkdir(parents=True)
     record(run, step(1))
     write(run, task={**TASK, "device": "cpu"}, env={"job": {**CODE, **env}}, answer_verify=answer(**about))
-    text = page(run)
+    text = run_page(run)
     assert ("verify: rounding" in text) is (named is None)
     assert named is None or named in text
     assert named is not None or str(run.path / "answer-verify.json") in text
@@ -306,9 +306,9 @@ def test_a_module_that_has_changed_since_the_verify_is_named_and_a_secret_is_not
     settings = {"job.lr": "0.1", "job.api_key": "hush-hush"}
     write(run, task={**TASK, "settings": settings, "device": "cpu"}, env={"job": CODE})
     write(other, answer_verify=answer(settings={"job.lr": "0.1", "job.api_key": "•••"}))
-    assert "verify: rounding" in page(run) and "hush-hush" not in page(run)
+    assert "verify: rounding" in run_page(run) and "hush-hush" not in run_page(run)
     write(other, answer_verify=answer(settings=settings, modules={"job": "1" * 64, "model": "3" * 64}))
-    text = page(run)
+    text = run_page(run)
     assert f"Verified in {other.path} with other code than this run&#x27;s: module model" in text
     assert "verify:" not in text and "hush-hush" not in text
 
@@ -321,7 +321,7 @@ def test_only_an_answer_of_the_runs_owner_counts(tmp_path: Path, monkeypatch: py
     write(run, task=TASK, env={"job": {"digest": "d" * 64}})
     write(other, answer_verify=ANSWER)
     file, real = other.path / "answer-verify.json", Path.stat
-    assert f'<p class="soft">{file}</p>' in page(run)
+    assert f'<p class="soft">{file}</p>' in run_page(run)
 
     class Theirs:
         st_uid = os.getuid() + 1
@@ -329,13 +329,13 @@ def test_only_an_answer_of_the_runs_owner_counts(tmp_path: Path, monkeypatch: py
     for whose in (file, other.path):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "stat", lambda self, **more: Theirs() if self == whose else real(self, **more))  # noqa: B023
-            assert "verify:" not in page(run)
-    assert "verify: rounding" in page(run)
+            assert "verify:" not in run_page(run)
+    assert "verify: rounding" in run_page(run)
     file.write_text(json.dumps({**ANSWER, "more": "x" * (5 << 20)}))
-    assert "verify:" not in page(run)
+    assert "verify:" not in run_page(run)
     file.unlink()
     os.mkfifo(file)
-    assert "verify:" not in page(run)
+    assert "verify:" not in run_page(run)
 
 
 def test_loaded_modules_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,22 +369,22 @@ def test_the_page_of_a_failed_run_says_so_and_how_far_it_came(
     if failed is not None:
         (run.attempt_folder(1) / "first-failure.json").write_text(json.dumps({"rank": 1, "step": failed, "kind": "E"}))
         (run.attempt_folder(1) / "failure-1.json").write_text(json.dumps({"rank": 1, "step": failed, "kind": "E"}))
-    text = page(run)
+    text = run_page(run)
     assert f"<dt>status</dt><dd>{status}</dd>" in text and f"<dt>steps</dt><dd>{steps}</dd>" in text
     run.attempt_folder(2).mkdir()  # a later attempt that fails before it has begun
     (run.attempt_folder(2) / "failure-0.json").write_text(json.dumps({"rank": 0, "kind": "ImportError"}))
-    assert "<dt>status</dt><dd>failed</dd>" in page(run)
+    assert "<dt>status</dt><dd>failed</dd>" in run_page(run)
 
 
 def test_a_run_that_is_held_is_running_and_one_that_nobody_holds_has_failed(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, started(2, total_steps=12, attempt=1), step(1))
-    held = hold(tmp_path, wait=pytest.fail)
+    held = lock_run_folder(tmp_path, wait=pytest.fail)
     try:
-        assert "<dt>status</dt><dd>running</dd>" in page(run)
+        assert "<dt>status</dt><dd>running</dd>" in run_page(run)
     finally:
         held.close()
-    assert "<dt>status</dt><dd>failed</dd>" in page(run)
+    assert "<dt>status</dt><dd>failed</dd>" in run_page(run)
 
 
 @pytest.mark.parametrize("value", [10**400, "text", None, [], {}, True, -(10**400), 1e308])
@@ -396,20 +396,20 @@ def test_no_value_of_an_event_or_a_number_breaks_the_page(tmp_path: Path, key: s
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         lines[-1][key] = value
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "</html>" in page(run)
+    assert "</html>" in run_page(run)
 
 
 def test_half_a_surrogate_is_no_reason_to_have_no_page(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, step(1))
     run.events.write_text(run.events.read_text() + '{"event": "Note", "text": "half \\ud800"}\n')
-    assert "half ?" in write_report(run).read_text() and page(run).encode()
+    assert "half ?" in write_report(run).read_text() and run_page(run).encode()
     assert write_report(run, to=tmp_path / "else.html").read_text() == run.report.read_text()
 
 
 @pytest.mark.parametrize("at", [[50, 51, 52, 53, 54, 190], [95, 99, 103, 107], list(range(2, 200, 5))])
 def test_labels_of_resumes_are_not_written_over_one_another_and_count_them_all(at: list[int]) -> None:
-    marks = [Mark(step=step, text="resumed") for step in at]
+    marks = [ResumeMark(step=step, text="resumed") for step in at]
     drawn = chart("loss", [Curve(name="loss", points=[(1.0, 1.0), (200.0, 2.0)])], marks=marks)
     assert drawn.count('class="mark"') == len(at)
     labels = re.findall(
@@ -495,7 +495,7 @@ def test_a_run_s_steps_are_those_it_came_to_and_not_those_it_logged(tmp_path: Pa
     assert [one["steps"] for one in found.runs] == [45, 60]
     assert "on all 2 logged steps in common; compared to step 40: the first has 45 steps, this one 60" in found.text
     assert (found.losses[0]["steps"], found.losses[0]["until"]) == ((45, 60), 40)
-    assert "<dd>45</dd>" in page(short)
+    assert "<dd>45</dd>" in run_page(short)
     assert "compared to" not in compare(long.path, long.path).text
     time.sleep(0.002)
     record(short, started(2, resumed_from=30), step(32))
@@ -521,7 +521,7 @@ def test_the_page_names_a_log_that_is_there(tmp_path: Path, first: dict[str, obj
 def test_the_head_counts_steps_of_a_length_that_is_not_behind_them(tmp_path: Path, total: int, text: str) -> None:
     run = RunFolder(tmp_path)
     record(run, started(1, total_steps=total), step(12))
-    assert f"<dt>steps</dt><dd>{text}</dd>" in page(run)
+    assert f"<dt>steps</dt><dd>{text}</dd>" in run_page(run)
 
 
 def test_an_axis_of_a_few_seconds_has_no_number_twice() -> None:

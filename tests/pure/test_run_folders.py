@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 
+from paceline.commands.common import execution as running
+from paceline.commands.common.execution import make_folder
+from paceline.commands.report import report
+from paceline.config.task import Task
 from paceline.errors import UsageError
-from paceline.spec.task import Task
-from paceline.store.disk import write_json
-from paceline.store.runs import RunFolder, find_run, new_run, newest_run, newest_saved_run, number_run, read_task
-from paceline.survive.failure import without_log
-from paceline.verbs import running
-from paceline.verbs.report import report
-from paceline.verbs.running import make_folder
+from paceline.filesystem.atomic_files import write_json
+from paceline.launch.failures.failure_record import without_log
+from paceline.run_folder.run_folder import (
+    RunFolder,
+    find_run,
+    new_run,
+    newest_run,
+    newest_saved_run,
+    number_run,
+    read_task,
+)
 
 
 def begin(root: Path, name: str, run_id: str) -> Path:

@@ -17,7 +17,7 @@ from paceline.schedule import (
     forward_only,
     simulate,
 )
-from paceline.schedule.theory import Case, bubble_of
+from paceline.schedule.closed_forms import PipelineCase, bubble_of
 
 RANKS, MICRO, VIRTUAL = st.integers(1, 8), st.integers(1, 24), st.integers(1, 3)
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 1.75, 3.0])
@@ -53,13 +53,13 @@ def test_the_simulation_equals_the_closed_form(
 ) -> None:
     program = program_of(name, ranks, micro, virtual)
     each = program.num_stages // ranks
-    case = Case(ranks=ranks, micro=micro, virtual=each, forward=forward, input=inputs, weight=weight)
+    case = PipelineCase(ranks=ranks, micro=micro, virtual=each, forward=forward, input=inputs, weight=weight)
     makespan = SCHEDULES[name].makespan(case)
     timeline = simulate(program, costs=Costs(forward=forward, input=inputs, weight=weight))
     if makespan is not None:
         assert timeline.makespan == pytest.approx(makespan, rel=1e-12)
         assert timeline.bubble == pytest.approx(bubble_of(SCHEDULES[name].makespan, case), abs=1e-12)
-    equal = SCHEDULES[name].makespan(Case(ranks=ranks, micro=max(micro, 2 * ranks), virtual=each))
+    equal = SCHEDULES[name].makespan(PipelineCase(ranks=ranks, micro=max(micro, 2 * ranks), virtual=each))
     assert equal is not None, "at equal times and enough microbatches every schedule has its form"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import LayoutError
 from paceline.schedule import SCHEDULES, Action, Op, Program, ScheduleError, build, check, lower
-from paceline.schedule.rules import needs_of_rank
+from paceline.schedule.dependencies import needs_of_rank
 
 many = settings(max_examples=40, deadline=None)
 SIZES = {"name": st.sampled_from(sorted(SCHEDULES)), "ranks": st.integers(1, 6), "micro": st.integers(1, 9)}

@@ -4,19 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.bounds import Bounds
-from paceline.plan.candidate import FAMILIES
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, boughs, branches, candidates, is_on, leaves, trunks, twigs
-from paceline.plan.hardware import Fleet
-from paceline.plan.least import least_memory
-from paceline.plan.search import Found, key_of, search, try_all
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import FAMILIES
+from paceline.planner.hardware.cluster import Cluster
+from paceline.planner.search.bounds import Bounds
+from paceline.planner.search.branch_and_bound import SearchResult, key_of, search, try_all
+from paceline.planner.search.least_memory import least_memory
+from paceline.planner.search.search_space import (
+    SearchSpace,
+    candidates,
+    data_parallel_choices,
+    is_on,
+    microbatch_choices,
+    model_parallel_choices,
+    recompute_choices,
+    schedule_choices,
+)
 from tests.pure.drawn_plans import forecast
 
 SEEDS = range(30)
 
 
-def keys(found: Found) -> dict[str, object]:
+def keys(found: SearchResult) -> dict[str, object]:
     return {name: key_of(estimate) for name, estimate in found.best.items()}
 
 
@@ -24,7 +33,7 @@ def keys(found: Found) -> dict[str, object]:
 def test_the_best_of_every_family_is_that_of_all_layouts(seed: int) -> None:
     made, grid = forecast(seed)
     quick = search(made, grid=grid)
-    every = try_all(Forecast(facts=made.facts, fleet=made.fleet), grid=grid)
+    every = try_all(CostModel(facts=made.facts, fleet=made.fleet), grid=grid)
     assert keys(quick) == keys(every)
     assert (quick.first is None) == (every.first is None)
     assert set(quick.best) <= set(FAMILIES)
@@ -37,14 +46,14 @@ def test_the_best_of_every_family_is_that_of_all_layouts(seed: int) -> None:
 def test_no_bound_is_above_what_grows_from_it(seed: int) -> None:
     made, grid = forecast(seed)
     bounds, near = Bounds(forecast=made, grid=grid), 1 + 1e-9
-    for trunk in trunks(made.facts, made.fleet, grid):
-        for bough in boughs(trunk, made.facts, grid):
+    for trunk in model_parallel_choices(made.facts, made.fleet, grid):
+        for bough in recompute_choices(trunk, made.facts, grid):
             times, sizes = [bounds.bough_seconds(bough)], [bounds.bough_bytes(bough)]
-            for branch in branches(bough, made.facts, grid):
+            for branch in microbatch_choices(bough, made.facts, grid):
                 times = [times[0], bounds.branch_seconds(branch)]
-                for twig in twigs(branch, made.facts, grid):
+                for twig in schedule_choices(branch, made.facts, grid):
                     times, sizes = [*times[:2], bounds.twig_seconds(twig)], [sizes[0], bounds.twig_bytes(twig)]
-                    for leaf in leaves(twig, made.facts, made.fleet, grid):
+                    for leaf in data_parallel_choices(twig, made.facts, made.fleet, grid):
                         found = made.estimate(leaf)
                         assert max(times) <= found.step_seconds * near, (bough, leaf)
                         assert bounds.leaf_seconds(leaf, twig_seconds=times[2]) <= found.step_seconds * near, leaf
@@ -80,7 +89,7 @@ def test_more_memory_never_makes_the_best_slower(seed: int) -> None:
 
     def best(times: float) -> float:
         device = replace(made.fleet.device, memory_bytes=times * made.fleet.device.memory_bytes)
-        first = search(Forecast(facts=made.facts, fleet=replace(made.fleet, device=device)), grid=grid).first
+        first = search(CostModel(facts=made.facts, fleet=replace(made.fleet, device=device)), grid=grid).first
         return float("inf") if first is None else first.step_seconds
 
     found = [best(times) for times in (0.5, 1, 2, 8)]
@@ -91,8 +100,8 @@ def test_more_memory_never_makes_the_best_slower(seed: int) -> None:
 def test_faster_links_never_make_the_best_slower(seed: int) -> None:
     made, grid = forecast(seed)
 
-    def best(fleet: Fleet) -> float:
-        first = search(Forecast(facts=made.facts, fleet=fleet), grid=grid).first
+    def best(fleet: Cluster) -> float:
+        first = search(CostModel(facts=made.facts, fleet=fleet), grid=grid).first
         return float("inf") if first is None else first.step_seconds
 
     quick = {
@@ -105,7 +114,7 @@ def test_faster_links_never_make_the_best_slower(seed: int) -> None:
 def test_a_larger_grid_is_never_slower() -> None:
     for seed in range(6):
         made, _ = forecast(seed)
-        small = search(made, grid=Grid(remat=("none",), schedules=("1f1b",), offload=((),))).first
-        large = search(made, grid=Grid()).first
+        small = search(made, grid=SearchSpace(remat=("none",), schedules=("1f1b",), offload=((),))).first
+        large = search(made, grid=SearchSpace()).first
         if small is not None:
             assert large is not None and large.step_seconds <= small.step_seconds

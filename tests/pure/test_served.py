@@ -5,9 +5,9 @@ import os
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from paceline.prove.served import told_next
-from paceline.survive import served
-from paceline.survive.served import Served
+from paceline.launch.agent import respawn as served
+from paceline.launch.agent.respawn import RespawningWorkers
+from paceline.verification.reference.parameter_server import told_next
 
 
 def child(*words: str) -> int:
@@ -28,7 +28,7 @@ def said(monkeypatch: pytest.MonkeyPatch, servers: list[int]) -> list[str]:
             for pid in workers:
                 os.kill(pid, 9)
 
-    Served(pids, servers=len(servers), again=lambda rank, life: pytest.fail("started again"), say=say).wait()
+    RespawningWorkers(pids, servers=len(servers), again=lambda rank, life: pytest.fail("started again"), say=say).wait()
     return sorted(lines)
 
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-import paceline.survive.short as short_memory
+import paceline.launch.failures.oom_detection as short_memory
+from paceline.data.fetch import worker_error
 from paceline.errors import DataError, OutOfMemory
-from paceline.feed.fetch import trouble
-from paceline.survive.failure import failure_of, from_status
-from paceline.survive.short import (
-    Room,
+from paceline.launch.failures.failure_record import failure_of, from_status
+from paceline.launch.failures.oom_detection import (
+    MemoryLimit,
     explain_lack,
-    give_back,
-    is_shortage,
-    killed_for_memory,
+    is_out_of_memory,
+    oom_kill_count,
     out_of_memory,
-    own_bytes,
-    part_of,
-    tried_bytes,
+    phase_of,
+    process_memory,
+    release_freed_memory,
+    requested_bytes,
 )
 
 
@@ -34,7 +34,7 @@ def raised(call: Any) -> BaseException:
 
 def test_what_torch_says_of_an_allocation_that_fails_is_known() -> None:
     error = raised(lambda: torch.empty(1 << 50, dtype=torch.uint8))
-    assert is_shortage(error) and tried_bytes(error) == 1 << 50
+    assert is_out_of_memory(error) and requested_bytes(error) == 1 << 50
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_what_torch_says_of_an_allocation_that_fails_is_known() -> None:
     ],
 )
 def test_only_memory_is_a_shortage(error: BaseException, is_one: bool) -> None:
-    assert is_shortage(error) is is_one
+    assert is_out_of_memory(error) is is_one
     assert failure_of(error, rank=1).is_short_of_memory is is_one
 
 
 def test_how_much_was_asked_for() -> None:
-    assert tried_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")) == 5 << 29
-    assert tried_bytes(MemoryError("Unable to allocate 12.0 MiB for an array")) == 12 << 20
-    assert tried_bytes(MemoryError()) is None
+    assert requested_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")) == 5 << 29
+    assert requested_bytes(MemoryError("Unable to allocate 12.0 MiB for an array")) == 12 << 20
+    assert requested_bytes(MemoryError()) is None
 
 
 def short(*_: Any) -> Any:
@@ -102,9 +102,9 @@ def in_the_update() -> None:
 )  # fmt: skip
 def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
     error = raised(call)
-    assert part_of(error.__traceback__) == part
+    assert phase_of(error.__traceback__) == part
     told = out_of_memory(
-        error, held={"parameters": 3 << 20}, room=Room(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20)
+        error, held={"parameters": 3 << 20}, room=MemoryLimit(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20)
     )
     assert told.part == part and ("in " + part in told.what if part else " in " not in told.what)
     assert "this room ends at 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
@@ -112,14 +112,14 @@ def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
 
 
 def test_a_kill_is_for_memory_only_where_the_kernel_has_counted_one(tmp_path: Path) -> None:
-    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") is None
+    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") is None
     (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
-    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") == 7
+    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") == 7
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") == 2
+    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") == 2
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\n")
-    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") == 1
+    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") == 1
 
 
 def test_only_a_kill_that_was_for_memory_falls_back() -> None:
@@ -131,12 +131,12 @@ def test_only_a_kill_that_was_for_memory_falls_back() -> None:
 
 def test_what_was_freed_goes_back_and_the_most_begins_anew() -> None:
     pieces = [bytearray(100_000) for _ in range(1000)]
-    most, last = own_bytes("VmHWM"), pieces[-1]
+    most, last = process_memory("VmHWM"), pieces[-1]
     del pieces
-    kept = own_bytes()
-    give_back()
-    assert len(last) == 100_000 and own_bytes() < kept - (60 << 20)
-    assert own_bytes("VmHWM") < most
+    kept = process_memory()
+    release_freed_memory()
+    assert len(last) == 100_000 and process_memory() < kept - (60 << 20)
+    assert process_memory("VmHWM") < most
 
 
 def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
     for place, kills in (("memory", 0), ("memory/slurm", 0), ("memory/slurm/job_7", 3)):
         (tmp_path / place).mkdir()
         (tmp_path / place / "memory.oom_control").write_text(f"under_oom 0\noom_kill {kills}\n")
-    assert killed_for_memory(group=tmp_path, machine=tmp_path / "none", own=own) == 3
+    assert oom_kill_count(group=tmp_path, machine=tmp_path / "none", own=own) == 3
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_data_workers_lack_is_named(said: str, words: str, hint: str, monke
     monkeypatch.setattr(short_memory, "_shared_memory", lambda: (1 << 20, 64 << 20))
     found = explain_lack(said)
     assert found is not None and words in found[0] and hint in found[1] and "--data.workers 0" in found[1]
-    told = trouble(RuntimeError(said), doing="collating samples 1, 2", hint="collate=...")
+    told = worker_error(RuntimeError(said), doing="collating samples 1, 2", hint="collate=...")
     assert (told.cause, told.hint) == found
     died = failure_of(RuntimeError(f"DataLoader worker (pid 7) exited unexpectedly: {said}"), rank=0)
     assert (died.said["cause"], died.said["hint"]) == found
@@ -192,6 +192,6 @@ def test_shared_memory_with_room_is_no_reason(
 
 def test_other_troubles_of_data_workers_keep_their_hint() -> None:
     assert explain_lack("stack expects each tensor to be equal size") is None
-    assert trouble(RuntimeError("stack expects"), doing="collating", hint="collate=...").hint == "collate=..."
+    assert worker_error(RuntimeError("stack expects"), doing="collating", hint="collate=...").hint == "collate=..."
     died = failure_of(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), rank=0)
     assert "--data.workers 0 shows" in died.said["hint"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.survive.signals import GENTLE, STOP_SIGNALS, StopFlag
+from paceline.launch.agent.signals import GENTLE, STOP_SIGNALS, StopFlag
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import LayoutError
-from paceline.plan.advice import advise
-from paceline.plan.candidate import Candidate
-from paceline.plan.estimate import Estimate, Timed
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, candidates
-from paceline.plan.judged import judge
-from paceline.plan.margins import bytes_margin, is_tie, seconds_error
-from paceline.plan.search import search
-from paceline.plan.seconds import Seconds
-from paceline.plan.simplicity import simpler, simplest, simplicity
+from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.recommendations import advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate, MeasuredTime
+from paceline.planner.cost.forecast_margins import bytes_margin, is_tie, seconds_error
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.cost.step_time import StepTime
+from paceline.planner.search.branch_and_bound import search
+from paceline.planner.search.layout_simplicity import simpler, simplest, simplicity
+from paceline.planner.search.search_space import SearchSpace, candidates
 from tests.pure.drawn_plans import forecast
 from tests.pure.test_judged import made
 
@@ -23,8 +23,8 @@ FORECAST = made()
 
 
 def took(candidate: Candidate, seconds: float, *, spread: float | None = None, steps: int = 24) -> Estimate:
-    timed = None if spread is None else Timed(seconds=seconds, spread=spread, steps=steps, blocks=(32,))
-    return replace(FORECAST.estimate(candidate), seconds=Seconds(compute=seconds), timed=timed)
+    timed = None if spread is None else MeasuredTime(seconds=seconds, spread=spread, steps=steps, blocks=(32,))
+    return replace(FORECAST.estimate(candidate), seconds=StepTime(compute=seconds), timed=timed)
 
 
 DDP, FSDP, PP = Candidate(dp_replicate=8), Candidate(dp_shard=8, zero=3), Candidate(pp=8)
@@ -84,8 +84,8 @@ def test_what_is_within_the_error_of_the_limit_is_tight(times: float, mark: str)
     own = FORECAST.estimate(Candidate(dp_shard=8, zero=3, remat="full", precision="bf16"))
     assert own.margin_bytes == pytest.approx(0.05 * (own.peak_bytes - own.memory.reserve))
     device = replace(FORECAST.fleet.device, memory_bytes=own.peak_bytes - times * own.margin_bytes)
-    near = Forecast(facts=FORECAST.facts, fleet=replace(FORECAST.fleet, device=device))
-    found = judge(near, ["fsdp,remat=full"], micro_batch_size=1)
+    near = CostModel(facts=FORECAST.facts, fleet=replace(FORECAST.fleet, device=device))
+    found = judge_asked_layouts(near, ["fsdp,remat=full"], micro_batch_size=1)
     (row,), told = found.rows, found.as_json()
     assert row.mark == mark and f"{mark} " in "\n".join(found.lines())
     assert (told["plans"][0]["fits"], told["plans"][0]["tight"]) == (mark == "fits", mark == "tight")
@@ -102,13 +102,13 @@ def test_a_replay_is_nearer_and_a_process_on_cpus_counts_as_a_whole() -> None:
 
 def test_where_all_that_is_left_is_tight_nothing_is_recommended() -> None:
     """It is refused with the line to type, so that no script takes it for a fit."""
-    grid = Grid(remat=("none",), offload=((),), schedules=("1f1b",), micro_batch_size=1)
+    grid = SearchSpace(remat=("none",), offload=((),), schedules=("1f1b",), micro_batch_size=1)
     facts = replace(FORECAST.facts, tp_sizes=(), cp_sizes=(), refused={"pp": "one piece"})
-    drawn = Forecast(facts=facts, fleet=FORECAST.fleet)
+    drawn = CostModel(facts=facts, fleet=FORECAST.fleet)
     least = min((drawn.estimate(one) for one in candidates(facts, drawn.fleet, grid)), key=lambda one: one.peak_bytes)
     device = replace(drawn.fleet.device, memory_bytes=least.peak_bytes + 0.5 * least.margin_bytes)
     with pytest.raises(LayoutError, match="no layout of 8B surely fits") as caught:
-        advise(Forecast(facts=facts, fleet=replace(drawn.fleet, device=device)), grid=grid)
+        advise(CostModel(facts=facts, fleet=replace(drawn.fleet, device=device)), grid=grid)
     assert "tight: " in caught.value.cause and f"or try it: --layout {least.layout} --train." in caught.value.hint
 
 
@@ -140,7 +140,7 @@ def test_the_best_of_a_family_gives_way_to_the_simplest_with_its_axes(seed: int)
 
 
 def test_sequences_that_are_cut_are_planned_with_blocks_that_run_again() -> None:
-    every = [*candidates(FORECAST.facts, FORECAST.fleet, Grid(offload=((),)))]
+    every = [*candidates(FORECAST.facts, FORECAST.fleet, SearchSpace(offload=((),)))]
     kinds = {one.remat for one in every if one.cp == 2 and one.pp == one.tp == 1}
     assert kinds == {"none", "selective", "full"}
     without, found = (FORECAST.estimate(Candidate(cp=2, dp_shard=4, zero=3, remat=name)) for name in ("none", "full"))

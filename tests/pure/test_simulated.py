@@ -9,38 +9,38 @@ from time import process_time
 
 import pytest
 
+from paceline.commands.simulate import simulate
 from paceline.errors import PacelineError, UsageError
-from paceline.plan.advice import advise
-from paceline.plan.candidate import Candidate
-from paceline.plan.chain import chain_of
-from paceline.plan.collectives import Collective, When
-from paceline.plan.costs import pipeline_timeline
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.exposed import exposed_by_name
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.goodput import goodput
-from paceline.plan.grid import Grid, candidates
-from paceline.plan.judged import judge
-from paceline.plan.kept import Checkpoints, kept
-from paceline.plan.rehearse import rehearse
-from paceline.plan.simulated import simulated
+from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.recommendations import advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.layer_chain import chain_of
+from paceline.planner.search.search_space import SearchSpace, candidates
+from paceline.planner.simulation.candidate_simulation import simulate_candidate
+from paceline.planner.simulation.event_simulator import simulate_step
+from paceline.planner.simulation.exposed_communication import exposed_by_name
+from paceline.planner.simulation.goodput import goodput
+from paceline.planner.simulation.goodput_under_failures import Checkpoints, forecast_failures
+from paceline.planner.simulation.overlap import Collective, When
+from paceline.planner.simulation.schedule_costs import pipeline_timeline
+from paceline.run_folder.plan_file import write_advice
 from paceline.schedule import Costs, build
-from paceline.store.planned import write_advice
-from paceline.verbs.simulate import simulate
 from tests.pure.drawn_plans import forecast
 
 HOUR = 3600.0
 SIZES = Decoder(layers=8, width=512, hidden=2048, heads=8, vocabulary=1000)
 
 
-def made(cluster: str = "2x8xA100-80G", *, batch: int = 64, sizes: Decoder = SIZES) -> Forecast:
-    return Forecast(
+def made(cluster: str = "2x8xA100-80G", *, batch: int = 64, sizes: Decoder = SIZES) -> CostModel:
+    return CostModel(
         facts=decoder_facts(sizes, name="x", length=1024, global_batch_size=batch), fleet=read_fleet(cluster)
     )
 
 
-def some(seed: int, *, most: int) -> tuple[Forecast, list[Candidate]]:
+def some(seed: int, *, most: int) -> tuple[CostModel, list[Candidate]]:
     drawn, grid = forecast(seed)
     found = list(candidates(drawn.facts, drawn.fleet, grid))
     random.Random(seed).shuffle(found)
@@ -51,7 +51,7 @@ def some(seed: int, *, most: int) -> tuple[Forecast, list[Candidate]]:
 def test_parts_add_up_and_one_stage_is_the_closed_form(seed: int) -> None:
     drawn, found = some(seed, most=25)
     for candidate in found:
-        step = simulated(drawn, candidate=candidate)
+        step = simulate_candidate(drawn, candidate=candidate)
         assert sum(step.seconds.values()) == pytest.approx(step.step_seconds)
         assert all(value >= -1e-12 * step.step_seconds for value in step.seconds.values()), step.seconds
         if candidate.pp == 1:
@@ -66,7 +66,7 @@ def test_parts_add_up_and_one_stage_is_the_closed_form(seed: int) -> None:
 def test_a_pipeline_is_the_simulation_of_its_schedule(seed: int) -> None:
     drawn, found = some(seed, most=400)
     for candidate in [one for one in found if one.pp > 1][:8]:
-        step = simulated(drawn, candidate=candidate)
+        step = simulate_candidate(drawn, candidate=candidate)
         other = pipeline_timeline(drawn, candidate=candidate)
         assert step.timeline.makespan == pytest.approx(other.makespan)
         program = build(
@@ -84,7 +84,7 @@ def test_a_step_by_hand() -> None:
     """1F1B on 2 ranks, 4 microbatches: 4 passes of the slower rank, one of the other, there and back over the link."""
     drawn = made("2xA100-80G", batch=4)
     candidate = Candidate(pp=2, micro_batch_size=1, precision="bf16")
-    step = simulated(drawn, candidate=candidate)
+    step = simulate_candidate(drawn, candidate=candidate)
     one, other = drawn.all_stages(candidate)
     hop = drawn.hop_seconds(candidate)
     assert chain_of(drawn.facts).num_blocks == 8 and hop > 0 and other.seconds > one.seconds
@@ -107,14 +107,16 @@ def test_exposed_is_told_by_name_and_sums() -> None:
     ]
     found = exposed_by_name(program, costs=costs, collectives=collectives)
     assert found == pytest.approx({"borders": 4 * 0.25, "sums": 2.0, "gradients": 1.0})
-    whole = rehearse(program, costs=costs, collectives=collectives)
+    whole = simulate_step(program, costs=costs, collectives=collectives)
     assert sum(found.values()) == pytest.approx(whole.exposed_seconds)
 
 
 def test_mfu_counts_the_models_operations_once() -> None:
     drawn = made("8xH100-80G")
-    plain = simulated(drawn, candidate=Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
-    again = simulated(drawn, candidate=Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16", remat="full"))
+    plain = simulate_candidate(drawn, candidate=Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
+    again = simulate_candidate(
+        drawn, candidate=Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16", remat="full")
+    )
     tokens = 64 * 1024
     layers = 8 * (4 * 512 * 512 + 3 * 512 * 2048)
     matrices = 6 * tokens * (layers + 2 * 512 * 1000)
@@ -129,7 +131,7 @@ def test_thousands_of_ranks_take_seconds() -> None:
     sizes = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
     drawn = made("2048x8xH100-80G", batch=2048, sizes=sizes)
     began = process_time()
-    step = simulated(
+    step = simulate_candidate(
         drawn, candidate=Candidate(pp=16, dp_shard=128, zero=1, tp=8, schedule="interleaved", virtual=7, remat="full")
     )
     assert step.ranks == 16_384 and process_time() - began < 4
@@ -139,7 +141,9 @@ def test_thousands_of_ranks_take_seconds() -> None:
 @pytest.mark.parametrize("write", [0.0, 90.0])
 def test_the_best_distance_is_that_of_trying_all(step_seconds: float, write: float) -> None:
     checkpoints = Checkpoints(stall_seconds=20.0, write_seconds=write, restart_seconds=300.0, every=200)
-    found = kept(step_seconds=step_seconds, ranks=4096, device_mean_seconds=50_000 * HOUR, checkpoints=checkpoints)
+    found = forecast_failures(
+        step_seconds=step_seconds, ranks=4096, device_mean_seconds=50_000 * HOUR, checkpoints=checkpoints
+    )
     least = max(1, math.ceil(write / step_seconds))
     tried = {n: goodput(hazard=found.hazard, interval_seconds=n * step_seconds).useful for n in range(least, 5000)}
     assert tried[found.best_every] == max(tried.values())
@@ -148,9 +152,9 @@ def test_the_best_distance_is_that_of_trying_all(step_seconds: float, write: flo
     assert found.as_json()["asked"]["steps_a_day"] == pytest.approx(tried[200] * 86_400 / step_seconds)
 
 
-def told(drawn: Forecast, folder: Path, layouts: list[str]) -> Path:
+def told(drawn: CostModel, folder: Path, layouts: list[str]) -> Path:
     """A plan.json, as `plan` writes it."""
-    answer = judge(drawn, layouts).as_json() if layouts else advise(drawn, grid=Grid()).as_json()
+    answer = judge_asked_layouts(drawn, layouts).as_json() if layouts else advise(drawn, grid=SearchSpace()).as_json()
     own = {
         "facts": drawn.facts.as_json(), "efficiency": drawn.efficiency.as_json(), "cluster": drawn.fleet.as_json()
     }  # fmt: skip
@@ -161,11 +165,11 @@ def told(drawn: Forecast, folder: Path, layouts: list[str]) -> Path:
 def test_a_plan_in_a_file_is_simulated(tmp_path: Path) -> None:
     drawn = made()
     folder = told(drawn, tmp_path, [])
-    best = advise(drawn, grid=Grid()).recommended
+    best = advise(drawn, grid=SearchSpace()).recommended
     found = simulate(folder, failures="50000 h", every=1000, page=tmp_path / "step.html")
     assert found.value is not None and found.exit_code == 0
     assert found.value["layout"] == best.layout
-    assert found.value["step_seconds"] == simulated(drawn, candidate=best.candidate).step_seconds
+    assert found.value["step_seconds"] == simulate_candidate(drawn, candidate=best.candidate).step_seconds
     assert found.value["failures"]["asked"]["every"] == 1000
     assert "closed forms" in found.text and "best: every " in found.text
     html = (tmp_path / "step.html").read_text()
@@ -214,8 +218,8 @@ def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_runs_took_longer_is_longer_here_too(seed: int) -> None:
     drawn, found = some(seed, most=6)
-    slow = Forecast(facts=drawn.facts, fleet=replace(drawn.fleet, longer={"": 1.7}), efficiency=drawn.efficiency)
+    slow = CostModel(facts=drawn.facts, fleet=replace(drawn.fleet, longer={"": 1.7}), efficiency=drawn.efficiency)
     for candidate in found:
-        step, slower = simulated(drawn, candidate=candidate), simulated(slow, candidate=candidate)
+        step, slower = simulate_candidate(drawn, candidate=candidate), simulate_candidate(slow, candidate=candidate)
         assert slower.step_seconds == pytest.approx(1.7 * step.step_seconds)
         assert slower.off == pytest.approx(step.off, abs=1e-9)

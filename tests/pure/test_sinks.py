@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.events import Event, RunStarted, StepDone, Stream
-from paceline.store.runs import RunFolder
-from paceline.watch.sinks import make_sinks
+from paceline.events import Event, EventBus, RunStarted, StepDone
+from paceline.reporting.sinks.sink_registry import make_sinks
+from paceline.run_folder.run_folder import RunFolder
 
 
 def attempt(
     run: RunFolder, steps: range, *, loss: float, resumed_from: int | None, names: tuple[str, ...]
 ) -> list[str]:
     sinks, notes = make_sinks(names, run=run)
-    stream = Stream(sinks)
+    stream = EventBus(sinks)
     stream.emit(RunStarted(run_id="r", job="j", layout="ddp", ranks=2, resumed_from=resumed_from))
     for number in steps:
         stream.emit(StepDone(step=number, epoch=0.0, samples=number, loss=loss))
@@ -103,7 +103,7 @@ def test_a_sink_that_fails_in_the_middle_is_dropped(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "wandb", module)
     sinks, _ = make_sinks(["wandb"], run=RunFolder(tmp_path))
     kept = Kept()
-    stream = Stream([*sinks, kept])
+    stream = EventBus([*sinks, kept])
     for number in (1, 2):
         stream.emit(StepDone(step=number, epoch=0.0, samples=number, loss=1.0))
     assert [type(event).__name__ for event in kept.seen] == ["StepDone", "Note", "StepDone"]

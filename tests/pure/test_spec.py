@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli import split_settings
+from paceline.commands.common.resume_command import command_again
+from paceline.commands.config import config
+from paceline.commands.plan import plan
+from paceline.config.job_reference import job_defaults, parse_jobref, short_name
+from paceline.config.layout import LayoutKind, parse_layout
+from paceline.config.loading import RequestedSettings, as_toml, merge, read_asked
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError
 from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import detect
-from paceline.plan.mesh import ORDER, Mesh, label, mesh_of, near
-from paceline.plan.settle import Cluster, Facts, settle
-from paceline.spec.jobref import job_defaults, parse_jobref, short_name
-from paceline.spec.layout import Kind, parse_layout
-from paceline.spec.read import Asked, as_toml, merge, read_asked
-from paceline.spec.task import Task
-from paceline.spec.update import Update, parse_update
-from paceline.verbs.again import command_again
-from paceline.verbs.config import config
-from paceline.verbs.plan import plan
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.planner.layout.mesh import ORDER, Mesh, layout_label, mesh_of, nearest_meshes
 
 
 def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_list_may_be_text_with_commas_wherever_it_stands(tmp_path: Path) -> No
     file = tmp_path / "run.toml"
     file.write_text('watch.to = "console, jsonl"\n')
     words = ["--watch.to", "console,jsonl"]
-    python = Asked().over({"watch": {"to": "console,jsonl"}, "run_dir": tmp_path}, origin="Run(settings=)")
+    python = RequestedSettings().over({"watch": {"to": "console,jsonl"}, "run_dir": tmp_path}, origin="Run(settings=)")
     for asked in (read_asked(file=file, overrides=[]), read_asked(file=None, overrides=words), python):
         assert merge(asked).watch.to == ("console", "jsonl") and asked.values["watch.to"] == ["console", "jsonl"]
     assert python.values["run_dir"] == str(tmp_path)
@@ -66,7 +66,7 @@ def test_a_list_may_be_text_with_commas_wherever_it_stands(tmp_path: Path) -> No
 def test_what_python_sets_is_checked_as_well() -> None:
     wrong = {"train.stps": 1, "log.every": "often", "job.lr": 0.1, "wotch.to": "jsonl"}
     with pytest.raises(Problems) as caught:
-        Asked().over(wrong, origin="Run(settings=)")
+        RequestedSettings().over(wrong, origin="Run(settings=)")
     first, second, third, fourth = caught.value.problems
     assert first.cause == "did you mean 'train.steps'?" and first.hint.startswith("one of train.steps, train.epochs")
     assert "log.every = 'often'" in second.what and "make_job(lr=0.1)" in third.hint and "watch" in fourth.hint
@@ -76,7 +76,7 @@ def test_what_python_sets_is_checked_as_well() -> None:
 
 def test_what_the_job_brings_has_its_range_too() -> None:
     with pytest.raises(Problems) as caught:
-        Asked().over({"train.max_grad_norm": -1.0, "train.stps": 3, "log.every": 0}, origin="job")
+        RequestedSettings().over({"train.max_grad_norm": -1.0, "train.stps": 3, "log.every": 0}, origin="job")
     assert [(problem.where, problem.what) for problem in caught.value.problems] == [
         ("job", "train.max_grad_norm = -1.0: expected a number, above 0."),
         ("job", "there is no setting 'train.stps'."),
@@ -99,32 +99,32 @@ def test_what_the_job_brings_has_its_range_too() -> None:
 )
 def test_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
     for value in good:
-        merge(Asked(values={name: value}))
+        merge(RequestedSettings(values={name: value}))
     for value in bad:
         with pytest.raises(UsageError, match=re.escape(f"{name} = {value!r}: expected")) as caught:
-            merge(Asked(values={name: value}, origins={name: "somewhere"}))
+            merge(RequestedSettings(values={name: value}, origins={name: "somewhere"}))
         assert caught.value.where == "somewhere" and caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "ranks"),
     [
-        ("ddp", Kind.DDP, None),
-        ("DP=4", Kind.AXES, 4),
-        ("dp_replicate=-1", Kind.AXES, None),
-        ("single", Kind.SINGLE, None),
-        ("threads", Kind.THREADS, None),
-        ("Threads=4", Kind.THREADS, 4),
-        ("fsdp,remat=full", Kind.FSDP, None),
-        ("hsdp,dp_shard=2", Kind.HSDP, 2),
-        ("pp=2,dp_shard=-1,tp=2,schedule=zb_h1,virtual=2", Kind.AXES, None),
-        ("pp=2,schedule=Mine.txt", Kind.AXES, 2),
-        ("dp_shard=2,tp=2,sequence=true,offload=optimizer+parameters", Kind.AXES, 4),
-        ("ep=2,dp=2", Kind.AXES, 2),
-        ("tp", Kind.TP, None),
+        ("ddp", LayoutKind.DDP, None),
+        ("DP=4", LayoutKind.AXES, 4),
+        ("dp_replicate=-1", LayoutKind.AXES, None),
+        ("single", LayoutKind.SINGLE, None),
+        ("threads", LayoutKind.THREADS, None),
+        ("Threads=4", LayoutKind.THREADS, 4),
+        ("fsdp,remat=full", LayoutKind.FSDP, None),
+        ("hsdp,dp_shard=2", LayoutKind.HSDP, 2),
+        ("pp=2,dp_shard=-1,tp=2,schedule=zb_h1,virtual=2", LayoutKind.AXES, None),
+        ("pp=2,schedule=Mine.txt", LayoutKind.AXES, 2),
+        ("dp_shard=2,tp=2,sequence=true,offload=optimizer+parameters", LayoutKind.AXES, 4),
+        ("ep=2,dp=2", LayoutKind.AXES, 2),
+        ("tp", LayoutKind.TP, None),
     ],
 )
-def test_layouts_are_read_and_written_alike(text: str, kind: Kind, ranks: int | None) -> None:
+def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: int | None) -> None:
     layout = parse_layout(text)
     assert (layout.kind, layout.ranks) == (kind, ranks) and parse_layout(str(layout)) == layout
 
@@ -175,7 +175,7 @@ def test_a_layout_becomes_a_mesh(text: str, ranks: int, mesh: str, name: str) ->
     problems: list[PacelineError] = []
     layout = parse_layout(text)
     found = mesh_of(layout, ranks=ranks, problems=problems)
-    assert not problems and (str(found), label(layout, found), found.ranks) == (mesh, name, ranks)
+    assert not problems and (str(found), layout_label(layout, found), found.ranks) == (mesh, name, ranks)
     for axes in (("tp",), ("pp",), ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp")):
         assert sorted(rank for group in found.groups(axes) for rank in group) == list(range(ranks))
 
@@ -200,7 +200,7 @@ def test_a_mesh_that_does_not_fit_names_the_nearest(text: str, ranks: int, words
 @given(axes=st.lists(st.integers(1, 4), min_size=5, max_size=5), ranks=st.integers(1, 16))
 def test_what_is_near_fits(axes: list[int], ranks: int) -> None:
     asked = Mesh(**dict(zip(ORDER, axes, strict=True)))
-    found = near(asked, ranks=ranks)
+    found = nearest_meshes(asked, ranks=ranks)
     assert found and all(mesh.ranks == ranks for mesh in found) and len({str(mesh) for mesh in found}) == len(found)
     assert asked.ranks != ranks or str(found[0]) == str(asked) or asked.ranks == 1
 
@@ -210,7 +210,7 @@ FORMS = ("{}=3", "fsdp,{}", "tp=2,{}=3", "{}=3,tp=2", "{}=0", "single,{}", "thre
 
 def test_a_line_that_is_proposed_is_accepted() -> None:
     proposed = 0
-    for form, word in product(FORMS, [str(kind) for kind in Kind if kind is not Kind.AXES]):
+    for form, word in product(FORMS, [str(kind) for kind in LayoutKind if kind is not LayoutKind.AXES]):
         for line in lines_proposed(form.format(word)):
             layout = parse_layout(line)
             problems: list[PacelineError] = []
@@ -242,29 +242,29 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(text: str) -> None:
 
 
 def test_threads_are_replicas_of_one_process() -> None:
-    facts = Facts(global_batch_size=64)
-    cluster = Cluster(ranks=3, cores=8)
-    plan = settle(layout=parse_layout("threads"), update=Update(), cluster=cluster, facts=facts)
+    facts = JobFacts(global_batch_size=64)
+    cluster = Resources(ranks=3, cores=8)
+    plan = make_execution_plan(layout=parse_layout("threads"), update=UpdateRule(), cluster=cluster, facts=facts)
     assert (plan.processes, plan.replicas, plan.backend, plan.threads, plan.num_micro) == (1, 3, "none", 2, 3)
     with pytest.raises(LayoutError, match="threads=2 needs 2 ranks, you have 3") as caught:
-        settle(layout=parse_layout("threads=2"), update=Update(), cluster=cluster, facts=facts)
+        make_execution_plan(layout=parse_layout("threads=2"), update=UpdateRule(), cluster=cluster, facts=facts)
     assert caught.value.hint == "--ranks 2, or --layout threads=3"
 
 
 def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
-    plan = settle(
+    plan = make_execution_plan(
         layout=parse_layout("ddp"),
-        update=Update(),
-        cluster=Cluster(ranks=3, cores=8),
-        facts=Facts(global_batch_size=64),
+        update=UpdateRule(),
+        cluster=Resources(ranks=3, cores=8),
+        facts=JobFacts(global_batch_size=64),
     )
     assert (plan.micro_batch_size, plan.num_micro, plan.replicas, plan.threads) == (22, 3, 3, 2)
     with pytest.raises(UsageError, match="8 × 3 replicas × 2 accumulation steps = 48, but global_batch_size is 64"):
-        settle(
+        make_execution_plan(
             layout=parse_layout("ddp"),
-            update=Update(),
-            cluster=Cluster(ranks=3),
-            facts=Facts(global_batch_size=64, micro_batch_size=8, accumulation=2),
+            update=UpdateRule(),
+            cluster=Resources(ranks=3),
+            facts=JobFacts(global_batch_size=64, micro_batch_size=8, accumulation=2),
         )
 
 
@@ -402,7 +402,7 @@ def test_a_job_is_read_as_python_reads_it(tmp_path: Path, content: bytes) -> Non
     "value", ["a\nb", 'a"\nseed = 99  # command line\nx = "b', "tab\t, bell\x07, del\x7f", "\\n", "ü语"]
 )
 def test_a_setting_of_any_text_comes_back_from_the_runs_own_config(tmp_path: Path, value: str) -> None:
-    asked = Asked(
+    asked = RequestedSettings(
         values={"job.note": value, "job.list": [value, "b"], "seed": 1}, origins={"job.note": "file a\nseed = 3"}
     )
     written = tmp_path / "config.toml"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.schedule import Costs, Op, ScheduleError, check, simulate
 from paceline.schedule.program import Action, Program
-from paceline.schedule.stash import Rule, Stash, Stream, continuous, seen
+from paceline.schedule.weight_version_rules import Rule, Stream, VersionRule, continuous, weight_versions_used
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=9)
 STAGES = st.integers(1, 6)
@@ -31,10 +31,10 @@ def walked(program: Program, stage: int) -> list[int]:
 def test_every_program_can_be_run_and_has_the_weights_that_its_rule_names(
     stages: int, rule: Rule, sizes: Sequence[int], drained: set[int]
 ) -> None:
-    stash = Stash(stages=stages, rule=rule)
+    stash = VersionRule(stages=stages, rule=rule)
     program = check(continuous(stash, sizes=sizes, drained=sorted(drained)))
     plain = continuous(stash, sizes=sizes)
-    for one, other in zip(seen(program, stash), seen(plain, stash), strict=True):
+    for one, other in zip(weight_versions_used(program, stash), weight_versions_used(plain, stash), strict=True):
         assert one.versions == other.versions, "emptying it in between changes no weight"
         assert all(used <= there for used, there in zip(one.versions, walked(program, one.stage), strict=True))
 
@@ -42,27 +42,30 @@ def test_every_program_can_be_run_and_has_the_weights_that_its_rule_names(
 @many
 @given(stages=STAGES, sizes=SIZES)
 def test_weight_stashing_is_what_the_order_itself_has(stages: int, sizes: Sequence[int]) -> None:
-    stash = Stash(stages=stages, rule=Rule.NEWEST)
+    stash = VersionRule(stages=stages, rule=Rule.NEWEST)
     program = continuous(stash, sizes=sizes)
-    for one in seen(program, stash):
+    for one in weight_versions_used(program, stash):
         assert list(one.versions) == walked(program, one.stage)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_the_versions_and_the_staleness_of_the_papers(stages: int) -> None:
-    found = {rule: seen(continuous(s := Stash(stages=stages, rule=rule), sizes=[1] * 30), s) for rule in list(Rule)[:2]}
+    found = {
+        rule: weight_versions_used(continuous(s := VersionRule(stages=stages, rule=rule), sizes=[1] * 30), s)
+        for rule in list(Rule)[:2]
+    }
     assert [one.alive for one in found[Rule.NEWEST]] == list(range(stages, 0, -1))
     assert [max(one.staleness) for one in found[Rule.NEWEST]] == list(range(stages - 1, -1, -1))
     assert {max(one.staleness) for one in found[Rule.ENTRY]} == {stages - 1}
-    double = Stash(stages=stages, rule=Rule.DOUBLE)
-    each = seen(continuous(double, sizes=[stages] * 12), double)
+    double = VersionRule(stages=stages, rule=Rule.DOUBLE)
+    each = weight_versions_used(continuous(double, sizes=[stages] * 12), double)
     assert {one.alive for one in each} == {2}
     assert all(one.staleness == (0,) * stages + (1,) * (11 * stages) for one in each)
 
 
 @pytest.mark.parametrize(("rule", "size"), [(Rule.NEWEST, 1), (Rule.ENTRY, 1), (Rule.DOUBLE, 4)])
 def test_it_has_no_bubble_but_at_its_ends(rule: Rule, size: int) -> None:
-    program = continuous(Stash(stages=4, rule=rule), sizes=[size] * (120 // size))
+    program = continuous(VersionRule(stages=4, rule=rule), sizes=[size] * (120 // size))
     timeline = simulate(program, costs=Costs(forward=1.0, input=1.0, weight=1.0))
     middle = [s for s in timeline.computes if 60 <= s.start < 300 and s.seconds]
     busy = sum(min(s.stop, 300.0) - s.start for s in middle) / (4 * 240)
@@ -70,7 +73,7 @@ def test_it_has_no_bubble_but_at_its_ends(rule: Rule, size: int) -> None:
 
 
 def test_an_update_too_early_too_late_or_left_out_is_no_program() -> None:
-    program = continuous(Stash(stages=2, rule=Rule.NEWEST), sizes=[1, 1, 1])
+    program = continuous(VersionRule(stages=2, rule=Rule.NEWEST), sizes=[1, 1, 1])
     row = list(program.actions[1])
     update = next(place for place, action in enumerate(row) if action.op is Op.UPDATE)
     swapped = [*row[: update - 2], row[update], *row[update - 2 : update], *row[update + 1 :]]
@@ -80,11 +83,11 @@ def test_an_update_too_early_too_late_or_left_out_is_no_program() -> None:
 
 
 def test_weights_that_are_not_there_yet_are_told() -> None:
-    stash = Stash(stages=3, rule=Rule.NEWEST)
-    late = continuous(Stash(stages=3, rule=Rule.NEWEST), sizes=[3, 3])
-    assert seen(late, stash)
+    stash = VersionRule(stages=3, rule=Rule.NEWEST)
+    late = continuous(VersionRule(stages=3, rule=Rule.NEWEST), sizes=[3, 3])
+    assert weight_versions_used(late, stash)
     with pytest.raises(ValueError, match="asks for update"):
-        seen(_as_gpipe(late), Stash(stages=3, rule=Rule.NEWEST))
+        weight_versions_used(_as_gpipe(late), VersionRule(stages=3, rule=Rule.NEWEST))
 
 
 def test_a_stream_that_forgets_answers_as_before() -> None:

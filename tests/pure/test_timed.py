@@ -6,13 +6,13 @@ from statistics import median
 
 import pytest
 
-from paceline.plan.advice import advice_of
-from paceline.plan.estimate import Timed
-from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, candidates
-from paceline.plan.search import search
-from paceline.plan.timed import MOST, in_turn, read_kept, retimed, shortlist, try_of
-from paceline.spec.layout import parse_layout
+from paceline.config.layout import parse_layout
+from paceline.planner.advice.recommendations import advice_of
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import MeasuredTime
+from paceline.planner.search.branch_and_bound import search
+from paceline.planner.search.search_space import SearchSpace, candidates
+from paceline.planner.search.shortlist import MOST, in_turn, read_kept, retimed, shortlist, try_of
 from tests.pure.drawn_plans import forecast
 
 SEEDS = range(12)
@@ -49,7 +49,7 @@ def test_time_goes_first_to_one_of_each_family_that_may_be_the_quickest(seed: in
 @pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_run_again_only_where_what_they_keep_does_not_fit(seed: int) -> None:
     drawn, grid = forecast(seed)
-    fits = {one for one in candidates(drawn.facts, drawn.fleet, grid or Grid()) if drawn.estimate(one).fits}
+    fits = {one for one in candidates(drawn.facts, drawn.fleet, grid or SearchSpace()) if drawn.estimate(one).fits}
     for one in shortlist(drawn, grid=grid):
         assert one.candidate.remat == "none" or replace(one.candidate, remat="none") not in fits
 
@@ -58,7 +58,7 @@ def test_what_was_timed_replaces_the_forecast_and_the_rest_is_as_wrong() -> None
     drawn, grid = next(pair for pair in map(forecast, range(60)) if len(shortlist(pair[0], grid=pair[1])) > 3)
     found = shortlist(drawn, grid=grid)
     timed = {
-        str(one.candidate): Timed(seconds=one.step_seconds * (5 - n), spread=0.1, steps=9, blocks=(2, 4))
+        str(one.candidate): MeasuredTime(seconds=one.step_seconds * (5 - n), spread=0.1, steps=9, blocks=(2, 4))
         for n, one in enumerate(found[:3])
     }
     after = {str(one.candidate): one for one in retimed(found, timed)}
@@ -79,7 +79,7 @@ def test_advice_recommends_what_was_the_quickest_where_it_ran() -> None:
     found = shortlist(drawn, grid=grid)
     last = found[-1]
     timed = {
-        str(one.candidate): Timed(seconds=1.0 if one is last else 2.0, spread=0.0, steps=1, blocks=(4,))
+        str(one.candidate): MeasuredTime(seconds=1.0 if one is last else 2.0, spread=0.0, steps=1, blocks=(4,))
         for one in found
     }
     advice = advice_of(drawn, retimed(found, timed), grid=grid)
@@ -102,7 +102,9 @@ def test_what_is_kept_is_read_as_it_was(seed: int) -> None:
     drawn, grid = forecast(seed)
     found = shortlist(drawn, grid=grid)
     timed = {
-        str(one.candidate): Timed(seconds=one.step_seconds * n, spread=0.1, steps=9, blocks=(2, 4), between=(1, 2))
+        str(one.candidate): MeasuredTime(
+            seconds=one.step_seconds * n, spread=0.1, steps=9, blocks=(2, 4), between=(1, 2)
+        )
         for n, one in enumerate(found[:2], start=1)
     }
     assert read_kept(json.loads(json.dumps({name: asdict(one) for name, one in timed.items()}))) == timed
@@ -114,7 +116,9 @@ def test_what_is_asked_for_is_on_the_list_however_slow_it_is_thought(seed: int) 
     found = shortlist(drawn, grid=grid)
     wide = shortlist(drawn, grid=grid, most=10_000)
     others = [one for one in wide if one not in found][:2]
-    slow = Forecast(facts=drawn.facts, fleet=replace(drawn.fleet, longer={one.candidate.family: 40.0 for one in found}))
+    slow = CostModel(
+        facts=drawn.facts, fleet=replace(drawn.fleet, longer={one.candidate.family: 40.0 for one in found})
+    )
     names = {str(one.candidate) for one in [*others, *found]}
     assert names == {str(one.candidate) for one in shortlist(drawn, grid=grid, also=names)}
     assert names <= {str(one.candidate) for one in shortlist(slow, grid=grid, also=names)}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.place.traceless import stateless, traceless
+from paceline.parallel.module_access.user_call_isolation import call_stateless, side_effect_free
 
 
 class _Changing(nn.Module):
@@ -57,7 +57,7 @@ def test_a_forward_that_only_looks_leaves_no_trace_in_the_model_or_the_generator
     model = _Changing()
     array, batch = model.array, torch.randn(4, 3)
     before = _all_of(model)
-    with traceless(model):
+    with side_effect_free(model):
         model.eval()
         model.train()(batch)
         assert model.count == 1
@@ -97,7 +97,7 @@ def test_a_loss_that_is_only_tried_keeps_its_own_state():
         return x.sum() + large.sum()
 
     for function in (centre, centre.method, loss, torch.relu, nn.Linear(3, 3)):
-        with stateless(function):
+        with call_stateless(function):
             function(batch)  # type: ignore[operator]
     assert (count, kept) == (0, {"mean": 0.0, "deep": [[1]]})
     assert (centre.count, centre.centre.tolist(), centre.seen) == (0, [0.0] * 3, [1]) and not hasattr(centre, "new")
@@ -108,5 +108,5 @@ def test_what_a_loss_only_reads_is_not_written_to(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of an array that can't be written to: writing is a crash
         table = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"))
-    with stateless(lambda: table):
+    with call_stateless(lambda: table):
         assert float(table.sum()) == 3

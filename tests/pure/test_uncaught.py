@@ -17,17 +17,23 @@ import pytest
 import torch
 
 import paceline as pl
-import paceline.launch.claim as claim
-import paceline.survive.uncaught as uncaught_module
+import paceline.launch.failures.single_reporter as claim
+import paceline.launch.failures.uncaught_exceptions as uncaught_module
+from paceline.commands import python_functions as functions
+from paceline.commands.common.execution import CommandResult
+from paceline.console.output import with_no_reader
 from paceline.errors import PeerError, UsageError
-from paceline.launch.claim import Turn, claim_turn
-from paceline.survive import child
-from paceline.survive.uncaught import ERROR_FILE, UncaughtHook, report, told_while_open, watch_uncaught
-from paceline.talk import with_no_reader
-from paceline.verbs import functions
-from paceline.verbs.running import Answer
+from paceline.launch.agent import worker_process as child
+from paceline.launch.failures.single_reporter import ReportTurn, claim_turn
+from paceline.launch.failures.uncaught_exceptions import (
+    ERROR_FILE,
+    UncaughtHook,
+    report,
+    told_while_open,
+    watch_uncaught,
+)
 
-ALL, LINE, NOTHING = Turn(tells_all=True), Turn(tells_line=True, is_told=True), Turn(is_told=True)
+ALL, LINE, NOTHING = ReportTurn(tells_all=True), ReportTurn(tells_line=True, is_told=True), ReportTurn(is_told=True)
 
 
 def world(rank: int, *, size: int = 4, restart: int = 0, kind: str = "torchrun") -> dict[str, str]:
@@ -84,7 +90,7 @@ def test_of_the_ranks_that_only_lost_another_one_speaks(process: Process) -> Non
 
 def test_where_the_rank_that_failed_is_mute_an_echo_tells_all(process: Process) -> None:
     said = [claim_turn("lost", environ=process.be(rank), is_echo=True) for rank in (3, 0)]
-    assert said == [Turn(tells_all=True, tells_line=True), Turn()]
+    assert said == [ReportTurn(tells_all=True, tells_line=True), ReportTurn()]
 
 
 def test_a_restart_a_wrapper_and_a_world_without_a_launcher_tell_their_own(
@@ -240,7 +246,7 @@ def test_what_ends_a_rank_of_another_launcher_is_raised_as_it_is(process: Proces
     process.be(0)
     mine = ValueError("my own mistake")
     with pytest.raises(ValueError, match="my own mistake") as caught:
-        functions._result(Answer(exit_code=1, run=tmp_path, error=mine, keys={"go_on": "paceline train job.py"}))
+        functions._result(CommandResult(exit_code=1, run=tmp_path, error=mine, keys={"go_on": "paceline train job.py"}))
     assert caught.value is mine and mine.__notes__ == ["paceline train job.py"]
 
 
@@ -264,7 +270,7 @@ def test_a_file_that_is_none_of_ours_is_passed_over(process: Process, tmp_path: 
 
 
 def test_what_native_code_said_stays_where_it_aborts(tmp_path: Path) -> None:
-    said = "import os\nfrom paceline.talk import aside\nwith aside():\n    os.write(2, b'lost the store'); END"
+    said = "import os\nfrom paceline.console.output import capture_native_stderr\nwith capture_native_stderr():\n    os.write(2, b'lost the store'); END"
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     environ.pop("PACELINE_ATTEMPT_FOLDER", None)
     command = [sys.executable, "-c", said.replace("END", "os.abort()")]

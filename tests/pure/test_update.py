@@ -5,11 +5,11 @@ import torch
 
 import paceline as pl
 from paceline.cli import main
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.config.update_rule import UpdateKind, parse_update
 from paceline.errors import JobError, LayoutError, PacelineError, Problems
-from paceline.plan.local import never_meet
-from paceline.spec.update import Kind, parse_update
-from paceline.train.fit import refuse_unfit
-from paceline.verbs.running import Common, make_task
+from paceline.planner.layout.local_sgd_checks import never_meet
+from paceline.trainer.checks.check_job import check_job
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_mistyped_rule_says_what_to_type(text: str, what: str, cause: str, hin
 
 
 def test_every_rule_is_read_by_its_word_alone() -> None:
-    assert [parse_update(kind).kind for kind in Kind] == [*Kind]
+    assert [parse_update(kind).kind for kind in UpdateKind] == [*UpdateKind]
 
 
 def refused(*words: str) -> PacelineError:
@@ -62,7 +62,7 @@ def refused(*words: str) -> PacelineError:
     common = {name.strip("-").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     ranks = int(common.pop("ranks", "1"))
     with pytest.raises(PacelineError) as caught:
-        make_task("train", "paceline.examples.text", Common(ranks=ranks, **common), [])
+        make_task("train", "paceline.examples.text", RunOptions(ranks=ranks, **common), [])
     return caught.value
 
 
@@ -87,7 +87,7 @@ def test_the_line_to_type_is_not_refused_again(words: tuple[str, ...], hint: str
     assert refused(*words).hint == hint
     typed = hint.partition(", or ")[0].split()
     common = {name.strip("-"): value for name, value in zip(typed[::2], typed[1::2], strict=True)}
-    make_task("train", "paceline.examples.text", Common(ranks=int(common.pop("ranks")), **common), [])
+    make_task("train", "paceline.examples.text", RunOptions(ranks=int(common.pop("ranks")), **common), [])
 
 
 def test_no_line_to_type_asks_for_a_pipeline_of_one_stage() -> None:
@@ -106,9 +106,9 @@ def test_a_table_of_rows_is_sent_to_the_servers() -> None:
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         global_batch_size=4,
     )
-    refuse_unfit(job, job.model(), takes_sparse=True)
+    check_job(job, job.model(), takes_sparse=True)
     with pytest.raises(JobError) as caught:
-        refuse_unfit(job, job.model())
+        check_job(job, job.model())
     assert "only --update ps takes rows" in caught.value.cause and "--update ps" in caught.value.hint
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_serves_is_told() -> None:
 
 
 def test_the_replicas_that_are_asked_for_are_workers_and_servers_come_beside_them() -> None:
-    task = make_task("train", "paceline.examples.text", Common(layout="dp=4", update="ps,servers=2"), [])
+    task = make_task("train", "paceline.examples.text", RunOptions(layout="dp=4", update="ps,servers=2"), [])
     job = pl.Job(
         model=lambda: torch.nn.Linear(2, 1),
         train_data=[],

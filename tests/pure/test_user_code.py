@@ -14,9 +14,9 @@ import torch
 import paceline.cli
 import paceline.examples.text
 from paceline.errors import user_line
-from paceline.place.shard.guard import forward_runs
-from paceline.survive.decide import is_lost_connection
-from paceline.survive.failure import failure_of
+from paceline.launch.failures.failure_record import failure_of
+from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.user_code import hide_own_frames, is_users
 
 

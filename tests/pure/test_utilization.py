@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.advice import advise
-from paceline.plan.assumptions import assumption_lines, assumptions
-from paceline.plan.candidate import Candidate
-from paceline.plan.catalogue import DEVICES, sheet_rates
-from paceline.plan.decoder import Decoder, decoder_facts
-from paceline.plan.estimate import Estimate
-from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
-from paceline.plan.fleet import read_fleet
-from paceline.plan.forecast import Forecast
-from paceline.plan.seconds import Seconds
-from paceline.plan.utilization import model_flops
+from paceline.planner.advice.recommendations import advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.cost.step_time import StepTime
+from paceline.planner.hardware.assumed_rates import assumption_lines, assumptions
+from paceline.planner.hardware.catalog import DEVICES, sheet_rates
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.model_profile import BatchScaling, LayerProfile, ModelProfile, OptimizerFootprint
+from paceline.planner.model_costs.training_flops import model_flops
 
 LLAMA_3 = {
     "8B": Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256),
@@ -23,13 +23,13 @@ LLAMA_3 = {
 SMALL = Decoder(layers=2, width=64, hidden=256, heads=4, vocabulary=1000)
 
 
-def on(cluster: str, sizes: Decoder, *, length: int, batch: int) -> Forecast:
+def on(cluster: str, sizes: Decoder, *, length: int, batch: int) -> CostModel:
     facts = decoder_facts(sizes, name="x", length=length, global_batch_size=batch)
-    return Forecast(facts=facts, fleet=read_fleet(cluster))
+    return CostModel(facts=facts, fleet=read_fleet(cluster))
 
 
 def lasting(estimate: Estimate, seconds: float) -> Estimate:
-    return replace(estimate, seconds=Seconds(compute=seconds))
+    return replace(estimate, seconds=StepTime(compute=seconds))
 
 
 @pytest.mark.parametrize(("size", "rate", "mfu"), [("8B", 2904, 0.568), ("8B", 2973, 0.582), ("70B", 331, 0.517)])
@@ -58,10 +58,10 @@ def test_masked_pairs_count_however_attention_is_written() -> None:
 
 
 def test_weights_that_are_not_trained_have_no_products_of_their_own() -> None:
-    part = Part(name="b", split_parameters=100, matmul_flops=Amount(sample=200.0))
-    facts = ModelFacts(
-        name="x", first=Part(name="f"), blocks=(part,), last=Part(name="l"), global_batch_size=5,
-        optimizer=Keeps(name="SGD", state_bytes=0.0),
+    part = LayerProfile(name="b", split_parameters=100, matmul_flops=BatchScaling(sample=200.0))
+    facts = ModelProfile(
+        name="x", first=LayerProfile(name="f"), blocks=(part,), last=LayerProfile(name="l"), global_batch_size=5,
+        optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0),
     )  # fmt: skip
     assert model_flops(facts) == 5 * 3 * 200
     assert model_flops(replace(facts, blocks=(replace(part, frozen_parameters=100),))) == 5 * 2 * 200
@@ -70,9 +70,9 @@ def test_weights_that_are_not_trained_have_no_products_of_their_own() -> None:
 
 def test_a_table_counts_in_a_model_of_sequences_alone() -> None:
     """A recommender reads a few rows of large tables: they are no products."""
-    facts = ModelFacts(
-        name="x", first=Part(name="f", whole_parameters=10**6, lookup_parameters=10**6), blocks=(),
-        last=Part(name="l", matmul_flops=Amount(sample=50.0)), optimizer=Keeps(name="SGD", state_bytes=0.0),
+    facts = ModelProfile(
+        name="x", first=LayerProfile(name="f", whole_parameters=10**6, lookup_parameters=10**6), blocks=(),
+        last=LayerProfile(name="l", matmul_flops=BatchScaling(sample=50.0)), optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0),
         global_batch_size=4,
     )  # fmt: skip
     assert model_flops(facts) == 3 * 4 * 50
@@ -125,12 +125,12 @@ def test_a_table_has_the_rate_and_mfu_of_each_layout() -> None:
 
 
 def test_without_a_length_it_is_samples() -> None:
-    part = Part(name="b", split_parameters=100, matmul_flops=Amount(sample=1e9))
-    facts = ModelFacts(
-        name="x", first=Part(name="f"), blocks=(part,), last=Part(name="l"), global_batch_size=8,
-        optimizer=Keeps(name="SGD", state_bytes=0.0),
+    part = LayerProfile(name="b", split_parameters=100, matmul_flops=BatchScaling(sample=1e9))
+    facts = ModelProfile(
+        name="x", first=LayerProfile(name="f"), blocks=(part,), last=LayerProfile(name="l"), global_batch_size=8,
+        optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0),
     )  # fmt: skip
-    advice = advise(Forecast(facts=facts, fleet=read_fleet("2xcpu")))
+    advice = advise(CostModel(facts=facts, fleet=read_fleet("2xcpu")))
     assert "  samples/s per rank  " in "\n".join(advice.lines())
     assert advice.as_json()["plans"][0]["tokens_per_second_per_device"] is None
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.events import EvalDone, Event, Note, RunStarted, StepDone, Stream
-from paceline.store.runs import RunFolder
-from paceline.watch.files import JsonlSink, read_lines
-from paceline.watch.lines import line_of
-from paceline.watch.report import page
+from paceline.events import EvalDone, Event, EventBus, Note, RunStarted, StepDone
+from paceline.reporting.run_report import run_page
+from paceline.reporting.sinks.console_lines import line_of
+from paceline.reporting.sinks.jsonl import JsonlSink, read_lines
+from paceline.run_folder.run_folder import RunFolder
 
 
 def step(number: int, **other: Any) -> StepDone:
@@ -61,7 +61,7 @@ def test_the_log_line_is_fixed() -> None:
 @pytest.mark.parametrize("broken", [1, 2, 3])
 def test_sinks_that_raise_are_dropped_with_one_note_each(broken: int) -> None:
     kept = Kept()
-    stream = Stream([*(Broken() for _ in range(broken)), kept])
+    stream = EventBus([*(Broken() for _ in range(broken)), kept])
     stream.emit(step(1))
     stream.emit(step(2))
     stream.close()
@@ -70,7 +70,7 @@ def test_sinks_that_raise_are_dropped_with_one_note_each(broken: int) -> None:
 
 
 def test_nobody_is_left_to_hear_and_the_run_goes_on() -> None:
-    stream = Stream([Broken(), Broken()])
+    stream = EventBus([Broken(), Broken()])
     stream.emit(step(1))
     stream.emit(step(2))
 
@@ -82,7 +82,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     for sink in sinks:
         os.dup2(full, sink._events)
     os.close(full)
-    Stream([*sinks, kept]).emit(step(1))
+    EventBus([*sinks, kept]).emit(step(1))
     assert sum("No space left" in e.text for e in kept.seen if isinstance(e, Note)) == 2
 
 
@@ -125,18 +125,18 @@ def test_a_page_of_a_broken_run(tmp_path: Path, file: str, text: str) -> None:
     record(run, step(1), step(2))
     with (tmp_path / file).open("a" if file.endswith("l") else "w") as out:
         out.write(text)
-    assert "<h2>Curves</h2>" in page(run)
+    assert "<h2>Curves</h2>" in run_page(run)
 
 
 def test_a_page_of_an_empty_folder(tmp_path: Path) -> None:
-    assert "not begun" in page(RunFolder(tmp_path))
+    assert "not begun" in run_page(RunFolder(tmp_path))
 
 
 def test_a_step_done_again_replaces_the_first(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, step(1, loss=5.0), step(2, loss=6.0), RunStarted(run_id="r", job="j", layout="ddp", ranks=2))
     record(run, RunStarted(run_id="r", job="j", layout="ddp", ranks=2, resumed_from=1), step(2, loss=7.0))
-    text = page(run)
+    text = run_page(run)
     assert "step 2: 7<" in text
     assert "step 2: 6<" not in text
     assert "resumed at step 1" in text
@@ -145,7 +145,7 @@ def test_a_step_done_again_replaces_the_first(tmp_path: Path) -> None:
 def test_one_bad_value_among_many_is_marked(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, *(step(n, loss=math.nan if n == 777 else 1.0 + n % 7) for n in range(1, 3001)))
-    text = page(run)
+    text = run_page(run)
     assert "step 777: nan" in text
     assert len(text) < 200_000
 
@@ -161,7 +161,7 @@ def test_nothing_of_the_users_is_markup(tmp_path: Path) -> None:
     )
     (tmp_path / "env.json").write_text(json.dumps({bad: bad}))
     (tmp_path / "config.toml").write_text(f'{bad} = "{bad}"  # {bad}\n')
-    text = page(run)
+    text = run_page(run)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert "http" not in text

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.start import CHOSEN_KERNELS, EXACT_KERNELS
-from paceline.survive.agent import STARTER
+from paceline.launch.agent.supervisor import STARTER
+from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController

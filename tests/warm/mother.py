@@ -12,10 +12,14 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from paceline.survive import nursery
-from paceline.survive.signals import die_with
+from paceline.launch.agent import forkserver as nursery
+from paceline.launch.agent.signals import die_with
 
-ENTRIES = ("paceline.train.worker:train", "paceline.prove.worker:verify", "paceline.train.plan_run:plan")
+ENTRIES = (
+    "paceline.trainer.entrypoints:train",
+    "paceline.verification.verify_worker:verify",
+    "paceline.measured_planning.plan_worker:plan",
+)
 NUMBERS = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "ONEDNN_", "PYTHON", "TORCH_")
 USED = (
     "sklearn.datasets",

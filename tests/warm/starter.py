@@ -27,7 +27,7 @@ def main(path: str, *words: str) -> None:
     told = {"words": words, "environ": dict(os.environ), "folder": os.path.realpath("."), "files": files}
     with socket.socket(socket.AF_UNIX) as mother:
         if not is_taken(mother, path + os.environ.get(KERNELS, ""), json.dumps(told).encode(), files):
-            os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.survive.nursery", *words])
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent.forkserver", *words])
         for number in files:
             os.close(number)  # who reads them waits for the last one's end
         said = mother.makefile().readline()

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.errors import MachineError
 
-_PUBLIC = {"job": "paceline.hf.jobs", "FolderModel": "paceline.hf.model", "ConfigModel": "paceline.hf.model"}
+_PUBLIC = {"job": "paceline.hf.hf_job", "FolderModel": "paceline.hf.hf_model", "ConfigModel": "paceline.hf.hf_model"}
 
 __all__ = ["ConfigModel", "FolderModel", "job"]
 

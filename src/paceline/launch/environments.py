@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.launch.owner import own_environ
+from paceline.launch.environment_owner import own_environ
 
 _LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node {local}",
@@ -16,7 +16,7 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedWorld:
     """This process's place in a world that a launcher made."""
 
     kind: str
@@ -44,7 +44,7 @@ class Joined:
         return words.split()
 
 
-def detect(environ: Mapping[str, str]) -> Joined | None:
+def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
     """The world this process was started into, or None: also where the variables are those of a rank that started it.
 
     Raises:
@@ -64,18 +64,18 @@ def world_size(environ: Mapping[str, str]) -> int | None:
     return joined.world_size if joined else None
 
 
-def _torchrun(environ: Mapping[str, str]) -> Joined | None:
+def _torchrun(environ: Mapping[str, str]) -> JoinedWorld | None:
     return _from(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Joined | None:
+def _open_mpi(environ: Mapping[str, str]) -> JoinedWorld | None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "mpi"
     marked = "OMPI_COMM_WORLD_RANK" in environ
     return _from(environ, "mpirun", job if marked else None, tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
 
 
-def _slurm(environ: Mapping[str, str]) -> Joined | None:
+def _slurm(environ: Mapping[str, str]) -> JoinedWorld | None:
     inside = environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None
     if not inside or not _is_slurms_own(environ):
         return None
@@ -104,7 +104,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else told.partition("(")[0]
 
 
-def _pmi(environ: Mapping[str, str]) -> Joined | None:
+def _pmi(environ: Mapping[str, str]) -> JoinedWorld | None:
     """Hydra (MPICH, Intel MPI) and PALS say where a rank is on its node under names of their own."""
     if "PMI_RANK" not in environ:
         return None
@@ -114,7 +114,7 @@ def _pmi(environ: Mapping[str, str]) -> Joined | None:
     )
 
 
-def _plain(environ: Mapping[str, str]) -> Joined | None:
+def _plain(environ: Mapping[str, str]) -> JoinedWorld | None:
     whole = "RANK" in environ and "WORLD_SIZE" in environ
     return _from(environ, "environment", "env" if whole else None, _TORCH)
 
@@ -128,7 +128,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tuple[str, ...]) -> Joined | None:
+def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tuple[str, ...]) -> JoinedWorld | None:
     if job_id is None:
         return None
     try:
@@ -139,7 +139,7 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
         raise UsageError(
             f"{kind} set variables that can't be read: {error}.", hint=f"env | grep -E '{'|'.join(names)}'"
         ) from None
-    return Joined(
+    return JoinedWorld(
         kind=kind,
         rank=rank,
         world_size=world,
@@ -177,7 +177,7 @@ def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def _checked(found: Joined) -> Joined:
+def _checked(found: JoinedWorld) -> JoinedWorld:
     if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < max(found.local_world_size, 1):
         raise UsageError(
             f"{found.kind}: rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "

@@ -1,18 +1,16 @@
 """Pipeline schedules as data, without torch: build, read, check, simulate and draw them."""
 
-from paceline.schedule.build import build
-from paceline.schedule.check import check
-from paceline.schedule.draw import draw
-from paceline.schedule.follow import Costs
-from paceline.schedule.forward import forward_only
-from paceline.schedule.lower import lower
+from paceline.schedule.action_walk import Costs
+from paceline.schedule.lowering import forward_only, lower
 from paceline.schedule.program import Action, Message, Op, Program
-from paceline.schedule.simulate import simulate
-from paceline.schedule.strip import in_text
-from paceline.schedule.table import SCHEDULES, Schedule
-from paceline.schedule.text import parse, read, write
+from paceline.schedule.program_check import check
+from paceline.schedule.program_simulation import simulate
+from paceline.schedule.program_svg import draw
+from paceline.schedule.registry import SCHEDULES, Schedule, build
+from paceline.schedule.schedule_error import ScheduleError
+from paceline.schedule.text_format import parse, read, write
+from paceline.schedule.text_timeline import in_text
 from paceline.schedule.timeline import Span, Timeline
-from paceline.schedule.wrong import ScheduleError
 
 __all__ = [
     "SCHEDULES", "Action", "Costs", "Message", "Op", "Program", "Schedule", "ScheduleError", "Span", "Timeline",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.streams import key, preserved, seed_torch
+from paceline.torch_internals.rng import preserve_rng, seed_torch, stream_key
 
 
 @torch.no_grad()
@@ -31,17 +31,17 @@ def generate(
     was_training = model.training
     model.eval()
     ids = prompt
-    with preserved():
-        seed_torch(key(seed, "generate"))
+    with preserve_rng():
+        seed_torch(stream_key(seed, "generate"))
         for _ in range(num_tokens):
             window = ids if context is None else ids[:, -context:]
-            found = logits(forward(window))[:, -1].float()
+            found = output_logits(forward(window))[:, -1].float()
             ids = torch.cat([ids, _pick(found, temperature, top_k)], dim=1)
     model.train(was_training)
     return ids
 
 
-def logits(output: Any) -> Tensor:
+def output_logits(output: Any) -> Tensor:
     """An output's `.logits`, or the output itself."""
     found: Tensor = getattr(output, "logits", output)
     return found

@@ -4,8 +4,32 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline.step.joint import Agreed, Joint
-from paceline.step.later import Later
+import torch
+from torch import Tensor
+
+from paceline.step.step_reduction import StepReduction, StepTotals
+
+
+class AsyncScalars:
+    """Numbers copied off the device in the background; `values` waits only for that copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.detach()
+
+    def values(self) -> list[float]:
+        """The numbers, as a flat list."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        values: list[float] = self._host.reshape(-1).tolist()
+        return values
 
 
 @dataclass(kw_only=True)
@@ -14,15 +38,15 @@ class StepResult:
 
     step: int
     samples: int
-    joint: Joint
-    norm: Later | None
+    joint: StepReduction
+    norm: AsyncScalars | None
     compute_seconds: float
     communication_seconds: float
     skipped: bool = False
     lr: float | None = None
 
     @cached_property
-    def agreed(self) -> Agreed:
+    def agreed(self) -> StepTotals:
         """What the ranks agreed on."""
         return self.joint.agreed()
 

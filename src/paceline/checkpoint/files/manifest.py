@@ -1,0 +1,195 @@
+"""The manifest of a checkpoint: it names every file and tensor with a digest, and carries its own.
+
+Format 1 has one file of each kind. In format 2 every rank has written a file of what it holds
+(`model.rank-0003.safetensors`), and a tensor that is in pieces has an entry for each: where it begins, and the shape
+of the whole.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.manifest_schema import FileForm, ManifestForm, check_state, parse_files, parse_manifest
+from paceline.checkpoint.files.resharding_reader import StoredShard, StoredTensors, check_cover
+from paceline.checkpoint.files.safetensors_io import TensorEntry, Writable, digest, header_digest, write_tensors
+from paceline.errors import CheckpointError, MachineError
+from paceline.filesystem.atomic_files import is_damage, parse_json, read_regular, write_text
+
+FORMAT, FORMAT_OF_RANKS = "paceline-checkpoint-1", "paceline-checkpoint-2"
+MANIFEST = "manifest.json"
+_RANK_FILE = re.compile(r"(.+)\.rank-\d{4,}(\.safetensors)")
+_OUTER = re.compile(rb'\{"digest": "([0-9a-f]{64})", "body": (".*")\}', re.DOTALL)
+_MOST_BYTES = 1 << 29
+
+Files = Mapping[str, Sequence[Writable]]
+Listed = Mapping[str, Mapping[str, Any]]
+
+
+def rank_file(kind: str, rank: int) -> str:
+    """The file of one rank: `model.rank-0003.safetensors` for `model.safetensors`."""
+    stem, dot, ending = kind.rpartition(".")
+    return f"{stem}.rank-{rank:04d}{dot}{ending}"
+
+
+def kind_of(file: str) -> str:
+    """What a file holds, whoever wrote it."""
+    match = _RANK_FILE.fullmatch(file)
+    return file if match is None else match[1] + match[2]
+
+
+def write_files(aside: Path, files: Files) -> dict[str, Any]:
+    """Write and flush files of tensors; returns what the manifest says of them."""
+    listed = {}
+    for name, tensors in files.items():
+        entries = write_tensors(aside / name, tensors)
+        num_bytes, header = header_digest(aside / name)
+        listed[name] = {
+            "header": header,
+            "bytes": num_bytes,
+            "tensors": [entry.as_json() for entry in entries],
+        }
+    return listed
+
+
+def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], step: int) -> None:
+    """Write it and flush it.
+
+    Raises:
+        CheckpointError: an element of a tensor is in no file, or in two.
+    """
+    for (kind, name), entries in _by_tensor(listed).items():
+        try:
+            check_cover(name, entries)
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.what,
+                where=f"{kind} of step {step}",
+                cause="what the ranks say they hold does not add up: a mistake of the layout, not of the job",
+                hint="older checkpoints are untouched",
+            ) from None
+    form = FORMAT if all(kind_of(name) == name for name in listed) else FORMAT_OF_RANKS
+    _write_body(aside, {"format": form, "step": step, "state": state, "files": listed})
+
+
+def amend_state(path: Path, **changes: Any) -> None:
+    """Replace parts of the state of a checkpoint that is whole, at once: a reader sees the old ones or the new.
+
+    Raises:
+        CheckpointError: its manifest can't be read.
+    """
+    body = read_body(path)
+    state = {**body.state, **changes}
+    _write_body(path, {"format": body.format, "step": body.step, "state": state, "files": body.files})
+
+
+def _write_body(path: Path, body: Mapping[str, Any]) -> None:
+    text = json.dumps(body, separators=(",", ":"))
+    write_text(path / MANIFEST, json.dumps({"digest": digest(text.encode()), "body": text}))
+
+
+def read_body(path: Path) -> ManifestForm:
+    """Return the manifest's body, once its digest was found right and every part of the right type.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format.
+        MachineError: it is there, and can't be read now.
+    """
+    try:
+        text = _body_text(read_regular(path / MANIFEST, most_bytes=_MOST_BYTES))
+    except OSError as error:
+        raise _unread(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path.name} is damaged: {error}.", where=str(path)) from error
+    if text is None:
+        raise CheckpointError(f"the manifest of {path.name} is not what was written.", where=str(path))
+    try:
+        body = parse_manifest(text)
+        if body.format in (FORMAT, FORMAT_OF_RANKS):
+            check_state(body.state)
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
+    if body.format not in (FORMAT, FORMAT_OF_RANKS):
+        raise CheckpointError(
+            f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {FORMAT_OF_RANKS!r}.",
+            where=str(path),
+        )
+    return body
+
+
+def _body_text(data: bytes) -> str | None:
+    """Return the text that a manifest carries; None where one byte of the file is not what `write_manifest` wrote."""
+    outer = _OUTER.fullmatch(data)
+    if outer is None:
+        return None
+    text = parse_json(outer[2])
+    if digest(text.encode()) != outer[1].decode() or json.dumps(text).encode() != outer[2]:
+        return None
+    return str(text)
+
+
+def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
+    """Tell a damaged checkpoint from one that can't be read now and should not be replaced by an older one."""
+    if isinstance(error, FileNotFoundError):
+        cause = "it is no checkpoint of Paceline's"
+        return CheckpointError(f"{path.name} has no {MANIFEST}.", where=str(path), cause=cause)
+    if is_damage(error):
+        return CheckpointError(f"the manifest of {path.name} is damaged: {error.strerror}.", where=str(path))
+    return unreadable_file_error(path / MANIFEST, error)
+
+
+def unreadable_file_error(file: Path, error: OSError) -> MachineError:
+    """Return the error of a file that is there and can't be read now: it says nothing of what is in it."""
+    return MachineError(
+        f"{file.parent.name}/{file.name} can't be read: {error.strerror}.",
+        where=str(file),
+        cause="rights, or a disk that does not answer; nothing says that the checkpoint is damaged",
+        hint=f"ls -l {file}, then the same command; or --resume with an older checkpoint",
+    )
+
+
+def stored_files(path: Path, listed: Listed) -> dict[str, StoredTensors]:
+    """What there is of each kind, once every file was found to be there, of its size, with its header.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or foreign, or an element of a tensor is in none of them.
+        MachineError: a file can't be read now.
+    """
+    try:
+        files = parse_files(listed)
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
+    pieces: dict[str, list[StoredShard]] = {}
+    for name, (said, entries) in files.items():
+        _check_file(path, name, said)
+        file = path / name
+        pieces.setdefault(kind_of(name), []).extend(StoredShard(file=file, entry=entry) for entry in entries)
+    return {kind: StoredTensors(found) for kind, found in pieces.items()}
+
+
+def _check_file(path: Path, name: str, listed: FileForm) -> None:
+    """Refuse a file that is missing, cut off or foreign."""
+    file = path / name
+    if Path(name).name != name or name == ".." or "\0" in name:
+        raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))
+    try:
+        size, header = header_digest(file)
+    except OSError as error:
+        if not is_damage(error):
+            raise unreadable_file_error(file, error) from error
+        raise CheckpointError(f"{name} is missing from {path.name}.", where=str(path)) from None
+    except ValueError as error:
+        raise CheckpointError(f"{name} of {path.name} can't be used: {error}.", where=str(file)) from None
+    if size != listed.bytes:
+        raise CheckpointError(f"{name} has {size} bytes, {listed.bytes} were written.", where=str(file))
+    if header != listed.header:
+        raise CheckpointError(f"the header of {name} is not what was written.", where=str(file))
+
+
+def _by_tensor(listed: Listed) -> dict[tuple[str, str], list[TensorEntry]]:
+    found: dict[tuple[str, str], list[TensorEntry]] = {}
+    for file, said in listed.items():
+        for entry in said["tensors"]:
+            found.setdefault((kind_of(file), entry["name"]), []).append(TensorEntry.from_json(entry))
+    return found

@@ -1,0 +1,106 @@
+"""The form of a manifest: what every part of it must be. Whatever is not of this form can't be loaded.
+
+A digest shows that the text is the one that was written, not that it is one that a run can use: a stranger's file, or
+one that was edited together with its digest, has a right digest too.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from paceline.checkpoint.files.safetensors_io import TensorEntry
+from paceline.filesystem.atomic_files import parse_json
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class FileForm(msgspec.Struct, kw_only=True):
+    """What a manifest says of one file."""
+
+    header: str
+    bytes: Count
+    tensors: list[dict[str, Any]]
+
+
+class CursorForm(msgspec.Struct, kw_only=True):
+    """How far the run had come in its data."""
+
+    epoch: Count
+    position: Count
+    samples: Count
+    step: Count
+
+
+class OptimizerForm(msgspec.Struct, kw_only=True):
+    """What a state says of one optimizer beside its tensors."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+
+
+class ProgressForm(msgspec.Struct, kw_only=True):
+    """What the loop remembers beside the cursor."""
+
+    tokens: float = 0.0
+    best: float | None = None
+    best_of: str = ""
+    waited: Count = 0
+    rule_best: float | None = None
+    rule_of: str = ""
+    unjudged: bool = False
+
+
+class StateForm(msgspec.Struct, kw_only=True):
+    """What a resume reads of a run's state; a part that not every run has may be absent."""
+
+    identity: dict[str, Any]
+    cursor: CursorForm
+    feed: dict[str, Any]
+    aliases: dict[str, str]
+    optimizers: list[OptimizerForm]
+    schedules: list[dict[str, Any]]
+    scaler: dict[str, Any] | None = None
+    extra_state: dict[str, Any] = {}
+    extra: ProgressForm = msgspec.field(default_factory=ProgressForm)
+    grid: dict[str, int | None] = {}
+    settings: dict[str, str] | None = None
+    sites: list[dict[str, Any]] = []
+
+
+class ManifestForm(msgspec.Struct, kw_only=True):
+    """The body of a manifest."""
+
+    format: str
+    step: Count
+    state: dict[str, Any]
+    files: dict[str, Any]
+
+
+def parse_manifest(text: str) -> ManifestForm:
+    """Return the body of a manifest.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    return msgspec.convert(parse_json(text), ManifestForm)
+
+
+def parse_files(listed: Mapping[str, Any]) -> dict[str, tuple[FileForm, list[TensorEntry]]]:
+    """Return what a manifest says of each file and of its tensors.
+
+    Raises:
+        ValueError: it is of another form, or sizes do not belong together.
+    """
+    files = msgspec.convert(listed, dict[str, FileForm])
+    return {name: (said, [TensorEntry.from_json(entry) for entry in said.tensors]) for name, said in files.items()}
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Refuse a state that no run can go on from.
+
+    Raises:
+        ValueError: naming the part.
+    """
+    msgspec.convert(state, StateForm)

@@ -1,0 +1,268 @@
+"""Tensors on disk in the safetensors format, each with its digest; nothing is pickled and nothing is trusted.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the bytes).
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+from msgspec import Meta
+
+from paceline.errors import CheckpointError, MachineError
+from paceline.filesystem.atomic_files import is_damage, open_regular
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+}  # fmt: skip
+_MOST_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 64
+_SMALL = 1 << 16
+_BLOCK_BYTES = 16 << 20
+
+Shape = tuple[int, ...]
+_Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Sizes = Annotated[tuple[_Size, ...], Meta(max_length=64)]  # torch has no tensor of more dimensions
+
+
+class _EntryForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a manifest says of one tensor, as it is written; an absent key is no `null`."""
+
+    name: str
+    dtype: str
+    shape: _Sizes
+    start: _Size
+    stop: _Size
+    digest: str
+    at: _Sizes | msgspec.UnsetType = msgspec.UNSET
+    whole: _Sizes | msgspec.UnsetType = msgspec.UNSET
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Laid:
+    """Type and shape of a tensor, or of the piece of one of shape `whole` that begins at `at`."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    at: Shape | None = None
+    whole: Shape | None = None
+
+    @property
+    def key(self) -> str:
+        """What it is called in its file: a piece is never mistaken for the tensor."""
+        return self.name if self.at is None else f"{self.name}@{'.'.join(map(str, self.at))}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def laid(self) -> dict[str, Any]:
+        """The same, to make another of."""
+        return {each.name: getattr(self, each.name) for each in fields(_Laid)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBytes(_Laid):
+    """A tensor as bytes, row-major."""
+
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        if self.data.nbytes != self.num_bytes:
+            raise ValueError(f"{self.name}: {self.data.nbytes} bytes for {self.dtype}{list(self.shape)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyTensor(_Laid):
+    """A tensor whose bytes are made when they are written, and let go of then."""
+
+    make: Callable[[], memoryview]
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes, made now."""
+        return self.make()
+
+
+Writable = TensorBytes | LazyTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry(_Laid):
+    """What a manifest says of one tensor, or of one piece."""
+
+    start: int
+    stop: int
+    digest: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "TensorEntry":
+        """From a manifest; checks types, and that sizes belong together.
+
+        Raises:
+            ValueError: naming what does not.
+        """
+        form = msgspec.convert(value, _EntryForm)
+        if form.dtype not in ITEM_BYTES:
+            raise ValueError(f"{form.name}: no known type is called {form.dtype!r}")
+        entry = TensorEntry(
+            name=form.name, dtype=form.dtype, shape=form.shape, start=form.start, stop=form.stop, digest=form.digest,
+            at=None if form.at is msgspec.UNSET else form.at,
+            whole=None if form.whole is msgspec.UNSET else form.whole,
+        )  # fmt: skip
+        if entry.stop - entry.start != entry.num_bytes:
+            raise ValueError(f"{entry.name}: sizes do not belong together")
+        if len({len(each) for each in (entry.shape, entry.at, entry.whole) if each is not None}) > 1:
+            raise ValueError(f"{entry.name}: a piece of another number of dimensions")
+        return entry
+
+
+def digest(data: bytes | memoryview) -> str:
+    """SHA-256, which processors compute in hardware."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Sequence[Writable]) -> list[TensorEntry]:
+    """Write one safetensors file and flush it to disk; a tensor's digest is computed while it is written.
+
+    Of tensors whose bytes are made later, one at a time is in memory.
+    """
+    entries, header = _plan(tensors)
+    with ThreadPoolExecutor(max_workers=1) as pool, path.open("xb") as file:
+        file.write(header)
+        entries = [
+            replace(entry, digest=_written(file, tensor.data, pool))
+            for entry, tensor in zip(entries, tensors, strict=True)
+        ]
+        file.flush()
+        os.fsync(file.fileno())
+        return entries
+
+
+def _written(file: BinaryIO, data: memoryview, pool: ThreadPoolExecutor) -> str:
+    if data.nbytes < _SMALL:
+        file.write(data)
+        return digest(data)
+    found = pool.submit(digest, data)
+    file.write(data)
+    return found.result()
+
+
+def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorBytes]:
+    """Read tensors and compare each with its digest.
+
+    Raises:
+        CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
+        MachineError: the file can't be read now.
+    """
+    with _opened(path) as file:
+        for entry in entries:
+            _check_end(file, entry)
+            data = _memory(entry)
+            file.seek(entry.start)
+            if file.readinto(data) != len(data) or digest(data) != entry.digest:
+                raise _changed(path, entry)
+            yield TensorBytes(**entry.laid(), data=data)
+
+
+def check_tensors(path: Path, entries: Sequence[TensorEntry]) -> None:
+    """Compare each tensor with its digest; no more than a block of one is in memory at a time.
+
+    Raises:
+        CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
+        MachineError: the file can't be read now.
+    """
+    with _opened(path) as file:
+        for entry in entries:
+            _check_end(file, entry)
+            file.seek(entry.start)
+            found, left = hashlib.sha256(), entry.stop - entry.start
+            while left and (block := file.read(min(left, _BLOCK_BYTES))):
+                found.update(block)
+                left -= len(block)
+            if left or found.hexdigest() != entry.digest:
+                raise _changed(path, entry)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            yield file
+    except OSError as error:
+        what = f"{path.name} can't be read: {error.strerror}."
+        raise (CheckpointError if is_damage(error) else MachineError)(what, where=str(path)) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} can't be read: {error}.", where=str(path)) from error
+
+
+def _check_end(file: BufferedReader, entry: TensorEntry) -> None:
+    if entry.stop > os.fstat(file.fileno()).st_size:
+        name = Path(file.name).name
+        raise CheckpointError(f"{name} is cut off: {entry.key} ends beyond it.", where=str(file.name))
+
+
+def _memory(entry: TensorEntry) -> memoryview:
+    try:
+        return memoryview(bytearray(entry.stop - entry.start))
+    except MemoryError:
+        raise MachineError(f"{entry.key} needs {entry.stop - entry.start:,} bytes of memory at once.") from None
+
+
+def _changed(path: Path, entry: TensorEntry) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.key} in {path.name} is not what was written.",
+        where=str(path),
+        cause="a damaged disk, a flipped bit, or an edited file",
+    )
+
+
+def header_digest(path: Path) -> tuple[int, str]:
+    """Return the size of a file, and the digest of everything in front of its tensors.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no regular file.
+        CheckpointError: it is too short for what it says of itself.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER_BYTES or length > size:
+            raise CheckpointError(f"{path.name} has a header of {length} bytes.", where=str(path))
+        return size, digest(length.to_bytes(8, "little") + file.read(length))
+
+
+def _plan(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        if tensor.key in header:
+            raise CheckpointError(f"two tensors are called {tensor.key}.", hint="rename one of the parameters")
+        stop = offset + tensor.num_bytes
+        header[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    base = len(text) + 8
+    spans = [[base + place for place in header[tensor.key]["data_offsets"]] for tensor in tensors]
+    entries = [
+        TensorEntry(**tensor.laid(), start=start, stop=stop, digest="")
+        for tensor, (start, stop) in zip(tensors, spans, strict=True)
+    ]
+    return entries, len(text).to_bytes(8, "little") + text

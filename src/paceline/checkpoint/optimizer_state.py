@@ -1,0 +1,283 @@
+"""The optimizers' state by name: tensors that follow their parameter are cut as it is, the rest is written once."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn, strided
+from torch.optim import Optimizer
+
+from paceline.checkpoint.files.resharding_reader import StoredTensors
+from paceline.checkpoint.files.safetensors_io import Writable
+from paceline.checkpoint.optimizer_options import KERNELS
+from paceline.checkpoint.shard_ownership import owned_shards, read_part, writer_rank
+from paceline.checkpoint.state_json import from_plain, made_anew, to_plain, without_anew
+from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
+from paceline.comm.collective_errors import first_value_per_key
+from paceline.comm.process_group import World
+from paceline.errors import CheckpointError
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors
+
+INNER = "+"  # before the number of a tensor that stands in a list or dict
+NOBODY = ""  # the name of what belongs to no parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What the optimizers of all ranks hold: `named` are this rank's parameters, `kept` says which part each is."""
+
+    named: Sequence[NamedParameter]
+    kept: ShardedTensors
+    world: World
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Name by `id(parameter)`."""
+        return {id(member.parameter): member.name for member in self.named}
+
+    def part(self, name: str) -> ShardSpec:
+        """This rank's part of a parameter."""
+        return self.kept.parts(name)[self.world.rank]
+
+    def together(self, names: Sequence[Sequence[str]]) -> list[str]:
+        """What the ranks name, each once, in the model's order."""
+        found = {name for each in names for name in each}
+        return [name for name in self.kept.names if name in found]
+
+
+def group_names(optimizers: Sequence[Optimizer], shares: Shares) -> list[list[list[str]]]:
+    """For each optimizer, for each group, the parameters in it over all ranks. Every rank calls this."""
+    names = shares.names
+    mine = [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+    if shares.kept.is_whole:
+        return mine
+    told = shares.world.gather_json(mine)
+    return [
+        [shares.together([said[number][index] for said in told]) for index in range(len(groups))]
+        for number, groups in enumerate(mine)
+    ]
+
+
+def own_state(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Writable], list[dict[str, Any]]]:
+    """The tensors that this rank writes, and its scalars as JSON: for each optimizer, by name.
+
+    Tensors in lists and dicts stand beside the others under a number, and the JSON names them. What belongs to no
+    parameter stands under the empty name, as a list of keys and values.
+
+    Raises:
+        CheckpointError: a state can't be cut as its parameter is, or is a rank's own.
+    """
+    tensors: list[Writable] = []
+    scalars: list[dict[str, Any]] = []
+    names = shares.names
+    for index, optimizer in enumerate(optimizers):
+        scalars.append({})
+        kind = type(optimizer).__name__
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in names:
+                continue
+            name = names[id(parameter)]
+            found, plain = split_state(state, name=name, kind=kind)
+            for key, value in found.items():
+                tensors += _own(f"{index}/{name}/{key}", value, name, parameter, shares, kind)
+            if plain and writer_rank(shares.kept.parts(name)) == shares.world.rank:
+                scalars[-1][name] = plain
+        shared, inner = shared_state(optimizer, shares)
+        tensors += [to_bytes(f"{index}//{key}", value) for key, value in inner.items() if shares.world.rank == 0]
+        if shared:
+            scalars[-1][NOBODY] = shared
+    return tensors, scalars
+
+
+def split_state(
+    state: Mapping[Any, Any], *, name: str, kind: str, takes: Callable[[Tensor], bool] = lambda _: True
+) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a parameter's state by the name that each is stored under, and the rest as JSON.
+
+    A tensor in a list or dict, or under a key that is no plain text, has a number for a name, and the JSON says which.
+    One that `takes` refuses becomes JSON too.
+
+    Raises:
+        CheckpointError: something of it can't be written: after a resume it would be absent without a word.
+    """
+    tensors = {key: value for key, value in state.items() if _is_plain_tensor(key, value) and takes(value)}
+    inner: dict[str, Tensor] = {}
+    keep = partial(_numbered, inner, takes)
+    rest = {key: value for key, value in state.items() if key not in tensors}
+    plain = to_plain(rest, where=f"the state of {kind} for {name}", keep=keep)
+    if made_anew(plain):
+        alone = {key: to_plain([key, value], where=kind, keep=_named_once) for key, value in rest.items()}
+        bad = next(key for key, said in alone.items() if made_anew(said))
+        raise _unwritable(f"the state {bad!r} of {kind} for {name}", made_anew(plain))
+    return {**tensors, **inner}, plain
+
+
+def _unwritable(what: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} can't be saved: it is or holds a {kind}.",
+        cause="checkpoints hold no pickle, so that a resumed optimizer would not have it",
+        hint="tensors, numbers, text, and lists, tuples, sets and dicts of these are saved",
+    )
+
+
+def _is_plain_tensor(key: Any, value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is strided
+        and not value.is_quantized
+        and isinstance(key, str)
+        and "/" not in key
+        and not key.startswith(INNER)
+    )
+
+
+def _named_once(_: Tensor) -> str:
+    return INNER
+
+
+def _numbered(inner: dict[str, Tensor], takes: Callable[[Tensor], bool], value: Tensor) -> str | None:
+    if not takes(value):
+        return None
+    name = f"{INNER}{len(inner)}"
+    inner[name] = value
+    return name
+
+
+def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return what `state` holds under keys that are no parameters, as a count of all: as JSON, and its tensors.
+
+    Raises:
+        CheckpointError: a key or a value can't be written, or a tensor's cut is not known.
+    """
+    kind, names = type(optimizer).__name__, shares.names
+    rest = {key: value for key, value in optimizer.state.items() if id(key) not in names}
+    addresses = {number for m in shares.named for number in (id(m.parameter), m.parameter.data_ptr())}
+    inner: dict[str, Tensor] = {}
+    keep = partial(_numbered, inner, lambda _: True)
+    found = []
+    for key, value in rest.items():
+        is_tensor = isinstance(key, Tensor)
+        plain = None if is_tensor else to_plain(key, where=kind)
+        if is_tensor or made_anew(plain) or key in addresses:
+            raise CheckpointError(
+                f"the state of {kind} has a key that can't be saved: "
+                + (
+                    "a tensor that is no parameter of this model." if is_tensor else f"{key!r}, another after a resume."
+                ),
+                cause="state[...] by an address, which is another after a resume, or of a tensor that is in no group",
+                hint="self.state[parameter], with the parameters of self.param_groups",
+            )
+        found.append([plain, to_plain(value, where=kind, keep=keep)])
+        if made_anew(found[-1][1]):
+            raise _unwritable(f"the state of {kind} under {key!r}", made_anew(found[-1][1]))
+    if inner and not shares.kept.is_whole:
+        raise _nobody_s(kind, [pair[0] for pair in found])
+    return found, inner
+
+
+def _nobody_s(kind: str, keys: Sequence[Any]) -> CheckpointError:
+    return CheckpointError(
+        f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter, and ranks hold "
+        "parts of them: each would have its own.",
+        cause="state[...] by a number or a name; how it is cut is not known",
+        hint="self.state[parameter] in the optimizer, or --layout ddp",
+    )
+
+
+def _own(key: str, value: Tensor, name: str, parameter: Tensor, shares: Shares, optimizer: str) -> list[Writable]:
+    parts, rank = shares.kept.parts(name), shares.world.rank
+    if value.shape == parameter.shape:
+        return owned_shards(key, dtype=value.dtype, find=partial(Tensor.detach, value), parts=parts, rank=rank)
+    if not parts[rank].is_all and parts[rank].boxes and value.numel() > 1:
+        raise CheckpointError(
+            f"the state {key.rpartition('/')[2]} of {optimizer} for {name} can't be saved: it has the shape "
+            f"{list(value.shape)}, and this rank holds a part of the parameter.",
+            cause="an optimizer that looks at whole tensors was given a part of one",
+            hint="a layout that keeps parameters whole: ddp",
+        )
+    return [to_bytes(key, value)] if writer_rank(parts) == rank else []
+
+
+def optimizer_scalars(
+    optimizers: Sequence[Optimizer], shares: Shares, scalars: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What a checkpoint says of each optimizer beside its tensors. Every rank calls this."""
+    told = [scalars] if shares.kept.is_whole else shares.world.gather_json(list(scalars))
+    every = group_names(optimizers, shares)
+    found = []
+    for index, (optimizer, groups) in enumerate(zip(optimizers, every, strict=True)):
+        said = [
+            {
+                "names": names,
+                "options": to_plain({k: v for k, v in group.items() if k != "params"}, where="a parameter group"),
+            }
+            for names, group in zip(groups, optimizer.param_groups, strict=True)
+        ]
+        all_scalars = first_value_per_key(each[index] for each in told)
+        shared = all_scalars.get(NOBODY, [])
+        if any(each[index].get(NOBODY, []) != shared for each in told):
+            raise _nobody_s(type(optimizer).__name__, [key for key, _ in shared])
+        found.append({"kind": type(optimizer).__name__, "scalars": all_scalars, "groups": said})
+    return found
+
+
+def load_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, kept: Sequence[Collection[str]]) -> None:
+    """The saved options of each group, without those in `kept`; what can't be written stays as the job makes it."""
+    for group, saved, own in zip(optimizer.param_groups, groups, kept, strict=True):
+        for key, value in from_plain(without_anew(saved["options"])).items():
+            if key not in KERNELS and key not in own:
+                group[key] = _beside(value, group.get(key))
+
+
+def _beside(value: Any, present: Any) -> Any:
+    """A tensor goes where the present one is: an optimizer that is captured has its rate on the device."""
+    return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
+
+
+def load_state(
+    optimizer: Optimizer, plain: Mapping[str, Any], stored: StoredTensors, *, shares: Shares, prefix: str
+) -> None:
+    """Give each parameter of this rank its state, cut as the parameter is here.
+
+    Where a rank has nothing of a parameter there is nothing to remember.
+
+    Raises:
+        CheckpointError: a piece of it is not what was written.
+    """
+    keys: dict[str, list[str]] = {}
+    for key in stored:
+        if key.startswith(prefix):
+            keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
+    names = shares.names
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            part = shares.part(name)
+            known = name in keys or name in plain["scalars"]
+            if known and (part.boxes or part.is_all):
+                find = partial(_found, stored, f"{prefix}{name}/", part, parameter)
+                state = from_plain(plain["scalars"].get(name, {}), find=find)
+                leaves = {key: key.rpartition("/")[2] for key in keys.get(name, [])}
+                own = {leaf: _loaded(stored, key, part) for key, leaf in leaves.items() if not leaf.startswith(INNER)}
+                optimizer.state[parameter] = {**state, **{k: _placed(k, v, parameter) for k, v in own.items()}}
+    for key, value in plain["scalars"].get(NOBODY, []):
+        whole = from_plain(value, find=lambda inner: from_bytes(stored[f"{prefix}/{inner}"]))
+        optimizer.state[from_plain(key)] = whole
+
+
+def _found(stored: StoredTensors, prefix: str, part: ShardSpec, parameter: nn.Parameter, inner: str) -> Tensor:
+    return _placed(inner, _loaded(stored, f"{prefix}{inner}", part), parameter)
+
+
+def _loaded(stored: StoredTensors, key: str, part: ShardSpec) -> Tensor:
+    if stored.shape(key) == part.shape:
+        return read_part(stored, key, part=part)
+    return from_bytes(stored[key])
+
+
+def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """State lives beside its parameter; a step count stays where the optimizer keeps it."""
+    return value if key == "step" else value.to(parameter.device)

@@ -1,0 +1,76 @@
+"""The names of the model's `state_dict`, and what this rank holds under each of them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.tensor_bytes import describe_tensor, first_names
+from paceline.comm.collective_errors import first_value_per_key
+from paceline.comm.process_group import World
+from paceline.errors import CheckpointError
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDictView:
+    """Name in the `state_dict` to the tensor that stands there; tied names have the same one."""
+
+    entries: Mapping[str, LocalTensor]
+    weights: ShardedTensors
+
+    @property
+    def structure(self) -> dict[str, str]:
+        """Name to type and shape of the whole tensor."""
+        return {name: describe_tensor(held.dtype, held.part.shape) for name, held in self.entries.items()}
+
+    def num_bytes(self, name: str) -> int:
+        """Of the whole tensor."""
+        held = self.entries[name]
+        return math.prod(held.part.shape) * held.dtype.itemsize
+
+    def wholes(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """One whole tensor after another, on every rank; where ranks hold parts, all of them call this."""
+        for name in names:
+            held = self.entries[name]
+            if self.weights.is_whole:
+                yield name, held.find().detach()
+            else:
+                yield name, self.weights.whole(held.name, held.tensor)
+
+
+def list_model(model: nn.Module, *, weights: ShardedTensors, world: World) -> StateDictView:
+    """Every rank calls this.
+
+    Raises:
+        CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold parts.
+    """
+    tensors = tensors_of(model)
+    if weights.is_whole:
+        return StateDictView(entries={name: _alone(name, tensor) for name, tensor in tensors.items()}, weights=weights)
+    firsts = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    names = world.gather_json({name: firsts.get(id(tensor), "") for name, tensor in tensors.items()})
+    known = [{name: first for name, first in said.items() if first in weights.mine} for said in names]
+    told = first_value_per_key([*known, *names])  # a stage may have put something else where a tie's other end was
+    unknown = [name for name, first in told.items() if first not in weights.mine]
+    if unknown:
+        raise CheckpointError(
+            f"{first_names(unknown)} of the state_dict can't be saved where ranks hold parts of the model.",
+            cause="it is neither a parameter nor a buffer, and how it is cut is not known",
+            hint="register_buffer(...), or a layout that keeps the model whole: ddp, zero1, zero2",
+        )
+    return StateDictView(entries={name: weights.mine[first] for name, first in told.items()}, weights=weights)
+
+
+def _alone(name: str, tensor: Tensor) -> LocalTensor:
+    return LocalTensor(
+        name=name, part=ShardSpec.all_of(tensor.shape), dtype=tensor.dtype, find=partial(_itself, tensor)
+    )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,324 @@
+"""`ckpt ls`, `ckpt verify`, `ckpt diff`, `ckpt consolidate`, `ckpt prune`: a tensor at a time, without torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files import checkpoint_folder as checkpoints
+from paceline.checkpoint.files.checkpoint_folder import (
+    BEST,
+    LATEST,
+    OpenCheckpoint,
+    all_steps,
+    is_mark_lost,
+    load,
+    newest_good,
+    pointed_checkpoint,
+    step_of,
+    verify,
+)
+from paceline.checkpoint.files.hf_folder import WEIGHTS as WEIGHTS_FILE
+from paceline.checkpoint.files.hf_folder import check_consolidated, write_folder
+from paceline.checkpoint.files.resharding_reader import StoredTensors, check_pieces
+from paceline.checkpoint.files.safetensors_io import LazyTensor, Shape
+from paceline.console.formatting import did_you_mean, format_size, plural
+from paceline.errors import CheckpointError, MachineError, UsageError
+from paceline.filesystem.atomic_files import folder_bytes, read_json
+from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.run_lock import refuse_links
+from paceline.run_folder.run_folder import find_run
+
+WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
+CONSOLIDATED = "consolidated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRow:
+    """One checkpoint."""
+
+    step: int
+    path: str
+    num_bytes: int
+    good: bool
+    reason: str
+    marks: tuple[str, ...]
+
+
+def ls(run: str | None = None) -> list[CheckpointRow]:
+    """Every checkpoint of a run, each read whole and compared with its digests."""
+    folder, _ = find_run(run, trains=True)
+    marks = {mark: pointed_checkpoint(folder.checkpoints, mark) for mark in (LATEST, BEST)}
+    return [
+        _row(path, tuple(mark for mark, at in marks.items() if at == path)) for path in all_steps(folder.checkpoints)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was read whole and found to be what was written."""
+
+    step: int | None
+    path: str
+    num_bytes: int
+    good: bool = True
+    consolidated: str = ""
+    """The final model's folder, where that was compared too."""
+    note: str = ""
+
+
+def verify_checkpoint(run: str | None = None) -> Verified:
+    """Read a checkpoint, or the newest and the final model of a run, whole and compare them with their digests.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    if run is not None and Path(run).name == CONSOLIDATED and Path(run).is_dir():
+        return _verify_consolidated(Path(run))
+    folder, checkpoint = find_run(run, trains=True)
+    final = folder.path / CONSOLIDATED
+    steps = all_steps(folder.checkpoints)
+    path = checkpoint or (steps[-1] if steps else None)
+    if path is None:
+        raise CheckpointError("the run has no checkpoint.", where=str(folder.checkpoints))
+    verify(path)
+    found = Verified(step=step_of(path), path=str(path), num_bytes=folder_bytes(path))
+    if checkpoint is not None or not final.is_dir():
+        return found
+    if check_consolidated(final):
+        return replace(found, consolidated=str(final))
+    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} beside it does not say what was written")
+
+
+def _verify_consolidated(folder: Path) -> Verified:
+    if not (folder.parent / WEIGHTS_FILE).exists() or not check_consolidated(folder):
+        raise CheckpointError(
+            f"nothing says what was written into {folder}.",
+            cause=f"{WEIGHTS_FILE}, beside it in the run's folder, is missing or from before it had digests",
+            hint="paceline ckpt consolidate RUN --to FOLDER writes it from a checkpoint",
+        )
+    return Verified(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What two checkpoints do not have in common: names by kind, and what the manifest says."""
+
+    steps: tuple[int, int]
+    tensors: Mapping[str, list[str]]
+    only: Mapping[str, tuple[list[str], list[str]]]
+    state: list[str]
+
+    @property
+    def is_none(self) -> bool:
+        """Whether all tensors and all that must be equal on a resume are the same."""
+        return not (self.tensors or self.only or self.state)
+
+
+def diff(one: str | None, other: str | None) -> Difference:
+    """Compare the bits of two checkpoints, or of the newest of two runs, however many ranks wrote each.
+
+    Raises:
+        CheckpointError: one is not what was written.
+    """
+    if one is None or other is None:
+        raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
+    first, second = (load(_newest(each)) for each in (one, other))
+    tensors, only = dict[str, list[str]](), dict[str, tuple[list[str], list[str]]]()
+    for kind in dict.fromkeys([*first.files, *second.files]):
+        a, b = (each.files.get(kind, StoredTensors([])) for each in (first, second))
+        alone = ([name for name in a if name not in b], [name for name in b if name not in a])
+        differing = _differing(a, b)
+        tensors |= {kind: differing} if differing else {}
+        only |= {kind: alone} if any(alone) else {}
+    said = [each.state.get("identity", {}) for each in (first, second)]
+    state = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
+    return Difference(steps=(first.step, second.step), tensors=tensors, only=only, state=state)
+
+
+def summarize_differences(found: Difference) -> str:
+    """For the screen: how many differ of each kind, and the first of them."""
+    lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
+    for kind, names in found.tensors.items():
+        lines.append(f"{kind}: differ in {plural(len(names), 'tensor')}: {_few(names)}")
+    for kind, alone in found.only.items():
+        for number, names in zip(("first", "second"), alone, strict=True):
+            lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []
+    lines += [f"not the same: {', '.join(found.state)}"] if found.state else []
+    return "\n".join(lines if not found.is_none else [*lines, "every tensor is the same, bit for bit"])
+
+
+def _few(names: Sequence[str], *, most: int = 5) -> str:
+    """A few names, and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _newest(run: str) -> Path:
+    folder, checkpoint = find_run(run, trains=True)
+    path = checkpoint or newest_good(folder.checkpoints)[0]
+    if path is None:
+        raise CheckpointError("the run has no good checkpoint.", where=str(folder.checkpoints))
+    return path
+
+
+def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
+    """Return the names in both whose tensors are not the same; where both are cut alike, their digests say it."""
+    both = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
+    alike = {name for name in both if _digests(a, name).keys() == _digests(b, name).keys()}
+    for stored in (a, b):
+        check_pieces(piece for name in both if name in alike for piece in stored.pieces(name))
+    equal = {
+        name
+        for name in both
+        if (_digests(a, name) == _digests(b, name) if name in alike else a[name].data == b[name].data)
+    }
+    return [name for name in a if name in b and name not in equal]
+
+
+def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]:
+    """Return the digest of each piece by where it begins and its shape."""
+    return {(piece.at, piece.entry.shape): piece.entry.digest for piece in stored.pieces(name)}
+
+
+def prune(run: str | None = None, *, keep: int) -> list[Path]:
+    """Remove all but the last `keep` and the best, and never the only good one; returns what went.
+
+    Raises:
+        UsageError: `keep` is less than 1.
+    """
+    if keep < 1:
+        raise UsageError(f"--keep {keep} would leave no checkpoint.", hint="--keep 1 or more")
+    folder, _ = find_run(run, trains=True)
+    refuse_links(folder.path)
+    place = folder.checkpoints
+    if place.is_symlink():
+        raise UsageError(
+            f"{place} is a link: nothing is removed through it.",
+            where=str(place.resolve()),
+            hint=f"paceline ckpt prune {place.resolve().parent} --keep {keep}",
+        )
+    if is_mark_lost(place, BEST):
+        raise CheckpointError(
+            f"{place / BEST} can't be read: which checkpoint is best is not known, and none is removed.",
+            where=str(place),
+            hint=f"echo step-NNNNNNNN > {place / BEST} names it; without one: rm {place / BEST}",
+        )
+    return checkpoints.prune(place, keep=keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """What was written, from which step, and which of its weights."""
+
+    path: str
+    step: int
+    weights: str
+
+
+def consolidate(
+    run: str | None = None, *, to: Path, best: bool = False, raw: bool = False, average: bool = False
+) -> Consolidated:
+    """Write a checkpoint's weights as a plain folder: `model.safetensors`, every name, no Paceline needed.
+
+    They are those that its metric was measured on: the average, where the job has one. `raw` takes the weights in
+    training instead, `average` insists on the average. `best` takes the checkpoint marked so.
+
+    Raises:
+        CheckpointError: there is no such good checkpoint or no average in it, or `to` exists.
+    """
+    if raw and average:
+        raise UsageError("--raw and --average are different weights.", hint="one of them; the average is the default")
+    folder, checkpoint = find_run(run, trains=True)
+    path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
+    if path is None:
+        kind = "best" if best else "good"
+        raise CheckpointError(f"the run has no {kind} checkpoint.", where=str(folder.checkpoints))
+    if to.exists():
+        raise CheckpointError(f"{to} exists and is left alone.", hint="another --to")
+    loaded = load(path)
+    if average and AVERAGE not in loaded.files:
+        raise CheckpointError(
+            f"{path.name} holds no average.", where=str(path), cause="the job has no ema=", hint="leave --average out"
+        )
+    config = _config_of(folder.path / CONSOLIDATED / "config.json")
+    with as_checkpoint_error("the consolidated weights", to):
+        write_folder(to, _weights(loaded, raw=raw), config=config)
+    kind = "the average (ema)" if AVERAGE in loaded.files and not raw else "the weights in training"
+    return Consolidated(path=str(to), step=loaded.step, weights=kind)
+
+
+def _config_of(given: Path) -> Any:
+    if not given.exists():
+        return None
+    try:
+        return read_json(given)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{given} is not the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
+        ) from error
+
+
+def _weights(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
+    """Every name of the model, the average's values under its names. Each is read when it is written."""
+    if WEIGHTS not in loaded.files:
+        raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
+    weights, average = loaded.files[WEIGHTS], StoredTensors([]) if raw else loaded.files.get(AVERAGE, StoredTensors([]))
+    names = {name: name for name in weights} | loaded.state.get("aliases", {})
+    found = []
+    for name, first in names.items():
+        stored = average if first in average else weights
+        make = partial(_bytes, stored, first)
+        found.append(LazyTensor(name=name, dtype=stored.dtype(first), shape=stored.shape(first), make=make))
+    return found
+
+
+def _bytes(stored: StoredTensors, name: str) -> memoryview:
+    return stored[name].data
+
+
+def _row(path: Path, marks: tuple[str, ...]) -> CheckpointRow:
+    held = folder_bytes(path)
+    try:
+        verify(path)
+    except (CheckpointError, MachineError) as error:
+        return CheckpointRow(
+            step=step_of(path), path=str(path), num_bytes=held, good=False, reason=error.what, marks=marks
+        )
+    return CheckpointRow(step=step_of(path), path=str(path), num_bytes=held, good=True, reason="", marks=marks)
+
+
+def unknown_action_error(word: str) -> UsageError:
+    """For a word that is none of them."""
+    known = ("ls", "verify", "diff", "consolidate", "prune")
+    return UsageError(
+        f"ckpt does not know {word!r}.", cause=did_you_mean(word, known), hint=f"ckpt {' | '.join(known)}"
+    )
+
+
+def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
+    """The row of the table of verbs: exit code, what `--json` prints, and lines for the screen."""
+    if options.what == "ls":
+        rows = ls(options.run)
+        lines = [
+            f"{'✓' if row.good else '✗'} step {row.step:>8}  {format_size(row.num_bytes):>12}  {' '.join(row.marks)}  "
+            f"{row.reason}".rstrip()
+            for row in rows
+        ]
+        return 0, rows, "\n".join(lines) or "no checkpoints"
+    if options.what == "verify":
+        row = verify_checkpoint(options.run)
+        paths = dict.fromkeys(path for path in (row.path, row.consolidated) if path)
+        lines = [f"{path} is what was written, bit for bit" for path in paths]
+        return 0, row, "\n".join([*lines, *([row.note] if row.note else [])])
+    if options.what == "consolidate":
+        made = consolidate(options.run, to=options.to, best=options.best, raw=options.raw, average=options.average)
+        return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"
+    if options.what == "diff":
+        found = diff(options.run, options.other)
+        return 0, found, summarize_differences(found)
+    if options.what == "prune":
+        gone = prune(options.run, keep=options.keep)
+        return 0, [str(path) for path in gone], "\n".join(f"removed {path}" for path in gone) or "nothing to remove"
+    raise unknown_action_error(options.what)

@@ -1,0 +1,93 @@
+"""A Hugging Face config in the place of a job, for the verbs that need no data: `plan`, `simulate`."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.config.loading import read_asked
+from paceline.errors import MachineError, PacelineError, UsageError
+from paceline.planner.hardware.cluster import Cluster
+
+JOB = "paceline.hf.config_only_job:make_job"
+_CONFIG = "config.json"
+_EACH = 8  # samples a device
+_BATCH = "train.global_batch_size"
+_PRECISION = "train.precision"
+_MIXED = " (mixed: products in {}, weights and optimizer in float32; --train.precision fp32 for all in float32)"
+
+
+def is_config(job: str) -> bool:
+    """Whether it is config.json or its folder, something of transformers, or `module:SomeConfig`."""
+    if Path(job).is_dir():
+        return (Path(job) / _CONFIG).is_file()
+    if Path(job).name == _CONFIG:
+        return Path(job).is_file()
+    place, _, name = _split(job)
+    return place.partition(".")[0] == "transformers" or name.lower().endswith("config")
+
+
+def as_job(
+    job: str, overrides: Sequence[str], *, ranks: int, fleet: Cluster | None = None, file: Path | None = None
+) -> tuple[str, list[str], list[str]]:
+    """The job that stands for it, its settings, and lines that say what was assumed; anything else as it is.
+
+    What `overrides` or the TOML `file` say is not assumed. Products are in the number format in which such models are
+    trained on the devices of the `fleet`, which has its own number of ranks; None is the machine that this runs on.
+
+    Raises:
+        UsageError, MachineError: a folder without a config, or no transformers to read one.
+    """
+    if not is_config(job):
+        if Path(job).is_dir():
+            raise UsageError(
+                f"{job} is a folder without {_CONFIG}.",
+                hint=f"paceline plan {job.rstrip('/')}/job.py, or a model's folder",
+            )
+        return job, list(overrides), []
+    if find_spec("transformers") is None:
+        raise MachineError(
+            f"{job} is a Hugging Face config, and transformers is not installed.", hint="pip install 'paceline[hf]'"
+        )
+    place, colon, name = _split(job)
+    folder = Path(job).parent if Path(job).name == _CONFIG else Path(job)
+    source = str(folder.resolve()) if folder.is_dir() and Path(job).exists() else f"{place}{colon}{name}"
+    own, assumed = [f"--job.source={source}"], list[str]()
+    given = _given(overrides, file)
+    if not given & {_BATCH, "job.global_batch_size"}:
+        batch = _EACH * (ranks if fleet is None else fleet.ranks)
+        own.append(f"--{_BATCH}={batch}")
+        assumed.append(f"--{_BATCH} {batch}")
+    if "job.length" not in given:
+        assumed.append("--job.length as the model has positions, 4,096 at most")
+    if "job.optimizer" not in given:
+        assumed.append("--job.optimizer AdamW")
+    if _PRECISION not in given:
+        precision = _usual_precision(fleet)
+        own.append(f"--{_PRECISION}={precision}")
+        assumed.append(f"--{_PRECISION} {precision}{_MIXED.format(precision) if precision != 'fp32' else ''}")
+    return JOB, [*own, *overrides], [f"assumed: {' · '.join(assumed)}"] if assumed else []
+
+
+def _given(overrides: Sequence[str], file: Path | None) -> set[str]:
+    """Return the names of the settings that somebody gave."""
+    found = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
+    if file is not None:
+        with suppress(PacelineError):  # what is wrong with the file is told with all else that is wrong
+            found |= set(read_asked(file=file, overrides=()).values)
+    return found
+
+
+def _usual_precision(fleet: Cluster | None) -> str:
+    """Return bf16, or what a device has that knows no bf16."""
+    if fleet is None:
+        return "bf16"
+    return next((name for name in ("bf16", "fp16") if name in fleet.device.flops_per_second), "fp32")
+
+
+def _split(job: str) -> tuple[str, str, str]:
+    """`transformers.LlamaConfig` is `transformers:LlamaConfig`."""
+    if ":" in job or job.endswith(".py") or "/" in job:
+        return job.partition(":")
+    place, _, name = job.rpartition(".")
+    return (place, ":", name) if place else (job, "", "")

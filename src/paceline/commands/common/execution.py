@@ -1,0 +1,338 @@
+"""What the verbs that start processes share: task, run folder, start or join, and how it ended."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from traceback import format_exception
+from typing import Any
+
+from paceline.checkpoint.files.checkpoint_folder import was_saved
+from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested
+from paceline.commands.common.option_checks import misfit_parameters, parameters_of_object, unusable_run_dir
+from paceline.commands.common.resume_command import command_again, command_with
+from paceline.config.compression import Compression, parse_compress
+from paceline.config.job_reference import parameter_sources, parse_jobref
+from paceline.config.layout import Layout, LayoutKind, parse_layout
+from paceline.config.loading import TYPED, RequestedSettings, merge, read_asked
+from paceline.config.settings import Settings
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateRule, parse_update
+from paceline.console.formatting import plural
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, PacelineError, UsageError, problems_of, raise_all
+from paceline.faults import parse_faults, refuse_idle_faults
+from paceline.filesystem.atomic_files import read_json
+from paceline.launch.environments import JoinedWorld, detect
+from paceline.launch.failures.failure_record import Failure, failure_of
+from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, report
+from paceline.launch.launcher import (
+    LaunchOutcome,
+    LaunchRequest,
+    can_go_on,
+    choose_kernels,
+    failure_keys,
+    joined_keys,
+    last_words,
+    start,
+    too_late,
+)
+from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.planner.layout.asynchronous_rules import refuse_update
+from paceline.planner.layout.axis_products import check_axis_products
+from paceline.planner.layout.compression_checks import refuse_wire
+from paceline.planner.layout.execution_plan import Resources, settle_threads
+from paceline.planner.layout.host_resources import usable_cores
+from paceline.planner.layout.layout_checks import check_layout_settings, refuse_homeless
+from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.layout.parameter_server_checks import refuse_joined, workers_of
+from paceline.planner.layout.update_rule_checks import check_update_settings
+from paceline.plugins import resolve
+from paceline.reporting.sinks.log_tail import Tail
+from paceline.reporting.sinks.sink_registry import check_names
+from paceline.run_folder.run_folder import RunFolder, choose_run, new_run, number_run
+from paceline.user_code import hide_own_frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of every verb that starts processes."""
+
+    ranks: int | None = None
+    layout: str | None = None
+    update: str = "sync"
+    compress: str = "none"
+    device: str = "auto"
+    config: Path | None = None
+    run_dir: str | None = None
+    faults: str = ""
+    dry_run: bool = False
+    quiet: bool = False
+    job_handle: int | None = None
+    """Of `open_job_file`, where the job is an object of Python."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandResult:
+    """How a verb ended."""
+
+    exit_code: int
+    run: Path
+    seconds: float = 0.0
+    screen: str = ""
+    value: Any = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """What the screen says, for `--json`."""
+    outcome: LaunchOutcome | None = None
+    """Of processes that were started here."""
+    tells: bool = True
+    """False on the other ranks of a world that others made: rank 0 prints for all, and of a failure the first."""
+    error: BaseException | None = None
+    """What ended this rank of a world that others made."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first one of processes that were started here."""
+        return None if self.outcome is None else self.outcome.failure
+
+
+def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str]) -> Task:
+    """Check everything that can be checked before a process starts.
+
+    Raises:
+        PacelineError, Problems: with everything that is wrong.
+    """
+    problems: list[PacelineError] = []
+    ref = None if common.job_handle is not None else _collect(problems, lambda: parse_jobref(job))
+    asked = _collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or RequestedSettings()
+    settings = _collect(problems, lambda: merge(asked))
+    if settings is not None:
+        _collect(problems, lambda: check_names(settings.watch.to))
+    joined = _collect(problems, lambda: detect(os.environ))
+    device = choose_device(common.device, problems)
+    text = common.layout
+    asked_layout = None if text is None else _collect(problems, lambda: parse_layout(text))
+    threads = asked_layout is not None and asked_layout.kind is LayoutKind.THREADS
+    ranks = choose_ranks(common.ranks, None if threads else joined, device, problems)
+    update = _collect(problems, lambda: parse_update(common.update)) or UpdateRule()
+    compress = _collect(problems, lambda: parse_compress(common.compress)) or Compression()
+    layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else update.layout)
+    faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
+    if threads:
+        refuse_nested(joined, faults, problems)
+    elif settings is not None and joined is None and ranks > 1:
+        problems += refuse_missing_backend(settings.train.backend)
+    problems += refuse_joined(update, kind=joined and joined.kind)
+    if common.job_handle is not None:
+        problems += parameters_of_object(asked)
+    if ref is not None:
+        problems += misfit_parameters(parameter_sources(ref), asked)
+    if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
+        ranks = layout.ranks + update.servers
+    if common.run_dir is not None:
+        problems += unusable_run_dir(common.run_dir)
+    if layout is not None:
+        processes = layout.processes(ranks=ranks)
+        problems += refuse_idle_faults(faults, ranks=processes, steps=settings.train.steps if settings else None)
+        problems += _misfits(verb, layout, update, ranks, settings, asked)
+        problems += refuse_wire(compress, update, layout, ranks=ranks, settings=settings)
+    raise_all(problems)
+    assert layout is not None and settings is not None
+    return Task(
+        verb=verb,
+        job=job,
+        run=common.run_dir or settings.run_dir or "",
+        layout=str(layout),
+        update=str(update),
+        compress=str(compress),
+        ranks=ranks,
+        device=device,
+        settings=asked.values,
+        origins=asked.origins,
+        faults=common.faults,
+        job_handle=common.job_handle,
+    )
+
+
+def _misfits(
+    verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, asked: RequestedSettings
+) -> list[PacelineError]:
+    """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
+    problems: list[PacelineError] = []
+    mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems, update=update)
+    problems += [*check_axis_products(layout, mesh), *refuse_update(update, layout, mesh)]
+    if settings is not None:
+        typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
+        problems += [*check_layout_settings(layout, mesh, settings), *check_update_settings(update, settings)]
+        problems += refuse_homeless(layout, mesh, settings, asked=typed)
+    return problems
+
+
+def with_run(task: Task, *, resume: str | None) -> Task:
+    """Choose the run folder: a new one, the newest, or the one that was named. In a joined world rank 0 chooses."""
+    joined = detect(os.environ)
+    if joined is not None and joined.rank != 0:
+        return task
+    name = task.short_job
+    run, start = choose_run(name, run=task.run, resume=resume)
+    if run is None:
+        return replace(task, run=str(new_run(name).path))
+    make_folder(run.path)
+    return replace(task, run=str(run.path), resume=start)
+
+
+def execute(
+    task: Task, *, entry: str, common: RunOptions, one_thread: bool = False, logs: Path | None = None
+) -> CommandResult:
+    """Run `entry` on every rank: in this process where a world exists already, else in new ones.
+
+    With `logs` the folder of the run is left alone, and what the ranks say lies there.
+    """
+    joined = detect(os.environ)
+    if task.run and logs is None and (joined is None or joined.rank == 0):
+        (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
+    if joined is not None:
+        adopt_launcher_variables(joined, os.environ)
+        with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # of which the answer is no part
+            return _joined(task, entry, joined, one_thread, is_named=bool(common.run_dir))
+    settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    exact = settings.train.exact or one_thread
+    tails: list[Tail] = []
+    count = parse_layout(task.layout).processes(ranks=task.ranks)
+
+    def follow(folder: Path) -> Callable[[], None]:
+        if not common.quiet:
+            print_line(f"starting {plural(count, 'process')}; logs in {task.run}/logs")
+        if tails:
+            tails[-1].close()
+        tails.append(Tail(folder))
+        return tails[-1] if not common.quiet else _nothing
+
+    request = LaunchRequest(
+        ranks=count,
+        run=RunFolder(logs or Path(task.run)),
+        entry=entry,
+        payload=task.as_json(),
+        threads=settle_threads(
+            cluster=Resources(ranks=task.ranks, cores=usable_cores()), one=exact, asked=settings.train.threads
+        ),
+        exact=exact,
+        saves=task.verb == "train",
+        servers=parse_update(task.update).servers,
+    )
+    outcome = start(request, on_start=follow)
+    if tails and not common.quiet:
+        tails[-1].close()
+    return answer_of(task, outcome)
+
+
+def read_answer(task: Task, verb: str) -> Any:
+    """What rank 0 wrote for the command."""
+    path = Path(task.run) / f"answer-{verb}.json"
+    return read_json(path) if path.exists() else None
+
+
+def answer_of(task: Task, outcome: LaunchOutcome) -> CommandResult:
+    """What to say of how it ended; where memory was short, also what would need less."""
+    go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
+    more: tuple[str, ...] = ()
+    if go_on and outcome.failure is not None and outcome.failure.is_short_of_memory:
+        from paceline.measured_planning.auto_layout import on_rung
+        from paceline.measured_planning.oom_advice import cheaper_layouts, model_profile_of_run
+
+        found = cheaper_layouts(
+            task, outcome.failure, learn=model_profile_of_run, typed=lambda rung: command_with(on_rung(task, [rung]))
+        )
+        more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
+    screen = last_words(outcome, go_on=go_on, more=more)
+    keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(more)} if more else {})
+    return CommandResult(
+        exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
+        outcome=outcome,
+    )  # fmt: skip
+
+
+def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_named: bool) -> CommandResult:
+    settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    exact = settings.train.exact or one_thread
+    if exact and not choose_kernels() and settings.train.exact:
+        raise too_late(f"`{task.verb}` was called by a program that imports torch, in a process of {joined.kind}")
+    child = resolve("paceline.launch.agent.worker_process:run_joined")  # brings torch
+    payload = task.as_json()
+    replicas = task.ranks // joined.world_size
+    per_node = joined.local_world_size * replicas
+    cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
+    threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
+    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # a folder that it chose rank 0 alone knows
+    go_on = command_again(task, joined) if knows else ""
+    here, began = Path.cwd(), time.monotonic()
+    ended = child(entry, payload, threads=threads)
+    os.chdir(here)  # where a job has gone elsewhere, the answer is still here
+    answer = CommandResult(
+        exit_code=int(ended.code), run=Path(task.run), seconds=time.monotonic() - began, tells=joined.rank == 0,
+        error=ended.error,
+    )  # fmt: skip
+    if ended.error is not None:
+        failure = failure_of(ended.error, rank=joined.rank)
+        go_on = go_on if can_go_on(answer.run, answer.exit_code, failure) else ""
+        last = f"Go on: {go_on}" if go_on and joined.rank == 0 else ""
+        return replace(answer, screen=last, keys=joined_keys(failure, go_on=go_on))
+    stopped = f"Stopped and saved. Go on: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
+    return replace(answer, screen=stopped)
+
+
+def failure_result(answer: CommandResult) -> CommandResult:
+    """Return what this rank of a world that others made has to print of a failure; in any other case, the answer."""
+    if answer.error is None:
+        return answer
+    failure, turn = report(answer.error)
+    text = failure_sentence(failure, turn)
+    if turn.tells_all and not failure.said and not is_echo(failure):
+        hide_own_frames(answer.error)
+        text = "".join(format_exception(answer.error)) + text
+    lines = [text] if turn.tells_all or turn.tells_line else []
+    is_only_echo = turn.is_told and is_echo(failure)  # another rank knows whether going on can help; a checkpoint does
+    goes_on = answer.screen and not (is_only_echo and not was_saved(RunFolder(answer.run).checkpoints))
+    screen = "\n".join([*lines, *([answer.screen] if goes_on else [])])
+    if screen and not turn.tells_all:
+        print_line(screen, sys.stderr)
+    return replace(answer, tells=turn.tells_all, screen=screen)
+
+
+def make_folder(path: Path) -> None:
+    """Make the run folder that was named, if it is not there.
+
+    Raises:
+        UsageError: it can't be written, or other things are below it.
+    """
+    whole, home = path.resolve(), Path("~").expanduser().resolve()
+    if whole == home or whole in (*Path.cwd().parents, *home.parents):
+        raise UsageError(
+            f"--run-dir {path} is {whole}: the run's files would lie among everything else there.",
+            hint="--run-dir runs/NAME",
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        number_run(path)
+        with TemporaryFile(dir=path):  # a folder of before may be another user's by now, or on a disk that is read only
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+        ) from None
+
+
+def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except PacelineError as error:
+        problems += problems_of(error)
+        return None
+
+
+def _nothing() -> None:
+    return None

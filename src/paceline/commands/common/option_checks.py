@@ -1,0 +1,87 @@
+"""What was asked for and has nowhere to go: checked before a process starts."""
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from paceline.config.compression import method_with
+from paceline.config.loading import RequestedSettings
+from paceline.config.other_tool_options import place_of
+from paceline.config.update_rule import rule_with
+from paceline.console.formatting import did_you_mean
+from paceline.errors import PacelineError, UsageError
+from paceline.job_parameters import misfits_of_source, without_default
+
+_MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: what a file system takes, less what lies in a run folder
+
+
+def misfit_parameters(known: dict[str, tuple[str, str]] | None, asked: RequestedSettings) -> list[PacelineError]:
+    """Return what is wrong with settings of `job.`: not taken by its function, not of the type, or missing.
+
+    `known` has the source of annotation and default of each; None where it is not known what it takes.
+    """
+    if known is None:
+        return []
+    given = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+    return [
+        *_unknown_parameters(known, list(given), asked),
+        *misfits_of_source(given, sources=known),
+        *(without_default(name) for name, (_, default) in known.items() if not default and name not in given),
+    ]
+
+
+def _unknown_parameters(known: Collection[str], names: Sequence[str], asked: RequestedSettings) -> list[PacelineError]:
+    return [
+        UsageError(
+            f"make_job has no parameter {name!r}.",
+            where=asked.origins.get(f"job.{name}", ""),
+            cause=did_you_mean(name, known),
+            hint=f"it takes: {', '.join(known) or 'none'}",
+        )
+        for name in names
+        if name not in known
+    ]
+
+
+def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
+    """Settings of `job.` for a job that is an object already."""
+    return [
+        UsageError(
+            f"{name} is a parameter of a job, and this job is made already.",
+            where=asked.origins.get(name, ""),
+            hint=f"make_job({name[4:]}={value!r})",
+        )
+        for name, value in asked.values.items()
+        if name.startswith("job.")
+    ]
+
+
+def unusable_run_dir(text: str) -> list[PacelineError]:
+    """What is wrong with `--run-dir` as a path, whatever lies there."""
+    if not text.strip():
+        return [UsageError("--run-dir is empty: an unset variable?", hint="--run-dir runs/first, or leave it out")]
+    longest = max(len(os.fsencode(part)) for part in Path(text).parts)
+    if longest > _MOST_OF_NAME or len(os.fsencode(text)) > _MOST_OF_PATH or "\0" in text:
+        what = f"its longest part has {longest:,} bytes of at most {_MOST_OF_NAME}"
+        return [UsageError(f"--run-dir {text[:40]}... is no path: {what}.", hint="--run-dir runs/first")]
+    return []
+
+
+def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] | None:
+    """Likely cause and line to type, where the option is another tool's, or stands behind an option of ours."""
+    name = flag.removeprefix("--")
+    if verb == "compare" and name in ("update", "updates", "compress"):
+        cause = "layouts are compared with --update sync; update rules and ways to compress as runs that were trained"
+        return cause, "paceline train JOB for each, then paceline compare RUN RUN"
+    if (place := place_of(flag, value)) is not None:
+        return place
+    said = f"{name}={value}" if value else name
+    rule, method = rule_with(name), method_with(name)
+    if rule is not None:
+        return "it stands behind --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
+    if method is not None:
+        return (
+            "it stands behind --compress",
+            f"--compress {method}" if method == name else f"--compress {method},{said}",
+        )
+    return None

@@ -1,0 +1,208 @@
+"""`compare` of runs, and of what `pl.record` wrote; or of layouts of one job."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+from paceline.commands.common.execution import RunOptions
+from paceline.commands.compare_layouts import LayoutComparison, compare_layouts, page_line
+from paceline.errors import ExitCode, UsageError, raise_all
+from paceline.reporting.run_comparison import (
+    ComparedRun,
+    LossDivergence,
+    comparison_table,
+    loss_divergences,
+    read_sides,
+    settings_apart,
+    write_page,
+)
+from paceline.run_folder.run_folder import RunFolder
+from paceline.verification.finding import FLOOR
+from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings, ranks_part
+from paceline.verification.fingerprints.fingerprint import Recording, has_recording, num_ranks, read_recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What was found; these are the keys of `--json`."""
+
+    exit_code: int
+    text: str
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, list[str | None]] = field(default_factory=dict)
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    recordings: list[dict[str, Any]] = field(default_factory=list)
+    first_difference: dict[str, Any] | None = None
+    page: str | None = None
+
+
+@overload
+def compare(*runs: str | Path, page: str | Path | None = None) -> Compared: ...
+
+
+@overload
+def compare(
+    job: str | Path,
+    /,
+    *,
+    layouts: Sequence[str],
+    ranks: int | None = None,
+    steps: int = 8,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    device: str = "auto",
+    page: str | Path | None = None,
+) -> LayoutComparison: ...
+
+
+def compare(
+    *runs: str | Path,
+    layouts: Sequence[str] = (),
+    ranks: int | None = None,
+    steps: int = 8,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    device: str = "auto",
+    page: str | Path | None = None,
+) -> Compared | LayoutComparison:
+    """Runs side by side, each against the first; recordings, to the first step and parameter where they part.
+
+    With `layouts` one job, `"job.py"`, in each of them: a few steps on the same samples, one after another.
+
+    Raises:
+        UsageError: fewer than two, or a folder that is neither a run nor a recording; settings that are wrong.
+    """
+    if layouts:
+        common = RunOptions(ranks=ranks, device=device, run_dir=None if run_dir is None else str(run_dir))
+        return compare_layouts(_job(runs), layouts=layouts, common=common, overrides=overrides, steps=steps, page=page)
+    if len(runs) < 2:
+        raise UsageError(f"compare needs two runs, got {len(runs)}.", hint="paceline compare RUN RUN")
+    paths = [Path(run) for run in runs]
+    _check(paths)
+    recordings = [read_recording(path) for path in paths] if all(has_recording(path) for path in paths) else []
+    recorded = _compared(recordings)
+    if recorded and not all(_is_run(path) for path in paths):
+        return _answer([], [], recorded, page=None, notes=_notes(recordings))
+    sides = read_sides(paths)
+    parted = loss_divergences(sides, floor=FLOOR)
+    over = page is not None and Path(page).exists()
+    written = write_page(sides, parted, to=Path(page)) if page is not None else None
+    return _answer(sides, parted, recorded, page=written, over=over, notes=_notes(recordings))
+
+
+def _job(runs: Sequence[str | Path]) -> str:
+    if len(runs) != 1:
+        raise UsageError(
+            f"layouts= goes with one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+        )
+    if not isinstance(runs[0], str | Path):
+        raise UsageError(
+            f"compare got a {type(runs[0]).__name__}, expected where the job is.",
+            cause="its processes import the job themselves",
+            hint='pl.compare("job.py", layouts=["ddp", "fsdp"], ranks=2)',
+        )
+    return str(runs[0])
+
+
+def _check(paths: list[Path]) -> None:
+    raise_all([problem for path in dict.fromkeys(paths) if (problem := _unreadable(path)) is not None])
+    kinds = {_is_run(path) for path in paths}
+    if len(kinds) > 1 and not all(has_recording(path) for path in paths):
+        lone = next(path for path in paths if not has_recording(path))
+        raise UsageError(
+            f"{lone} is a run without a recording, and can't be compared with one.",
+            hint="record both: pl.record(run.model, run.optimizers, run.folder / 'record')",
+        )
+
+
+def _unreadable(path: Path) -> UsageError | None:
+    if not path.is_dir():
+        return UsageError(f"there is no run {path} to compare.", hint="ls runs/*/")
+    if _is_run(path) or has_recording(path):
+        return None
+    return UsageError(
+        f"{path} is neither a run nor a recording.",
+        cause="it has no events.jsonl, no metrics.jsonl and no rank-0.jsonl",
+        hint="ls runs/*/",
+    )
+
+
+def _is_run(path: Path) -> bool:
+    run = RunFolder(path)
+    return run.events.exists() or run.metrics.exists()
+
+
+def _compared(recordings: Sequence[Recording]) -> list[tuple[Path, Comparison]]:
+    """Compare each with the first."""
+    found = []
+    for other in recordings[1:]:
+        first = recordings[0]
+        same_ranks = num_ranks(other.path) == num_ranks(first.path)
+        found.append((other.path, compare_recordings(first.records, other.records, same_ranks=same_ranks)))
+    return found
+
+
+def _notes(recordings: Sequence[Recording]) -> list[str]:
+    return list(dict.fromkeys(recording.note for recording in recordings if recording.note))
+
+
+def _answer(
+    sides: list[ComparedRun],
+    parted: list[LossDivergence],
+    recorded: list[tuple[Path, Comparison]],
+    *,
+    page: Path | None,
+    over: bool = False,
+    notes: Sequence[str] = (),
+) -> Compared:
+    first = next((found.first for _, found in recorded if found.first is not None), None)
+    lines = _lines(sides, parted)
+    for path, found in recorded:
+        lines.append(found.text if len(recorded) == 1 else f"{path}: {found.text}")
+        lines += _replicas(path) if found.first is not None else []
+    lines += notes
+    if page is not None:
+        lines.append(f"\n{page_line(page, over=over)}")
+    return Compared(
+        exit_code=int(ExitCode.DIFFERENT if first is not None else ExitCode.DONE),
+        text="\n".join(lines),
+        runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
+        settings=settings_apart(sides) if sides else {},
+        losses=[asdict(one) for one in parted],
+        recordings=[{"run": str(path), **asdict(found)} for path, found in recorded],
+        first_difference=first,
+        page=str(page) if page is not None else None,
+    )
+
+
+def _replicas(path: Path) -> list[str]:
+    """Whether the ranks of the run that differs are at least like one another."""
+    try:
+        ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
+    except UsageError as error:
+        return [f"{path}: its ranks were not compared with each other: {error.what}"]
+    apart = ranks_part(ranks)
+    if apart is None:
+        return []
+    return [f"{path}: rank {apart['rank']} leaves rank 0 at step {apart['step']}, first in {apart['parameter']}"]
+
+
+def _lines(sides: list[ComparedRun], parted: list[LossDivergence]) -> list[str]:
+    if not sides:
+        return []
+    groups = comparison_table(sides, parted)
+    cells = [row for _, rows in groups for row in rows]
+    width = max(len(name) for name, _ in cells) + 2
+    columns = [
+        max(len(row[place]) for row in [[s.name for s in sides], *(c for _, c in cells)]) for place in range(len(sides))
+    ]
+
+    def line(name: str, row: list[str]) -> str:
+        padded = "  ".join(cell.ljust(size) for cell, size in zip(row, columns, strict=True))
+        return f"  {name:<{width}}{padded}".rstrip()
+
+    found = [line("", [side.name for side in sides])]
+    for title, rows in groups:
+        found += [title, *(line(name, row) for name, row in rows)]
+    return found

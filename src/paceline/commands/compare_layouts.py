@@ -1,0 +1,259 @@
+"""`compare JOB --layouts A B C`: each layout in a run of its own, on the same samples in the same microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.config.job_reference import GIVEN, short_name
+from paceline.config.layout import LayoutKind, parse_layout
+from paceline.config.task import Task
+from paceline.console.formatting import plural
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
+from paceline.planner.layout.mesh import mesh_of
+from paceline.reporting.layout_comparison import Measured, text, write_layouts
+from paceline.reporting.run_history import read_history
+from paceline.run_folder.run_folder import RunFolder
+from paceline.verification.finding import FLOOR, verdict_of_distance
+
+ENTRY = "paceline.measured_planning.timing.layout_benchmark:measure"
+_REFUSED, _FAILED = "refused", "failed"
+_THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
+_WARM = 1  # steps that are not timed
+_BESIDE = 5  # steps that a rank may take beside those that are timed: to watch a schedule, to look at memory
+_PROOF = "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutComparison:
+    """What was found; these are the keys of `--json`."""
+
+    exit_code: int
+    text: str
+    layouts: list[dict[str, Any]] = field(default_factory=list)
+    page: str | None = None
+
+
+def compare_layouts(
+    job: str,
+    *,
+    layouts: Sequence[str],
+    common: RunOptions,
+    overrides: Sequence[str] = (),
+    steps: int = 8,
+    page: str | Path | None = None,
+) -> LayoutComparison:
+    """Run each layout for a few steps and set them side by side; verdicts are of the losses, against the first.
+
+    A layout that the job can't have is a row with the reason.
+
+    Raises:
+        PacelineError, Problems: what can be seen before a process starts, of all layouts at once.
+    """
+    tasks, refused = _tasks(job, layouts, common, overrides, steps)
+    if common.dry_run:
+        return _dry(tasks, refused, layouts)
+    found: dict[str, tuple[Task, CommandResult]] = {}
+    micro: int | None = None
+    for name, task in sorted(tasks.items(), key=lambda item: -_replicas(item[1])):
+        task = with_run(_with_micro(task, micro), resume=None)
+        if not common.quiet:
+            print_line(f"{name}: {task.run}")
+        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+        found[name] = (task, replace(answer, value=read_answer(task, "compare")))
+        micro = micro or (found[name][1].value or {}).get("micro_batch_size")
+    measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
+    proof = _proof(measured, job)
+    over = page is not None and Path(page).exists()
+    written = None if page is None else write_layouts(measured, job=short_name(job), to=Path(page), proof=proof)
+    last = [] if written is None else ["", page_line(written, over=over)]
+    said = "\n".join([text(measured), *([proof] if proof else []), *last])
+    return LayoutComparison(
+        exit_code=max(_code(each) for each in measured),
+        text=said,
+        layouts=[_as_json(each, found[each.name][0].run if each.name in found else None) for each in measured],
+        page=None if written is None else str(written),
+    )
+
+
+def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence[str]) -> LayoutComparison:
+    lines = {name: plural(task.ranks, "rank") for name, task in tasks.items()}
+    lines |= {name: each.reason for name, each in refused.items()}
+    return LayoutComparison(
+        exit_code=0,
+        text="\n".join(f"{name}: {lines[name]}" for name in layouts),
+        layouts=[tasks[name].as_json() if name in tasks else _as_json(refused[name], None) for name in layouts],
+    )
+
+
+def _proof(measured: Sequence[Measured], job: str) -> str:
+    """What the verdicts are worth, and the line to type for more."""
+    ran = [each for each in measured if each.losses]
+    others = [each for each in ran[1:] if each.name != "single"]
+    if not others:
+        return ""
+    other = others[0]
+    if job.startswith(f"{GIVEN}:"):
+        return f"{_PROOF.format(first=ran[0].name)}pl.verify(job, layout={other.name!r}, ranks={other.ranks})"
+    return f"{_PROOF.format(first=ran[0].name)}paceline verify {job} --layout {other.name} --ranks {other.ranks}"
+
+
+def _tasks(
+    job: str, layouts: Sequence[str], common: RunOptions, overrides: Sequence[str], steps: int
+) -> tuple[dict[str, Task], dict[str, Measured]]:
+    """What to run, and the rows of layouts that can't be had with these ranks."""
+    problems: list[PacelineError] = []
+    if len(layouts) < 2:
+        problems.append(UsageError(f"compare needs two layouts, got {len(layouts)}.", hint="--layouts single ddp"))
+    problems += [
+        UsageError(f"--layouts names {name} twice.", hint="each once")
+        for name in dict.fromkeys(layouts)
+        if list(layouts).count(name) > 1
+    ]
+    if steps < _WARM + 2:
+        problems.append(
+            UsageError(f"--steps {steps}: at least {_WARM + 2}, of which {_WARM} is not timed.", hint="--steps 8")
+        )
+    if common.layout is not None:
+        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+    last = steps + _BESIDE
+    never = str(last + 1)
+    own = [f"--train.steps={last}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
+    found: dict[str, Task] = {}
+    refused: dict[str, Measured] = {}
+    for name in layouts:
+        try:
+            found[name] = _task(job, name, common, [*overrides, *own], steps)
+        except PacelineError as error:
+            wrong = getattr(error, "problems", [error])
+            if all(isinstance(each, LayoutError) for each in wrong) and _is_layout(name):
+                ranks = common.ranks or 1
+                refused[name] = Measured(name=name, ranks=ranks, verdict=_REFUSED, reason=_one_line(wrong[0]))
+            else:
+                problems += [each for each in wrong if str(each) not in map(str, problems)]
+    raise_all(problems)
+    return found, refused
+
+
+def _is_layout(name: str) -> bool:
+    try:
+        parse_layout(name)
+    except PacelineError:
+        return False
+    return True
+
+
+def _one_line(error: PacelineError) -> str:
+    return " ".join(part for part in (error.what, error.cause and f"({error.cause})") if part)
+
+
+def _task(job: str, name: str, common: RunOptions, overrides: Sequence[str], steps: int) -> Task:
+    alone = parse_layout(name).kind is LayoutKind.SINGLE
+    folder = None if common.run_dir is None else str(Path(common.run_dir) / name.replace("=", "").replace(",", "-"))
+    own = replace(common, layout=name, ranks=1 if alone else common.ranks, run_dir=folder)
+    return replace(make_task("compare", job, own, overrides), options={"steps": steps})
+
+
+def _replicas(task: Task) -> int:
+    """The layout with most replicas runs first: its microbatches are then everybody's."""
+    layout = parse_layout(task.layout)
+    return task.ranks if layout.kind is LayoutKind.THREADS else mesh_of(layout, ranks=task.ranks, problems=[]).replicas
+
+
+def _with_micro(task: Task, micro: int | None) -> Task:
+    name = "train.micro_batch_size"
+    if micro is None or name in task.settings:
+        return task
+    return replace(
+        task, settings={**task.settings, name: micro}, origins={**task.origins, name: "compare: the same for all"}
+    )
+
+
+def _measured(name: str, task: Task, answer: CommandResult, steps: int) -> Measured:
+    if answer.value is None:
+        refused = answer.exit_code == ExitCode.REFUSED
+        reason = str(answer.keys.get("what") or answer.screen or f"exit code {answer.exit_code}").splitlines()[0]
+        return Measured(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
+    history = read_history(RunFolder(Path(task.run)))
+    ranks = answer.value["ranks"]
+    schedule = answer.value.get("schedule") or {}
+
+    def middle(metric: str) -> float | None:
+        values = [value for step, value in history.points(metric) if _WARM < step <= steps]
+        return median(values) if values else None
+
+    return Measured(
+        name=name,
+        ranks=task.ranks,
+        step_seconds=middle("time/step"),
+        samples_per_second=middle("samples_per_second"),
+        tokens_per_second=middle("tokens_per_second"),
+        held=[rank["held"] for rank in ranks],
+        sent=[rank["sent"] for rank in ranks],
+        losses=[(step, loss) for step, loss in history.points("loss") if step <= steps + 1],
+        bubble=schedule.get("bubble"),
+        planned=schedule.get("planned"),
+        schedule=schedule.get("picture", ""),
+        notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS,),
+    )
+
+
+def _judged(found: list[Measured]) -> list[Measured]:
+    first = next((each for each in found if each.losses), None)
+    if first is None:
+        return found
+    losses = dict(first.losses)
+    return [
+        replace(each, verdict="reference" if each is first else _verdict(each, losses)) if each.losses else each
+        for each in found
+    ]
+
+
+def _verdict(each: Measured, first: dict[float, float]) -> str:
+    apart = max((abs(loss - first[step]) / max(abs(first[step]), 1e-30) for step, loss in each.losses if step in first))
+    return verdict_of_distance(apart, FLOOR)
+
+
+def _code(each: Measured) -> int:
+    codes = {"different": ExitCode.DIFFERENT, _REFUSED: ExitCode.DONE, _FAILED: ExitCode.FAILED}
+    return int(codes.get(each.verdict, ExitCode.DONE))
+
+
+def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
+    return {
+        "layout": each.name,
+        "ranks": each.ranks,
+        "run": run,
+        "verdict": each.verdict,
+        "reason": each.reason,
+        "step_seconds": each.step_seconds,
+        "samples_per_second": each.samples_per_second,
+        "tokens_per_second": each.tokens_per_second,
+        "peak_bytes": [dict(rank) for rank in each.held],
+        "sent_bytes": [dict(rank) for rank in each.sent],
+        "bubble": each.bubble,
+        "bubble_planned": each.planned,
+        "losses": [loss for _, loss in each.losses],
+    }
+
+
+def page_line(page: Path, *, over: bool) -> str:
+    """Where the page is, and what is no longer there."""
+    return f"{page} (over the one that was there; --page FILE keeps both)" if over else str(page)
+
+
+def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
+    """Words that belong to the other half of `compare`.
+
+    Raises:
+        UsageError, LayoutError
+    """
+    if settings:
+        raise UsageError(f"compare of runs takes no settings, got {settings[0]}.", hint="compare JOB --layouts A B")
+    if len(runs) == 1 and runs[0].partition(":")[0].endswith(".py"):
+        raise LayoutError(
+            f"compare {runs[0]} says no layouts.", hint=f"paceline compare {runs[0]} --layouts single ddp"
+        )

@@ -1,0 +1,65 @@
+"""`config`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config.job_reference import JobRef, job_defaults, parse_jobref
+from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, default_of, known_settings, merge, read_asked
+from paceline.config.secret_settings import HIDDEN, holds_secret
+from paceline.errors import JobError, PacelineError, called_exit, user_line
+from paceline.plugins import resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, its value (dots for a secret) and where that came from."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> list[Setting]:
+    """Every setting of `job`. Its own code runs for it: what it sets may follow from its parameters.
+
+    Raises:
+        JobError: the job can't be loaded.
+        UsageError, Problems: a value that its setting can't have.
+    """
+    ref = parse_jobref(job)
+    asked = read_asked(file=file, overrides=overrides)
+    asked = asked.over(_by_job(ref, asked), origin=JOB, where=JOB_SETTINGS)
+    merge(asked)
+    found = [
+        Setting(name=name, value=asked.values.get(name, default_of(name)), origin=asked.origins.get(name, "default"))
+        for name in known_settings()
+    ]
+    for name, source in (job_defaults(ref) or {}).items():
+        dotted = f"job.{name}"
+        value = asked.values.get(dotted, source)
+        found.append(
+            Setting(
+                name=dotted,
+                value=HIDDEN if value and holds_secret([dotted]) else value,
+                origin=asked.origins.get(dotted, f"{ref.short}.py"),
+            )
+        )
+    return found
+
+
+def _by_job(ref: JobRef, asked: RequestedSettings) -> dict[str, Any]:
+    params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+    load, layer = resolve("paceline.job:load_job"), resolve("paceline.trainer.setup.build_training_setup:job_layer")
+    try:
+        found: dict[str, Any] = layer(load(ref, params=params))
+    except PacelineError:
+        raise
+    except SystemExit as error:
+        raise called_exit(error) from error
+    except Exception as error:
+        raise JobError(
+            f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)
+        ) from error
+    return found

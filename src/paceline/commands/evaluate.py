@@ -1,0 +1,95 @@
+"""`evaluate`."""
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+
+from paceline.checkpoint.files.checkpoint_folder import BEST, pointed_checkpoint
+from paceline.commands.common.execution import CommandResult, RunOptions, execute
+from paceline.config.auto_layout_word import AUTO
+from paceline.config.job_reference import parse_jobref
+from paceline.config.layout import LayoutKind, parse_layout
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateRule
+from paceline.console.formatting import plural
+from paceline.console.output import print_line
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.filesystem.atomic_files import read_json, write_json
+from paceline.filesystem.temporary_folders import scratch_folder
+from paceline.launch.environments import detect
+from paceline.planner.layout.axis_products import check_axis_products
+from paceline.planner.layout.mesh import mesh_of
+from paceline.run_folder.run_folder import find_run, read_task
+
+ENTRY = "paceline.trainer.entrypoints:evaluate"
+ANSWER = "answer-evaluate.json"
+
+
+def evaluate(
+    run: str | None = None, *, split: str = "eval", best: bool = False, common: RunOptions | None = None
+) -> CommandResult:
+    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
+
+    Without a layout it is the run's own, where the ranks are as many: what was trained so can be evaluated so. The
+    ranks' logs lie outside of the run, which nothing changes until the metrics are there.
+    """
+    common = common or RunOptions()
+    if split not in ("eval", "test"):
+        raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
+    folder, checkpoint = find_run(run, trains=True)
+    task = replace(read_task(folder), job_handle=common.job_handle)
+    if common.job_handle is None:
+        parse_jobref(task.job)
+    if best:
+        checkpoint = pointed_checkpoint(folder.checkpoints, BEST)
+        if checkpoint is None:
+            raise UsageError(f"{folder.path} has no best checkpoint.", hint="paceline ckpt ls")
+    options = {"split": split, "checkpoint": str(checkpoint or "")}
+    how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")
+    task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
+    joined = detect(os.environ)
+    if not common.quiet and (joined is None or joined.rank == 0):
+        print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
+        given = common.job_handle is not None
+        print_line("the job: the one that was given" if given else f"the job, which this runs: {task.job}")
+    with scratch_folder("evaluate") as aside:
+        task = replace(task, options={**options, "answer": str(aside.path / ANSWER)})
+        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
+        if answer.exit_code:
+            if answer.failure is not None:
+                aside.keep()  # what is said of the failure names its logs
+            return answer
+        value = read_json(aside.path / ANSWER) if (aside.path / ANSWER).exists() else None
+    if value is not None:
+        with suppress(OSError):  # the disk may only be read
+            write_json(folder.path / ANSWER, value)
+    return replace(answer, value=value)
+
+
+def as_evaluated(task: Task, common: RunOptions) -> Task:
+    """Return the task in the layout and on the ranks that are asked for, without settings that are of training alone.
+
+    Raises:
+        LayoutError, Problems: no layout, or one that these ranks can't have.
+    """
+    if common.layout is None:
+        ranks = common.ranks or task.ranks
+        own = parse_layout(task.layout) if task.update == "sync" and task.layout != AUTO else None
+        stays = own is not None and own.kind is not LayoutKind.THREADS and ranks == task.ranks
+        text = task.layout if stays else "single" if ranks == 1 else "ddp"
+    else:
+        text = str(parse_layout(common.layout))
+        ranks = common.ranks or parse_layout(text).ranks or task.ranks
+    layout, problems = parse_layout(text), list[PacelineError]()
+    mesh = mesh_of(layout, ranks=ranks, problems=problems, update=UpdateRule())
+    problems += check_axis_products(layout, mesh)
+    raise_all(problems)
+    idle = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()
+    idle |= {"train.compile"} if mesh.tp > 1 else set()
+    idle |= {"train.buffers"} if mesh.ranks > mesh.replicas else set()
+    settings = {
+        name: value
+        for name, value in task.settings.items()
+        if name not in idle and not (name.startswith("place.") and text != task.layout)
+    }
+    return replace(task, layout=text, ranks=ranks, settings=settings)

@@ -1,0 +1,33 @@
+"""`new`."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from paceline.console.formatting import did_you_mean
+from paceline.errors import UsageError
+
+EXAMPLES = {"text": "text.py", "digits": "digits_cnn.py", "hf": "hf_llama.py"}
+
+
+def new(name: str, *, folder: Path | None = None) -> Path:
+    """Write an example job into `folder`; an existing file is left alone.
+
+    Raises:
+        UsageError: no such example, or the file exists.
+    """
+    if name not in EXAMPLES:
+        raise UsageError(
+            f"there is no example {name!r}.",
+            cause=did_you_mean(name, EXAMPLES),
+            hint=f"paceline new {' | '.join(EXAMPLES)}",
+        )
+    target = (folder or Path()) / EXAMPLES[name]
+    text = files("paceline").joinpath("examples").joinpath(EXAMPLES[name]).read_text(encoding="utf-8")
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{target} exists and is left alone.", hint=f"rm {target}, or another folder") from None
+    except OSError as error:
+        raise UsageError(f"{target} can't be written: {error.strerror}.", hint="cd to a folder you may write") from None
+    return target

@@ -1,0 +1,250 @@
+"""`plan`."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event, Thread
+from typing import Annotated, Any
+
+import tyro
+
+from paceline.commands.common.config_as_job import as_job
+from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.compare_layouts import page_line
+from paceline.config.layout import parse_layout
+from paceline.config.task import Task
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
+from paceline.filesystem.atomic_files import refuse_place, writing
+from paceline.launch.environments import detect
+from paceline.planner.advice.plan_file_diff import diff_plan_files
+from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.hardware.local_cluster import node_memory
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.search.evaluate_named_layout import mesh_named, row_named
+from paceline.profiling.machine_benchmarks.machine_benchmark import SECONDS as PROBE_SECONDS
+from paceline.profiling.machine_benchmarks.this_machine import machine_here
+from paceline.reporting.plan_report import write_plan
+from paceline.run_folder.plan_file import NAME, read_advice, read_doing
+
+ENTRY = "paceline.measured_planning.plan_worker:plan"
+_LIFE_SECONDS = 10.0
+_CALIBRATION_SECONDS = 60.0  # the probe and layouts that are timed, where nobody says how long
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Which layouts of a job fit, how fast, and why the others do not."""
+
+    job: Annotated[str, tyro.conf.Positional]
+    cluster: str = "here"
+    """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
+    layout: str | None = None
+    """Judge this one in place of a search: fsdp, pp=2,dp_shard=4,remat=full, ..."""
+    layouts: tuple[str, ...] = ()
+    """Judge these, and say what is different between them: --layouts fsdp pp=2,dp=4."""
+    against: Path | None = None
+    """A plan.json, or the folder of one: what is different from its recommended layout."""
+    page: Path | None = None
+    """Where a page with the pictures goes."""
+    ranks: int | None = None
+    """Processes on this machine, where the cluster is `here`."""
+    device: str = "auto"
+    """auto, cpu or cuda, where the cluster is `here`."""
+    seconds: float | None = None
+    """For timing layouts, where the cluster is `here`, at most; 0 takes what the probe forecasts. 60 with the probe."""
+    config: Path | None = None
+    """A TOML file of settings."""
+    run_dir: str | None = None
+    """Where the answer and its log are kept."""
+    dry_run: bool = False
+    """Check what can be checked, start nothing."""
+    json: bool = False
+    """The answer for a script."""
+
+
+def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandResult:
+    """As it was typed."""
+    common = RunOptions(
+        ranks=options.ranks,
+        layout=options.layout,
+        device=options.device,
+        config=options.config,
+        run_dir=options.run_dir,
+        dry_run=options.dry_run,
+        quiet=options.json,
+    )
+    return plan(
+        options.job, cluster=options.cluster, layouts=options.layouts, against=options.against, page=options.page,
+        seconds=options.seconds, common=common, overrides=settings,
+    )  # fmt: skip
+
+
+def plan(
+    job: str,
+    *,
+    cluster: str = "here",
+    layouts: Sequence[str] = (),
+    against: str | Path | None = None,
+    page: str | Path | None = None,
+    seconds: float | None = None,
+    common: RunOptions | None = None,
+    overrides: Sequence[str] = (),
+) -> CommandResult:
+    """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
+
+    `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. What is here is probed once, and layouts
+    are timed for at most so many `seconds`: by default what the probe leaves of a minute. `layouts` are judged in place
+    of a search, and told apart from the first; `against` is another plan.json to be told apart from. `page` is an HTML
+    file to write.
+
+    Raises:
+        UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
+    """
+    common = common or RunOptions()
+    named = [*layouts, *([common.layout] if common.layout else [])]
+    _refuse_layouts(named, layouts=layouts)
+    _refuse_seconds(seconds)
+    if page is not None:
+        refuse_place(Path(page))
+    before = None if against is None else _read_before(Path(against))
+    fleet = None if cluster.strip() == "here" else read_fleet(cluster)
+    if fleet is not None:
+        refuse_ranks(common, fleet, cluster=cluster)
+    own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
+    stands, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
+    task = make_task("plan", stands, own, words)
+    _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
+    if common.dry_run:
+        return CommandResult(exit_code=0, run=Path(task.run), value=task.as_json())
+    options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
+    task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
+    if not common.quiet:
+        _say_what_comes(seconds=options.get("here", {}).get("seconds", 0.0))
+    answer = _executed(task, common)
+    value = read_answer(task, "plan")
+    if value is None:
+        return answer
+    value["assumed"] = assumed
+    lines = [*value.pop("lines"), *assumed, *_corrected(fleet_of(value["cluster"]))]
+    if before is not None:
+        value["against"] = list(diff_plan_files(before, value)) if value["recommended"] else []
+        lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
+    if page is not None:
+        over = Path(page).exists()
+        with writing(Path(page)):
+            write_plan(value, job=Path(job).stem, to=Path(page))
+        value["page"] = str(page)
+        lines.append(page_line(Path(page), over=over))
+    lines.append(f"all of it: {Path(task.run) / NAME}")
+    code = answer.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
+    return replace(answer, exit_code=code, value=value, screen="\n".join(lines))
+
+
+def _read_before(path: Path) -> dict[str, Any]:
+    """Return an earlier plan, which recommends something."""
+    found = read_advice(path)
+    row_named(found)
+    return found
+
+
+def _say_what_comes(*, seconds: float) -> None:
+    more = f", and layouts timed for {seconds:.0f} s at most" if seconds else ""
+    print_line(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
+
+
+def _executed(task: Task, common: RunOptions) -> CommandResult:
+    with nullcontext() if common.quiet else signs_of_life(Path(task.run)):
+        return execute(task, entry=ENTRY, common=replace(common, quiet=True))
+
+
+@contextmanager
+def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
+    """Say now and then on standard error what the plan in this folder is doing, and for how long it has run."""
+    over, began = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(every):
+            print_line(f"planning: {read_doing(run)}; {time.monotonic() - began:.0f} s so far", sys.stderr)
+
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def refuse_ranks(common: RunOptions, fleet: Cluster, *, cluster: str) -> None:
+    """Raises: UsageError, of another number than the cluster has."""
+    if common.ranks not in (None, fleet.ranks):
+        raise UsageError(
+            f"--ranks {common.ranks} with --cluster {cluster}, which has {fleet.ranks:,}.",
+            cause="a cluster says itself how many ranks there are: one a device",
+            hint=f"leave --ranks out, or --cluster {common.ranks}x{fleet.device.name}",
+        )
+
+
+def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
+    """What is wrong with the words, before anything runs."""
+    problems: list[PacelineError] = []
+    if layouts and len(named) > len(layouts):
+        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+    problems += [
+        UsageError(f"--layouts names {name} twice.", hint="each once")
+        for name in dict.fromkeys(named)
+        if list(layouts).count(name) > 1
+    ]
+    for name in named:
+        try:
+            parse_layout(name)
+        except PacelineError as error:
+            problems += getattr(error, "problems", [error])
+    raise_all(problems)
+
+
+def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
+    """That none of them can be had of so many ranks, whatever the model; else what can't is told beside what can."""
+    problems = list[PacelineError]()
+    for name in named:
+        try:
+            mesh_named(parse_layout(name), ranks=ranks)
+        except PacelineError as error:
+            problems += getattr(error, "problems", [error])
+        else:
+            return
+    raise_all(problems)
+
+
+def _refuse_seconds(seconds: float | None) -> None:
+    if seconds is not None and not 0 <= seconds < math.inf:
+        what = f"--seconds {seconds:g} is no time to measure in."
+        raise UsageError(what, hint="--seconds 20; 0 times nothing")
+
+
+def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
+    """What a probe found of this machine; where a launcher has started the ranks, they find it themselves."""
+    joined = detect(os.environ)
+    if joined is not None:
+        local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
+        own = {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
+        return {"seconds": left if seconds is None else seconds, **own}
+    began = clock()
+    fleet = machine_here(ranks=task.ranks, device=task.device).fleet.as_json()
+    left = max(_CALIBRATION_SECONDS - (clock() - began), _CALIBRATION_SECONDS / 2)
+    return {"seconds": left if seconds is None else seconds, "fleet": fleet}
+
+
+def _corrected(fleet: Cluster) -> Iterator[str]:
+    """That runs here have changed the forecast, and by how much."""
+    for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
+        said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
+        if said:
+            yield f"{what} are corrected by what runs here took beside their forecast: {said}"

@@ -1,0 +1,414 @@
+"""The verbs as functions: `pl.train`, `pl.verify`, `pl.plan` and the others.
+
+Each takes its verb's options as keyword arguments of the same names, and settings by their dotted names. A job is a
+`Job`, or where one is, as the command has it. What comes back has the keys of the verb's `--json` as attributes. A run
+that fails raises the error that its first failing rank met.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import paceline.errors as errors
+from paceline.commands import evaluate as evaluate_verb
+from paceline.commands import plan as plan_verb
+from paceline.commands import simulate as simulate_verb
+from paceline.commands import train as train_verb
+from paceline.commands import verify as verify_verb
+from paceline.commands.common.command_result import Result
+from paceline.commands.common.execution import CommandResult, RunOptions
+from paceline.commands.compare_layouts import LayoutComparison, compare_layouts
+from paceline.config.job_reference import GIVEN
+from paceline.config.loading import JOB, RequestedSettings, as_typed, flatten
+from paceline.errors import ExitCode, PacelineError, RunError, UsageError
+from paceline.launch.failures.uncaught_exceptions import told_while_open, watch_uncaught
+from paceline.planner.simulation.goodput_under_failures import Checkpoints
+from paceline.plugins import resolve
+
+JobOrPath = Any  # a paceline.Job, or a str or Path; typing it would import torch with every verb
+Settings = Mapping[str, Any]
+
+
+def train(
+    job: JobOrPath,
+    *,
+    ranks: int | None = None,
+    layout: str | None = None,
+    update: str = "sync",
+    compress: str = "none",
+    device: str = "auto",
+    config: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | bool = False,
+    allow: Sequence[str] = (),
+    evaluate_first: bool = False,
+    faults: str = "",
+    settings: Settings | None = None,
+    dry_run: bool = False,
+) -> Result:
+    """Train a job.
+
+    Args:
+        job: a `Job`, or `"job.py"`, `"job.py:name"`, `"package.module:name"`.
+        ranks: processes on this machine; all GPUs, else 1, if not given.
+        layout: `ddp`, `fsdp`, `pp=2,tp=2`, `auto`, ...
+        update: how a batch becomes an update: `sync`, `pipedream`, `ps`, `local,every=8`, ...
+        compress: what is sent instead of gradients: `none`, `bf16`, `powersgd,rank=4`, ...
+        device: `auto`, `cpu` or `cuda`.
+        config: a TOML file of settings.
+        run_dir: the run folder; one that holds a checkpoint is resumed.
+        resume: True resumes the job's newest run, a path that run or checkpoint.
+        allow: differences to accept on resume, by name.
+        evaluate_first: evaluate before the first step.
+        faults: faults to inject, as `"kill rank=1 step=50"`.
+        settings: dotted names, as `{"train.steps": 100, "job.lr": 1e-3}`.
+        dry_run: check what can be checked and start nothing.
+
+    Returns:
+        `exit_code` (0, or 75 where it was stopped and saved), `run`, `seconds`, `step`, `evaluation`, `digest`.
+
+    Raises:
+        PacelineError: the run was refused or failed; the error is that of the first failing rank. In a process of
+            torchrun, mpirun or srun it is this rank's own, of whatever type.
+    """
+    with _common(
+        job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
+        run_dir=run_dir, faults=faults, dry_run=dry_run,
+    ) as (text, common):  # fmt: skip
+        answer = train_verb.train(
+            text,
+            common=common,
+            overrides=_words(settings),
+            resume=_resumed(resume),
+            allow=tuple(allow),
+            evaluate_first=evaluate_first,
+        )
+        if answer.value is None:
+            answer = replace(answer, value=train_verb.came_to(answer))
+        return _result(answer)
+
+
+def verify(
+    job: JobOrPath,
+    *,
+    ranks: int | None = None,
+    layout: str | None = None,
+    update: str = "sync",
+    compress: str = "none",
+    steps: int = 3,
+    against: str = "single",
+    device: str = "auto",
+    config: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    faults: str = "",
+    settings: Settings | None = None,
+    dry_run: bool = False,
+) -> Result:
+    """Check that a layout, an update rule or compressed gradients train as their reference in one process does.
+
+    Args are those of `train`, and `steps`: how many steps are compared.
+
+    Returns:
+        `verdict` (`bitwise`, `rounding` or `different`), `exit_code` (4 where it is different), `reference`, `layout`,
+        `update`, `ranks`, `steps`, `max_difference`, `noise_floor`, `first_difference` (`step`, `parameter`, `cause`).
+
+    Raises:
+        PacelineError: the comparison was refused or failed.
+    """
+    with _common(
+        job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
+        run_dir=run_dir, faults=faults, dry_run=dry_run,
+    ) as (text, common):  # fmt: skip
+        return _result(
+            verify_verb.verify(text, common=common, overrides=_words(settings), steps=steps, against=against)
+        )
+
+
+def plan(
+    job: JobOrPath,
+    *,
+    cluster: str = "here",
+    ranks: int | None = None,
+    layout: str | None = None,
+    layouts: Sequence[str] = (),
+    against: str | Path | None = None,
+    page: str | Path | None = None,
+    seconds: float | None = None,
+    device: str = "auto",
+    config: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    settings: Settings | None = None,
+    dry_run: bool = False,
+) -> Result:
+    """Return which layouts of a job fit a cluster, their predicted memory and time, and why the others do not fit.
+
+    Args:
+        job: a `Job`, where one is, or a Hugging Face config: a folder, or `"transformers:LlamaConfig"`.
+        cluster: `here`, `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file.
+        ranks: processes on this machine, where the cluster is `here`.
+        layout: judge this layout in place of a search.
+        layouts: judge these, and say what is different between them.
+        against: another plan.json, or its folder, to compare with.
+        page: an HTML file to write.
+        seconds: for timing layouts, where the cluster is `here`; 0 times nothing.
+        settings: dotted names, as in `train`.
+
+    Returns:
+        `case` (1, 2 or 3), `recommended`, `plans` (each `layout`, `fits`, `peak_bytes`, `step_seconds`, `why`), and
+        `exit_code`, 2 where no layout that was named is sure to fit.
+
+    Raises:
+        PacelineError: the plan was refused or failed.
+    """
+    with _common(job, ranks=ranks, layout=layout, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
+        text,
+        common,
+    ):
+        answer = plan_verb.plan(
+            text,
+            cluster=cluster,
+            layouts=layouts,
+            against=against,
+            page=page,
+            seconds=seconds,
+            common=common,
+            overrides=_words(settings),
+        )
+        return _result(answer, is_found=answer.value is not None)
+
+
+def simulate(
+    job: JobOrPath,
+    *,
+    cluster: str | None = None,
+    layout: str | None = None,
+    failures: str | None = None,
+    every: int | None = None,
+    checkpoint_seconds: float = Checkpoints.stall_seconds,
+    write_seconds: float = Checkpoints.write_seconds,
+    restart_seconds: float = Checkpoints.restart_seconds,
+    page: str | Path | None = None,
+    ranks: int | None = None,
+    device: str = "auto",
+    config: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    settings: Settings | None = None,
+) -> Result:
+    """Simulate one step on virtual time, and the goodput under failures.
+
+    Args:
+        job: as in `plan`, or a plan.json.
+        failures: the mean time between two failures of one device, as `"50000 h"`.
+        every: steps between two checkpoints; the best distance is found as well.
+        checkpoint_seconds, write_seconds, restart_seconds: what a checkpoint costs training, until it is safe, and
+            from a failure until training continues.
+
+    Raises:
+        PacelineError: the simulation was refused or failed.
+    """
+    with _common(job, ranks=ranks, device=device, config=config, run_dir=run_dir) as (text, common):
+        found = simulate_verb.simulate(
+            text,
+            cluster=cluster,
+            layout=layout,
+            failures=failures,
+            every=every,
+            checkpoint_seconds=checkpoint_seconds,
+            write_seconds=write_seconds,
+            restart_seconds=restart_seconds,
+            page=page,
+            common=common,
+            overrides=_words(settings),
+        )
+    if found.exit_code:
+        raise RunError(found.text)
+    return Result({"exit_code": found.exit_code, **(found.value or {})}, text=found.text)
+
+
+def evaluate(
+    run: str | Path | None = None,
+    *,
+    split: str = "eval",
+    best: bool = False,
+    ranks: int | None = None,
+    layout: str | None = None,
+    job: JobOrPath | None = None,
+) -> Result:
+    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
+
+    Args:
+        run: a run folder or a checkpoint in it; the newest run if not given.
+        split: `eval` or `test`.
+        best: the checkpoint that is marked as the best.
+        ranks: processes; as many as the run had if not given.
+        layout: how the model is placed, as `fsdp` or `pp=2,tp=2`; the run's own if not given.
+        job: the `Job` of a run that was started with an object.
+
+    Returns:
+        `split`, `step`, `checkpoint`, `metrics`, `samples`, `average`.
+
+    Raises:
+        PacelineError: there is no such run, split or checkpoint, or the evaluation failed.
+    """
+    where = None if run is None else str(run)
+    if job is None or isinstance(job, str | Path):
+        return _result(
+            evaluate_verb.evaluate(where, split=split, best=best, common=RunOptions(ranks=ranks, layout=layout))
+        )
+    with _common(job, ranks=ranks, layout=layout) as (_, common):
+        return _result(evaluate_verb.evaluate(where, split=split, best=best, common=common))
+
+
+def compare(
+    *what: JobOrPath,
+    layouts: Sequence[str] = (),
+    ranks: int | None = None,
+    steps: int = 8,
+    device: str = "auto",
+    config: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    settings: Settings | None = None,
+    page: str | Path | None = None,
+    dry_run: bool = False,
+) -> Any:
+    """Compare runs or recordings side by side; with `layouts`, one job in each of them.
+
+    Args:
+        what: two or more run folders or recordings; with `layouts`, one job.
+        layouts: run the job in each for a few `steps`, on the same samples.
+        page: an HTML file to write.
+
+    Returns:
+        Of runs `runs`, `settings`, `losses`, `recordings`, `first_difference`; of layouts `layouts`; of both `page`,
+        `text` and `exit_code`.
+
+    Raises:
+        UsageError: fewer than two runs, or a folder that is neither a run nor a recording; settings that are wrong.
+    """
+    if not layouts:
+        given = {"ranks": ranks, "settings": settings, "config": config, "run_dir": run_dir, "dry_run": dry_run}
+        if idle := [name for name, value in given.items() if value]:
+            raise UsageError(
+                f"pl.compare got {', '.join(idle)} without layouts.",
+                cause="runs that are there are read; nothing is started",
+                hint='pl.compare(job, layouts=["ddp", "fsdp"], ranks=2), or pl.compare(RUN, RUN)',
+            )
+        return resolve("paceline.commands.compare:compare")(*what, page=page)  # brings numpy
+    if len(what) != 1:
+        raise UsageError(
+            f"layouts= goes with one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+        )
+    with _common(what[0], ranks=ranks, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
+        text,
+        common,
+    ):
+        found: LayoutComparison = compare_layouts(
+            text, layouts=layouts, common=common, overrides=_words(settings), steps=steps, page=page
+        )
+    return found
+
+
+@contextmanager
+def _common(
+    job: JobOrPath,
+    *,
+    run_dir: str | Path | None = None,
+    config: str | Path | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, RunOptions]]:
+    """Give the job as text and the options as the verbs take them; a `Job` is open for processes meanwhile."""
+    hook = watch_uncaught()
+    own: dict[str, Any] = {
+        **options,
+        "run_dir": None if run_dir is None else str(run_dir),
+        "config": None if config is None else Path(config),
+    }
+    with told_while_open(hook):
+        if isinstance(job, str | Path):
+            yield str(job), RunOptions(**own)
+        else:
+            _refuse_other(job)
+            with resolve("paceline.job_transfer:open_job_file")(job) as handle:
+                name = job.name or _script_name()
+                yield f"{GIVEN}:{name}", RunOptions(**own, job_handle=handle)
+
+
+def _script_name() -> str:
+    name = Path(sys.argv[0]).stem
+    return "notebook" if name == "ipykernel_launcher" else name or "run"
+
+
+def _refuse_other(job: Any) -> None:
+    if isinstance(job, resolve("paceline.job:Job")):
+        return
+    makes = callable(job)
+    name = getattr(job, "__name__", "make_job")
+    raise UsageError(
+        f"the job is a {type(job).__name__}, expected a pl.Job or the path of one.",
+        cause="a function that makes a job was given, not the job" if makes else "",
+        hint=f"{name}()" if makes else 'pl.verify(make_job()), or pl.verify("job.py")',
+    )
+
+
+def _words(settings: Settings | None) -> list[str]:
+    """Return settings as they would be typed; `None` leaves a setting at its default.
+
+    Raises:
+        UsageError, Problems: an unknown name, or a value of the wrong type; a command line would be named otherwise.
+    """
+    flat = {name: value for name, value in flatten(settings or {}).items() if value is not None}
+    RequestedSettings().over({n: v for n, v in flat.items() if not str(n).startswith(f"{JOB}.")}, origin="settings=")
+    return [f"--{name}={as_typed(value)}" for name, value in flat.items()]
+
+
+def _resumed(resume: str | Path | bool) -> str | None:
+    if isinstance(resume, bool):
+        return "" if resume else None
+    if not str(resume).strip():
+        raise UsageError("resume is empty: an unset variable?", hint="resume=True resumes the newest run")
+    return str(resume)
+
+
+def _result(answer: CommandResult, *, is_found: bool = False) -> Result:
+    """Return what the verb found, or raise what ended it unless something `is_found` all the same.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted twice. PacelineError: it failed. In a process of another launcher what
+            ended this rank is raised as it is, with the user's own lines.
+    """
+    if answer.exit_code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if answer.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not is_found:
+        raise _error(answer)
+    value = answer.value if isinstance(answer.value, Mapping) else {}
+    started = {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds}
+    return Result({**started, **value}, text=answer.screen)
+
+
+def _error(answer: CommandResult) -> BaseException:
+    """Return the error of the first failing rank, of the type that it had where that is one of ours."""
+    said = answer.keys
+    if answer.error is not None:
+        return _with_notes(answer.error, said)
+    kind = getattr(errors, str(said.get("error", "")), RunError)
+    if not (isinstance(kind, type) and issubclass(kind, PacelineError)) or kind is errors.OutOfMemory:
+        kind = RunError
+    if "what" not in said or kind is errors.Problems:
+        error: PacelineError = RunError(answer.screen or f"the run ended with exit code {answer.exit_code}.")
+    else:
+        what = str(said["what"]) if kind.__name__ == said["error"] else f"{said['error']}: {said['what']}"
+        rank = said.get("rank")
+        where = ", ".join(filter(None, ["" if rank is None else f"rank {rank}", str(said.get("where", ""))]))
+        error = kind(what, where=where, cause=str(said.get("cause", "")), hint=str(said.get("hint", "")))
+    error.exit_code = ExitCode(answer.exit_code)
+    return _with_notes(error, said)
+
+
+def _with_notes(error: BaseException, said: Mapping[str, Any]) -> BaseException:
+    for line in (f"full text: {said['log']}" if said.get("log") else "", str(said.get("go_on") or "")):
+        if line:
+            error.add_note(line)
+    return error

@@ -1,0 +1,23 @@
+"""`report`."""
+
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.filesystem.atomic_files import refuse_place
+from paceline.reporting.run_report import write_report
+from paceline.run_folder.run_folder import find_run
+
+
+def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
+    """Write a run's page, `report.html` in its folder or the file `page`, and return its path.
+
+    Raises:
+        UsageError: there is no such run, or the page can't be written.
+    """
+    folder, _ = find_run(run)
+    to = Path(page) if page is not None else folder.report
+    try:
+        refuse_place(to)
+    except UsageError as error:
+        raise UsageError(error.what, hint="--page FILE writes it elsewhere") from None
+    return write_report(folder, to=to)

@@ -1,0 +1,232 @@
+"""`simulate`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from paceline.commands.common.config_as_job import as_job, is_config
+from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.compare_layouts import page_line
+from paceline.commands.plan import refuse_ranks
+from paceline.config.layout import parse_layout
+from paceline.console.formatting import format_precise_duration
+from paceline.errors import ExitCode, UsageError
+from paceline.filesystem.atomic_files import refuse_place, writing
+from paceline.planner.advice.recommendations import advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.hardware.cluster import Cluster
+from paceline.planner.hardware.local_cluster import fleet_here, node_memory
+from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.hardware.unit_parsing import QuantityKind, read_quantity
+from paceline.planner.model_costs.model_profile import read_facts
+from paceline.planner.search.evaluate_named_layout import estimate_named, estimate_told, forecast_of, row_named
+from paceline.planner.search.search_space import SearchSpace
+from paceline.planner.simulation.candidate_simulation import CandidateSimulation, simulate_candidate
+from paceline.planner.simulation.goodput_under_failures import Checkpoints, FailureForecast, forecast_failures
+from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
+from paceline.reporting.step_simulation_report import lines_of, write_step
+from paceline.run_folder.plan_file import NAME, read_advice
+
+ENTRY = "paceline.measured_planning.plan_worker:write_job_profile"
+_MICRO = "train.micro_batch_size"
+_SMALL = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """One step of a planned layout on virtual time, on any number of ranks, and what failures leave of a run."""
+
+    job: Annotated[str, tyro.conf.Positional]
+    """A job; or a plan.json, or the folder of one."""
+    cluster: str | None = None
+    """here, 16x8xH100-80G@ib-ndr, or a TOML file; of a plan.json its own."""
+    layout: str | None = None
+    """fsdp, pp=8,tp=8,dp=2, ...; default: the one that is recommended."""
+    ranks: int | None = None
+    """Processes on this machine, where the cluster is `here`."""
+    device: str = "auto"
+    """auto, cpu or cuda, where the cluster is `here`."""
+    failures: str | None = None
+    """Mean time between failures of one device: "50000 h"."""
+    every: int | None = None
+    """Steps between checkpoints; without it what is best is told."""
+    checkpoint_seconds: float = Checkpoints.stall_seconds
+    """Training stops so long for a checkpoint."""
+    write_seconds: float = Checkpoints.write_seconds
+    """So long after that it is safe, while training goes on."""
+    restart_seconds: float = Checkpoints.restart_seconds
+    """From a failure until training goes on."""
+    page: Path | None = None
+    """Where a page with the pictures goes; a name that ends in .svg gets the step's timeline alone."""
+    config: Path | None = None
+    """A TOML file of settings."""
+    run_dir: str | None = None
+    """Where the log is kept."""
+    json: bool = False
+    """The answer for a script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What was found; `value` are the keys of `--json`."""
+
+    exit_code: int
+    text: str
+    value: dict[str, Any] | None = None
+    step: CandidateSimulation | None = None
+    kept: FailureForecast | None = None
+
+
+def simulate_from_options(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
+    """As it was typed."""
+    common = RunOptions(
+        ranks=options.ranks,
+        device=options.device,
+        config=options.config,
+        run_dir=options.run_dir,
+        quiet=options.json,
+    )
+    return simulate(
+        options.job,
+        cluster=options.cluster,
+        layout=options.layout,
+        failures=options.failures,
+        every=options.every,
+        checkpoint_seconds=options.checkpoint_seconds,
+        write_seconds=options.write_seconds,
+        restart_seconds=options.restart_seconds,
+        page=options.page,
+        common=common,
+        overrides=settings,
+    )
+
+
+def simulate(
+    job: str | Path,
+    *,
+    cluster: str | None = None,
+    layout: str | None = None,
+    failures: str | None = None,
+    every: int | None = None,
+    checkpoint_seconds: float = Checkpoints.stall_seconds,
+    write_seconds: float = Checkpoints.write_seconds,
+    restart_seconds: float = Checkpoints.restart_seconds,
+    page: str | Path | None = None,
+    common: RunOptions | None = None,
+    overrides: Sequence[str] = (),
+) -> Simulation:
+    """A step of the recommended layout, or of `layout`, on virtual time: what its seconds go to, and its rate.
+
+    `job` is a job, or a plan.json. With `failures`, the mean time between two of one device (`"50000 h"`), what they
+    leave of a run with a checkpoint `every` so many steps, and at the best distance.
+
+    Raises:
+        UsageError, LayoutError, Problems: a cluster, a layout or a number that can't be.
+    """
+    if layout is not None:
+        parse_layout(layout)
+    if page is not None:
+        refuse_place(Path(page))
+    mean = None if failures is None else read_quantity(failures, measures=QuantityKind.TIME, name="--failures")
+    checkpoints = Checkpoints(
+        stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
+    )
+    if mean is None and every is not None:
+        raise UsageError("--every says nothing where nothing fails.", hint='--failures "50000 h"')
+    if _is_plan(Path(job)):
+        if cluster is not None:
+            raise UsageError(f"{job} is a plan for a cluster of its own.", hint=f"paceline simulate {job}")
+        found: _Found | CommandResult = _planned(Path(job), layout)
+    elif Path(job).is_dir() and not is_config(str(job)):
+        raise UsageError(
+            f"{job} is a folder without {NAME}, and no model's either.",
+            cause="a plan that did not end, or the folder of another run",
+            hint="paceline plan job.py --run-dir planned, then paceline simulate planned",
+        )
+    else:
+        found = _of_job(str(job), cluster or "here", layout, common or RunOptions(), overrides)
+    if isinstance(found, CommandResult):
+        return Simulation(exit_code=found.exit_code, text=found.screen)
+    return _simulation(Path(job), found, mean, checkpoints, None if page is None else Path(page))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What is to be simulated; `assumed` are lines on what was not given."""
+
+    forecast: CostModel
+    estimate: Estimate
+    assumed: Sequence[str] = ()
+
+
+def _simulation(
+    job: Path, found: _Found, mean: float | None, checkpoints: Checkpoints, page: Path | None
+) -> Simulation:
+    forecast, estimate = found.forecast, found.estimate
+    step = simulate_candidate(forecast, candidate=estimate.candidate)
+    step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
+    ratio = estimate.step_seconds / step.estimate.step_seconds
+    left, seconds, ranks = None, ratio * step.step_seconds, forecast.fleet.ranks
+    if mean is not None:
+        left = forecast_failures(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
+    told = _told(ratio, seconds, has_more=left is not None)
+    lines = [*lines_of(step, forecast), *told, *(left.lines() if left else ()), *found.assumed]
+    value = step.as_json() | {"timed_step_seconds": seconds} | ({"failures": left.as_json()} if left else {})
+    if page is not None:
+        over = page.exists()
+        with writing(page):
+            write_step(forecast, step, left, job=job.stem, to=page)
+        value["page"] = str(page)
+        lines.append(page_line(page, over=over))
+    return Simulation(exit_code=int(ExitCode.DONE), text="\n".join(lines), value=value, step=step, kept=left)
+
+
+def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
+    """What a plan says of the step, where that is not its closed forms' alone."""
+    if abs(ratio - 1) > _SMALL:
+        rest = "; what follows is of that step" if has_more else ""
+        took = format_precise_duration(seconds)
+        yield f"  by what was timed for the plan it is {took}, {ratio:.2f} times as long{rest}"
+
+
+def _is_plan(path: Path) -> bool:
+    if path.is_file() and is_config(str(path)):
+        return False
+    return path.suffix == ".json" or (path.is_dir() and (path / NAME).exists())
+
+
+def _planned(path: Path, layout: str | None) -> _Found:
+    advice: Mapping[str, Any] = read_advice(path)
+    forecast = forecast_of(advice)
+    told = estimate_told(forecast, row_named(advice)) if layout is None else estimate_named(forecast, layout)
+    return _Found(forecast=forecast, estimate=told)
+
+
+def _of_job(
+    job: str, cluster: str, layout: str | None, common: RunOptions, overrides: Sequence[str]
+) -> _Found | CommandResult:
+    fleet: Cluster | None = None if cluster.strip() == "here" else read_fleet(cluster)
+    if fleet is not None:
+        refuse_ranks(common, fleet, cluster=cluster)
+    own, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
+    if fleet is None:
+        asked = make_task("simulate", own, replace(common, layout=None), words)
+        probe = probe_here(ranks=asked.ranks, device=asked.device)
+        fleet = fleet_here(probe, ranks=asked.ranks, memory_bytes=node_memory(asked.device))
+    task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
+    task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
+    answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+    value = read_answer(task, "simulate")
+    if value is None:
+        return answer
+    forecast = CostModel(facts=read_facts(value), fleet=fleet)
+    micro = int(task.settings[_MICRO]) if _MICRO in task.settings else None
+    if layout is None:
+        best = advise(forecast, grid=SearchSpace(micro_batch_size=micro)).recommended
+    else:
+        best = estimate_named(forecast, layout, micro_batch_size=micro)
+    return _Found(forecast=forecast, estimate=best, assumed=assumed)

@@ -1,0 +1,69 @@
+"""`train`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of
+from paceline.commands.common.execution import CommandResult, RunOptions, answer_of, execute, make_task, with_run
+from paceline.config.auto_layout_word import AUTO, is_auto
+from paceline.config.resume_allowances import refuse_unknown_allowances
+from paceline.errors import ExitCode, raise_all
+from paceline.reporting.run_history import json_or_none, read_history
+from paceline.run_folder.run_folder import RunFolder
+
+ENTRY = "paceline.trainer.entrypoints:train"
+
+
+def train(
+    job: str,
+    *,
+    common: RunOptions | None = None,
+    overrides: Sequence[str] = (),
+    resume: str | None = None,
+    allow: Sequence[str] = (),
+    evaluate_first: bool = False,
+) -> CommandResult:
+    """Train `job`; `resume=""` goes on with its newest run, a path with that one.
+
+    With the layout `auto` it is planned first, and falls back to a layout that needs less where memory is short.
+    """
+    common = common or RunOptions()
+    raise_all(refuse_unknown_allowances(tuple(allow)))
+    chooses = is_auto(common.layout)
+    if chooses:
+        from paceline.measured_planning.auto_layout import fallen_back, refuse_auto, resolve_auto_layout
+
+        refuse_auto(update=common.update, compress=common.compress)
+    task = make_task("train", job, replace(common, layout=None) if chooses else common, overrides)
+    if common.dry_run:
+        task = replace(task, layout=AUTO) if chooses else task
+        return CommandResult(exit_code=0, run=Path(task.run), value=task.as_json())
+    task = with_run(task, resume=resume)
+    task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
+    if chooses:
+        task, failed = resolve_auto_layout(task, quiet=common.quiet)
+        if failed is not None:
+            return answer_of(replace(task, layout=AUTO), failed)
+    answer = execute(task, entry=ENTRY, common=common)
+    while chooses and (then := fallen_back(task, answer.failure)) is not None:
+        task = then
+        answer = execute(task, entry=ENTRY, common=common)
+    return answer
+
+
+def came_to(answer: CommandResult) -> dict[str, Any]:
+    """Of a run that ended whole: its last step, its last evaluation and, where it was written, the weights' digest."""
+    run = RunFolder(answer.run)
+    latest = pointed_checkpoint(run.checkpoints, LATEST)
+    if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
+        return {}
+    step, weights = step_of(latest), json_or_none(run.path / "weights.json")
+    found: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
+    told = [event for event in read_history(run).of("EvalDone") if event.get("step", step + 1) <= step]
+    if told:
+        found["evaluation"] = {name: told[-1].get(name) for name in ("step", "split", "metrics")}
+    if answer.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:
+        found["digest"] = weights.get("digest")
+    return found

@@ -1,0 +1,92 @@
+"""`verify`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.config.auto_layout_word import AUTO, is_auto
+from paceline.config.layout import parse_layout
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateKind, UpdateRule, parse_update
+from paceline.errors import ExitCode, LayoutError, RunError, UsageError
+from paceline.launch.launcher import failure_screen
+from paceline.planner.layout.local_sgd_checks import shortest_interval
+
+ENTRY = "paceline.verification.verify_worker:verify"
+
+
+def verify(
+    job: str,
+    *,
+    common: RunOptions | None = None,
+    overrides: Sequence[str] = (),
+    steps: int = 3,
+    against: str = "single",
+) -> CommandResult:
+    """Check the layout against one process on this job; exit code 4 where they differ."""
+    common = common or RunOptions()
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
+    if against != "single":
+        raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
+    if is_auto(common.layout):
+        common, overrides = _chosen(job, common, overrides)
+    update = parse_update(common.update)
+    _refuse_race(update, job)
+    if update.has_sites:
+        update = shortest_interval(update)
+        steps = max(steps, 2 * update.every + 1)
+    common = replace(common, update=str(update), layout=common.layout or update.layout)
+    task = make_task("verify", job, common, overrides)
+    _refuse_rounding(task)
+    if common.dry_run:
+        return CommandResult(exit_code=0, run=Path(task.run), value=task.as_json())
+    task = with_run(replace(task, options={"steps": steps}), resume=None)
+    answer = execute(task, entry=ENTRY, common=common, one_thread=True)
+    value = read_answer(task, "verify")
+    if value is None:
+        return answer
+    code = ExitCode.DIFFERENT if value["verdict"] == "different" else answer.exit_code
+    return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
+
+
+def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[RunOptions, Sequence[str]]:
+    """With the layout that train would take, and its microbatches.
+
+    Raises:
+        RunError: the plan failed.
+    """
+    from paceline.measured_planning.auto_layout import refuse_auto, resolve_auto_layout
+
+    refuse_auto(update=common.update, compress=common.compress)
+    task = with_run(make_task("verify", job, replace(common, layout=None), overrides), resume=None)
+    task, failed = resolve_auto_layout(task, quiet=common.quiet)
+    if failed is not None:
+        raise RunError("--layout auto: the plan failed.", cause=failure_screen(failed), hint=f"paceline plan {job}")
+    own = [f"--{name}={value}" for name, value in task.settings.items() if task.origins.get(name) == AUTO]
+    return replace(common, layout=task.layout, run_dir=task.run), [*overrides, *own]
+
+
+def _refuse_race(update: UpdateRule, job: str) -> None:
+    """What has no one right answer has none to be held against."""
+    if update.kind is UpdateKind.HOGWILD:
+        raise UsageError(
+            "verify has no verdict on hogwild: what comes of a race differs from run to run, and each is right.",
+            cause="workers read and write the same weights at whatever moment they come",
+            hint=f"paceline train {job} --ranks 2 --update hogwild, once without it, then paceline compare RUN RUN",
+        )
+
+
+def _refuse_rounding(task: Task) -> None:
+    """What rounds at every use otherwise than one process has no floor to be held against."""
+    layout = parse_layout(task.layout)
+    if layout.params == "fp32":
+        return
+    rest = replace(layout, params="fp32")
+    raise LayoutError(
+        f"verify has no measure for params={layout.params}: it rounds every parameter where one process rounds none.",
+        where=f"--layout {layout}",
+        cause="each difference would be that rounding, and a mistake could hide in it",
+        hint=f"--layout {rest}, which is the same but for that rounding",
+    )

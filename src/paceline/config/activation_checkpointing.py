@@ -1,0 +1,69 @@
+"""Which activations are computed again in backward: what was asked for, read without torch."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.console.formatting import did_you_mean
+from paceline.errors import LayoutError
+
+
+class RematKind(StrEnum):
+    """What a repeated block keeps for its backward."""
+
+    NONE = "none"
+    FULL = "full"
+    EVERY = "every"
+    SELECTIVE = "selective"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remat:
+    """`every`: of how many blocks one keeps its input only; `keep`: operations whose outputs are kept, () our own."""
+
+    kind: RematKind = RematKind.NONE
+    every: int = 1
+    keep: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind is RematKind.EVERY:
+            return f"every:{self.every}"
+        return f"{self.kind}:{'+'.join(self.keep)}" if self.keep else str(self.kind)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is computed again."""
+        return self.kind is not RematKind.NONE
+
+
+def parse_remat(text: str) -> Remat:
+    """Read `none`, `full`, `every:2`, `selective` or `selective:mm+bmm`.
+
+    Raises:
+        LayoutError: an unknown word, or a count that is none.
+    """
+    word, colon, rest = (part.strip() for part in text.strip().partition(":"))
+    word = word.lower()
+    if word not in set(RematKind):
+        raise LayoutError(
+            f"remat={text} is no policy.",
+            cause=did_you_mean(word, list(RematKind)),
+            hint="remat=none | full | every:2 | selective | selective:mm+bmm",
+        )
+    kind = RematKind(word)
+    if kind is RematKind.EVERY:
+        return Remat(kind=kind, every=_count(text, rest))
+    names = tuple(name.strip() for name in rest.split("+")) if colon else ()
+    if colon and (kind is not RematKind.SELECTIVE or not all(names)):
+        raise LayoutError(
+            f"remat={text}: {rest!r} says nothing to {kind}.", hint="remat=selective:mm+bmm, or remat=every:2"
+        )
+    return Remat(kind=kind, keep=names)
+
+
+def _count(text: str, size: str) -> int:
+    if not size.isdigit() or int(size) < 1:
+        raise LayoutError(
+            f"remat={text}: every needs a count of blocks, got {size!r}.",
+            hint="remat=every:2 recomputes every second block, remat=full all of them",
+        )
+    return int(size)

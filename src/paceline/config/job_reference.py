@@ -1,0 +1,215 @@
+"""Where a job is: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
+
+import ast
+import sys
+import tokenize
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.console.formatting import closest_word, did_you_mean
+from paceline.errors import JobError, UsageError
+
+FACTORY, OBJECT = "make_job", "job"
+_OF_A_MODEL = ("config.json", "adapter_config.json", "model_index.json")
+GIVEN = "object"  # `object:NAME` stands for a job that was given as an object of Python
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRef:
+    """A file or a module, and perhaps a name in it."""
+
+    path: Path | None = None
+    module: str | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        place = str(self.path) if self.path is not None else str(self.module)
+        return f"{place}:{self.name}" if self.name else place
+
+    @property
+    def short(self) -> str:
+        """The name of its run folder."""
+        return self.path.stem if self.path is not None else short_name(str(self.module))
+
+
+def parse_jobref(text: str) -> JobRef:
+    """Read a reference; a file must be there and be Python with a job in it.
+
+    Raises:
+        UsageError: no such file, or no name where one is needed.
+        JobError: a syntax error, or nothing in the file is a job.
+    """
+    if not text.strip():
+        raise UsageError("the job is empty: an unset variable?", hint="job.py, job.py:name or pkg.module:name")
+    place, _, name = split_jobref(text)
+    if place == GIVEN:
+        raise UsageError(
+            f"the job {name!r} is an object of Python, which no command can import.",
+            cause="its run was started from Python with a Job, not with the file of one",
+            hint="pl.evaluate(run, job=job) and pl.train(job, run_dir=run) take the object again",
+        )
+    if not place.endswith(".py") and "/" not in place and not Path(place).exists():
+        if all(part.isidentifier() for part in place.split(".")) and place:
+            _check_module(text, place.partition(".")[0])
+            return JobRef(module=place, name=name or None)
+        raise UsageError(f"{text!r} is no job.", hint="job.py, job.py:name or pkg.module:name")
+    path = Path(place)
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, or with a character that no name has
+        raise UsageError(f"{place!r} is no path: {getattr(error, 'strerror', error)}.", hint="job.py") from None
+    if is_folder:
+        raise _folder(path)
+    if is_file and path.suffix in (".toml", ".json"):
+        raise _no_python(path)
+    if not is_file:
+        near = closest_word(path.stem, (one.stem for one in path.parent.glob("*.py")))
+        hint = str(path.with_name(f"{near}.py")) if near else "paceline new text"
+        raise UsageError(f"{place} does not exist.", where=str(Path.cwd()), hint=hint)
+    ref = JobRef(path=path, name=name or None)
+    _check(ref)
+    return ref
+
+
+def _check_module(text: str, package: str) -> None:
+    """Refuse a package that neither Python's path nor this folder has; nothing is imported for it."""
+    here = Path(package)
+    if here.is_dir() or here.with_suffix(".py").is_file() or package in sys.modules or find_spec(package) is not None:
+        return
+    raise UsageError(
+        f"{text!r} is no job: there is no such file, folder or module.",
+        where=str(Path.cwd()),
+        hint="job.py, job.py:name or pkg.module:name; for `plan` and `simulate` also config.json, the folder with it, "
+        "or transformers:SomeConfig",
+    )
+
+
+def _folder(path: Path) -> UsageError:
+    """Say what a folder that was given for a job is, and what to type for it."""
+    if (path / "task.json").is_file():
+        return UsageError(f"{path} is the folder of a run.", hint=f"paceline train --resume {path} continues it")
+    if any((path / name).is_file() for name in _OF_A_MODEL) or any(path.glob("*.safetensors")):
+        return UsageError(
+            f"{path} is the folder of a model, and a job has data, a loss and an optimizer as well.",
+            hint=f"paceline new hf writes a job for it; paceline plan {path} needs no data",
+        )
+    return UsageError(f"{path} is a folder.", hint=f"{path}/job.py")
+
+
+def _no_python(path: Path) -> UsageError:
+    """Say what belongs where a file of settings or of a model was given for a job."""
+    if path.suffix == ".toml":
+        return UsageError(f"{path} is a file of settings, and no job.", hint=f"paceline train JOB --config {path}")
+    return UsageError(
+        f"{path} is no Python file, and a job is one: it has data, a loss and an optimizer.",
+        hint=f"paceline new hf writes a job for a model's folder; paceline plan {path} needs no data",
+    )
+
+
+def split_jobref(text: str) -> tuple[str, str, str]:
+    """Return the place, the colon if there is one, and the name; a path may have colons of its own."""
+    if text.endswith(".py"):
+        return text, "", ""
+    file, suffix, name = text.rpartition(".py:")
+    return (f"{file}.py", ":", name) if suffix else text.partition(":")
+
+
+def file_name(text: str) -> str:
+    """Return what a job is called by its file or module; empty for an object of Python, which any script may give."""
+    return "" if split_jobref(text)[0] == GIVEN else short_name(text)
+
+
+def short_name(text: str) -> str:
+    """Return what a job's run folders are called: the file's stem, the module's last part or the object's name."""
+    place, _, name = split_jobref(text)
+    if place == GIVEN:
+        return name
+    if place.endswith(".py") or "/" in place:
+        return Path(place).stem
+    parts = place.split(".")
+    return parts[-1] if all(part.isidentifier() for part in parts) else place
+
+
+def job_defaults(ref: JobRef) -> dict[str, str] | None:
+    """The parameters of `make_job` with the source of their defaults; None if they can't be seen."""
+    found = parameter_sources(ref)
+    return None if found is None else {name: default for name, (_, default) in found.items()}
+
+
+def parameter_sources(ref: JobRef) -> dict[str, tuple[str, str]] | None:
+    """Return the sources of annotation and default of each parameter of `make_job`; None if they can't be seen."""
+    if ref.path is None:
+        return None
+    function = next((f for f in _functions(_tree(ref.path)) if f.name == (ref.name or FACTORY)), None)
+    if function is None or function.args.kwarg is not None or function.decorator_list:
+        return None
+    named = [*function.args.posonlyargs, *function.args.args]
+    defaults = [None] * (len(named) - len(function.args.defaults)) + function.args.defaults
+    pairs = zip([*named, *function.args.kwonlyargs], [*defaults, *function.args.kw_defaults], strict=True)
+    return {a.arg: (_source(a.annotation), _source(default)) for a, default in pairs}
+
+
+def _source(node: ast.expr | None) -> str:
+    return "" if node is None else ast.unparse(node)
+
+
+def _tree(path: Path) -> ast.Module:
+    """Parse the file as Python does: with a byte order mark, or in the encoding that its first lines name."""
+    try:
+        with tokenize.open(path) as file:
+            return ast.parse(file.read(), filename=str(path))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise JobError(
+            f"{path.name} is not valid Python: {error.msg}.",
+            where=str(path) + (f":{error.lineno}" if error.lineno else "") + (f": {line}" if line else ""),
+            hint=f"python -m py_compile {path}",
+        ) from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise JobError(f"{path.name} is not Python text: {error}.", where=str(path), hint="job.py") from None
+    except RecursionError:
+        raise JobError(
+            f"{path.name} is nested too deeply to be read.", where=str(path), hint="keep long tables in a data file"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.", hint=f"ls -l {path}") from None
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def _check(ref: JobRef) -> None:
+    assert ref.path is not None
+    tree = _tree(ref.path)
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return
+    names = _defined(tree)
+    wanted = [ref.name] if ref.name else [FACTORY, OBJECT]
+    if not names & set(wanted):
+        functions = [function.name for function in _functions(tree)]
+        meant = f"{ref.path}:NAME, one of {', '.join(functions)}" if functions else ""
+        raise JobError(
+            f"{ref.path.name} defines no {' or '.join(wanted)}.",
+            where=str(ref.path),
+            cause=did_you_mean(ref.name, functions) if ref.name else "",
+            hint=(ref.name and meant) or "def make_job() -> pl.Job: return pl.Job(...)",
+        )
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """The names that the module itself has; what a function or a class keeps to itself is none of them."""
+    names: set[str] = set()
+    rest: list[ast.AST] = [tree]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            rest += ast.iter_child_nodes(node)
+    return names | {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}

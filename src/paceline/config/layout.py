@@ -1,0 +1,302 @@
+"""How the model is placed: what was asked for on the command line, read without torch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+from paceline.config.activation_checkpointing import parse_remat
+from paceline.config.auto_layout_word import AUTO
+from paceline.config.axis_counts import REST, is_count, read_size, read_virtual
+from paceline.config.update_rule import UpdateKind as Rule
+from paceline.console.formatting import did_you_mean
+from paceline.errors import LayoutError, PacelineError, raise_all
+
+
+class LayoutKind(StrEnum):
+    """The layouts that have a word of their own; `AXES` is one that was written as axes."""
+
+    SINGLE = "single"
+    THREADS = "threads"
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    FSDP = "fsdp"
+    HSDP = "hsdp"
+    TP = "tp"
+    PP = "pp"
+    CP = "cp"
+    EP = "ep"
+    AXES = "axes"
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
+_WORDS = [str(kind) for kind in LayoutKind if kind is not LayoutKind.AXES]
+_ALIASES = {"dp": "dp_replicate", "zero3": "fsdp", "fsdp2": "fsdp", "deepspeed": "fsdp"}
+_AXIS_OF = {
+    LayoutKind.DDP: ("dp_replicate", 0),
+    LayoutKind.ZERO1: ("dp_shard", 1),
+    LayoutKind.ZERO2: ("dp_shard", 2),
+    LayoutKind.FSDP: ("dp_shard", 3),
+    LayoutKind.TP: ("tp", 0),
+    LayoutKind.PP: ("pp", 0),
+    LayoutKind.CP: ("cp", 0),
+    LayoutKind.EP: ("ep", 0),
+}
+_OFFLOADS = ("optimizer", "parameters")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout. `sizes` are the axes that were asked for; `REST` is what the number of ranks leaves.
+
+    `zero`: which ZeRO stage `dp_shard` is (3 is FSDP). `threads`: replicas as threads, None where the ranks decide.
+    """
+
+    kind: LayoutKind
+    sizes: dict[str, int] = field(default_factory=dict)
+    threads: int | None = None
+    zero: int = 3
+    schedule: str = "1f1b"
+    virtual: int | None = None
+    remat: str = "none"
+    offload: tuple[str, ...] = ()
+    sequence: bool = False
+    params: str = "fp32"
+
+    def __str__(self) -> str:
+        """What `parse_layout` reads back as the same."""
+        if self.kind is LayoutKind.THREADS and self.threads is not None:
+            return f"threads={self.threads}"
+        word = [] if self.kind is LayoutKind.AXES else [str(self.kind)]
+        rest = _AXIS_OF.get(self.kind, ("", 0))[0]
+        axes = [f"{axis}={n}" for axis in AXES if (n := self.sizes.get(axis)) and (axis, n) != (rest, REST)]
+        return ",".join([*word, *axes, *self.options()])
+
+    def options(self) -> list[str]:
+        """What is not as it is by itself, as it is written."""
+        zero = self.zero if _AXIS_OF.get(self.kind, ("", 3))[1] != self.zero and "dp_shard" in self.sizes else 3
+        given = {
+            "zero": zero if zero != 3 else "",
+            "schedule": self.schedule if self.schedule != "1f1b" else "",
+            "virtual": self.virtual or "",
+            "remat": self.remat if self.remat != "none" else "",
+            "offload": "+".join(self.offload),
+            "sequence": "true" if self.sequence else "",
+            "params": self.params if self.params != "fp32" else "",
+        }
+        return [f"{name}={value}" for name, value in given.items() if value]
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks it is for, where it says so."""
+        if self.kind is LayoutKind.THREADS:
+            return self.threads
+        sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
+        if self.kind is LayoutKind.SINGLE or REST in sizes or not sizes:
+            return None
+        product = 1
+        for size in sizes:
+            product *= size
+        return product
+
+    def processes(self, *, ranks: int) -> int:
+        """How many processes make these ranks: threads are replicas in one."""
+        return 1 if self.kind is LayoutKind.THREADS else ranks
+
+
+def parse_layout(text: str) -> Layout:
+    """Read `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
+
+    Raises:
+        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` make a layout of.
+    """
+    problems: list[PacelineError] = []
+    kind, sizes, options = LayoutKind.AXES, dict[str, int](), dict[str, str]()
+    threads: int | None = None
+    for place, part in enumerate(text.strip().split(",")):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = _ALIASES.get(name.lower(), name.lower())
+        if name in sizes or name in options:
+            problems.append(_twice(text, part.strip(), name))
+        elif not equals and place == 0:
+            kind = _word(text, name, problems)
+        elif name == LayoutKind.THREADS and equals and kind is LayoutKind.AXES:
+            kind, threads = LayoutKind.THREADS, read_size(part, value, problems)
+        elif name in AXES and equals:
+            sizes[name] = read_size(part, value, problems)
+        elif name in OPTIONS and equals:
+            options[name] = value
+        else:
+            problems.append(_no_axis(text, place, name, value))
+    raise_all(problems)
+    return _checked(text, kind, sizes, threads, options)
+
+
+def _word(text: str, name: str, problems: list[PacelineError]) -> LayoutKind:
+    if name == AUTO:
+        what = f"{text!r}: auto stands alone, and only train, verify and pl.Run choose."
+        hint = "paceline plan JOB --ranks 2 says what train would take; type that after --layout"
+        problems.append(LayoutError(what, cause="everything else is asked about one layout", hint=hint))
+    elif name not in _WORDS:
+        what, known = f"{text!r} is no layout.", [*_WORDS, AUTO]
+        if name in set(Rule):
+            raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
+        hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
+        problems.append(LayoutError(what, cause=did_you_mean(name, known), hint=hint))
+    return LayoutKind(name) if name in _WORDS else LayoutKind.AXES
+
+
+def _twice(text: str, part: str, name: str) -> LayoutError:
+    once = ",".join(piece for piece in text.split(",") if piece.strip() != part) or text.split(",")[0]
+    cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option is said once"
+    return LayoutError(f"{text!r} says {name} twice.", cause=cause, hint=f"--layout {once}")
+
+
+def _no_axis(text: str, place: int, name: str, value: str) -> LayoutError:
+    known = ["dp", *AXES, "threads", *OPTIONS]
+    if name == LayoutKind.THREADS:
+        cause, hint = "replicas as threads of one process go with nothing else", "--layout threads=2, or --layout dp=2"
+        return LayoutError(f"{text!r} asks for threads beside another layout.", cause=cause, hint=hint)
+    if name in _WORDS:
+        what = f"is a layout's word and takes no count, got {value!r}" if value else "has no count"
+        return LayoutError(
+            f"{name!r} in {text!r} {what}.",
+            cause="a layout's word stands first and alone; what goes with it is written as axes",
+            hint=f"--layout {_as_axes(text, place, LayoutKind(name), value if is_count(value) else '2')}",
+        )
+    return LayoutError(
+        f"{name!r} in {text!r} is no axis.", cause=did_you_mean(name, known), hint=f"one of {', '.join(known)}: dp=2"
+    )
+
+
+def _as_axes(text: str, place: int, word: LayoutKind, count: str) -> str:
+    """The layout with this word written as axes; where that is none, the axes alone."""
+    axis, zero = _AXIS_OF.get(word, ("dp_shard", 0))
+    axes = f"{axis}={count}{f',zero={zero}' if zero in (1, 2) else ''}"
+    if word is LayoutKind.HSDP:
+        axes = f"dp_replicate=2,dp_shard={count}"
+    elif word is LayoutKind.SINGLE and not place:
+        axes = "single"
+    parts = text.split(",")
+    parts[place] = axes
+    try:
+        parse_layout(",".join(parts))
+    except PacelineError:
+        return f"dp_replicate={count},{axes}" if word is LayoutKind.EP else axes
+    return ",".join(parts)
+
+
+def _checked(
+    text: str, kind: LayoutKind, sizes: dict[str, int], threads: int | None, options: dict[str, str]
+) -> Layout:
+    problems: list[PacelineError] = []
+    alone = kind in (LayoutKind.THREADS, LayoutKind.SINGLE)
+    if alone and (sizes or options):
+        hint = (
+            "--layout threads=2, or --layout dp=2" if kind is LayoutKind.THREADS else "--layout dp=2, or single alone"
+        )
+        cause = (
+            "replicas as threads of one process go with no other axis"
+            if kind is LayoutKind.THREADS
+            else "single has no axes"
+        )
+        problems.append(LayoutError(f"{text!r} asks for {kind} and for something else.", cause=cause, hint=hint))
+    if not alone:
+        if kind is LayoutKind.HSDP:
+            sizes = {**sizes} if {"dp_replicate", "dp_shard"} & set(sizes) else {**sizes, "dp_shard": REST}
+        elif kind in _AXIS_OF:
+            sizes.setdefault(_AXIS_OF[kind][0], REST)
+        if list(sizes.values()).count(REST) > 1:
+            first, *others = (axis for axis, size in sizes.items() if size == REST)
+            said = ",".join(f"{axis}={2 if axis in others else size}" for axis, size in sizes.items())
+            cause = f"{first} and {others[0]} would both be what the number of ranks leaves"
+            problems.append(LayoutError(f"{text!r}: one axis at most is {REST}.", cause=cause, hint=f"--layout {said}"))
+    zero = _AXIS_OF.get(kind, ("", 3))[1] or 3
+    layout = Layout(
+        kind=kind,
+        sizes=sizes,
+        threads=None if threads == REST else threads,
+        zero=_one_of("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
+        schedule=_schedule(options.get("schedule", "1f1b")),
+        virtual=read_virtual(options.get("virtual"), problems),
+        remat=_remat(options.get("remat", "none"), problems),
+        offload=_offload(options.get("offload", ""), problems),
+        sequence=_one_of("sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False),
+        params=_one_of("params", options.get("params", "fp32"), ("fp32", "bf16"), problems, str, "fp32"),
+    )
+    problems += _homeless(layout, options)
+    raise_all(problems)
+    return layout
+
+
+def _one_of(
+    name: str, value: str, known: tuple[str, ...], problems: list[PacelineError], read: Callable[[str], _T], other: _T
+) -> _T:
+    if value.lower() in known:
+        return read(value.lower())
+    problems.append(LayoutError(f"{name}={value} is not known.", hint=f"{name}= {' | '.join(known)}"))
+    return other
+
+
+def _is_true(text: str) -> bool:
+    return text == "true"
+
+
+def _remat(text: str, problems: list[PacelineError]) -> str:
+    try:
+        return str(parse_remat(text))
+    except LayoutError as error:
+        problems.append(error)
+        return "none"
+
+
+def _schedule(text: str) -> str:
+    """A name in small letters, or the path of a file as it is."""
+    return text if "/" in text or "." in text else text.lower()
+
+
+def _offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:
+    asked = tuple(part.strip().lower() for part in value.split("+") if part.strip() and part.strip() != "none")
+    unknown = [part for part in asked if part not in _OFFLOADS]
+    if unknown:
+        problems.append(
+            LayoutError(f"offload={value}: {unknown[0]!r} is not known.", hint="offload=optimizer+parameters")
+        )
+    return tuple(part for part in _OFFLOADS if part in asked)
+
+
+def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
+    """Options of an axis that was not asked for."""
+    homes = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
+    homes |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
+    found: list[PacelineError] = [
+        LayoutError(f"{name}={options[name]} says how {axis} is done, and there is no {axis}.", hint=f"{axis}=2")
+        for name, axis in homes.items()
+        if name in options and layout.sizes.get(axis, 1) == 1 and layout.kind is not LayoutKind.HSDP
+    ]
+    return [*found, *_gathers_nothing(layout, options)]
+
+
+def _gathers_nothing(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
+    """Words that disagree about the ZeRO stage, or that need its third."""
+    if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
+        yield LayoutError(
+            f"{layout.kind} is ZeRO stage {stage}, and zero={layout.zero} says another.",
+            cause="zero= is for dp_shard and hsdp, whose word says no stage",
+            hint=f"--layout {('zero1', 'zero2', 'fsdp')[layout.zero - 1]}",
+        )
+    elif layout.zero != 3 and "params" in options and layout.params != "fp32":
+        yield LayoutError(
+            f"params={layout.params} with ZeRO stage {layout.zero} can't be had: nothing is gathered there.",
+            cause="it is the type in which fsdp gathers parameters",
+            hint=f"--layout fsdp,params={layout.params}, or --train.precision bf16",
+        )
+    elif layout.zero != 3 and "parameters" in layout.offload:
+        yield LayoutError(
+            f"offload=parameters with ZeRO stage {layout.zero} can't be had: the ranks keep them whole.",
+            cause="only what fsdp gathers and frees can lie elsewhere in between",
+            hint="--layout fsdp,offload=parameters, or offload=optimizer",
+        )

@@ -1,0 +1,309 @@
+"""Settings from defaults < job < file < command line, each value with its origin; all problems at once."""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, time
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from paceline.config.secret_settings import is_mask
+from paceline.config.settings import MOST, Settings
+from paceline.config.text_file import given_text
+from paceline.console.formatting import did_you_mean
+from paceline.errors import PacelineError, UsageError, raise_all
+
+JOB = "job"
+JOB_SETTINGS = "Job(settings=)"
+TYPED = "command line"
+_WIDTH = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedSettings:
+    """What was asked for: text or TOML values by dotted name, with their origin; not yet merged."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
+        """These values on top of lower ones, which are Python's: a job's, or those of a `pl.Run`.
+
+        `where` is what a user reads of a wrong one, if that is not the origin.
+
+        Raises:
+            UsageError, Problems: an unknown name, a value of the wrong type, a parameter of a job that is made already.
+        """
+        problems: list[PacelineError] = []
+        values = _layer(lower, where or origin, problems, is_made=True)
+        raise_all(problems)
+        return RequestedSettings(
+            values={**values, **self.values}, origins={**dict.fromkeys(values, origin), **self.origins}
+        )
+
+
+@cache
+def known_settings() -> Mapping[str, Any]:
+    """Every dotted name with its type."""
+    return MappingProxyType(dict(_leaves(Settings, "")))
+
+
+def range_of(name: str) -> str:
+    """The range of a setting that is a number, in words; nothing where any will do."""
+    kind = known_settings()[name]
+    bounds = next((m for part in (kind, *get_args(kind)) for m in getattr(part, "__metadata__", ())), None)
+    if bounds is None:
+        return ""
+    most = f"{bounds.le:,.12g}" if bounds.le not in (None, MOST) else ""
+    if bounds.gt is not None:
+        return f"above {bounds.gt}" + (f", at most {most}" if most else "")
+    return f"{bounds.ge} to {most}" if most else f"{bounds.ge} or more"
+
+
+def default_of(name: str) -> Any:
+    """The default of one setting."""
+    value: Any = Settings()
+    for part in name.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+def read_asked(*, file: Path | None, overrides: Sequence[str]) -> RequestedSettings:
+    """Read a TOML file and `--dotted.name value` words.
+
+    Raises:
+        UsageError, Problems: an unknown name, a value of the wrong type, a file that can't be read.
+    """
+    problems: list[PacelineError] = []
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    layers = [
+        (f"file {file}", _from_file(file, problems)),
+        (TYPED, _from_words(overrides, problems)),
+    ]
+    for origin, given in layers:
+        layer = _layer(given, origin, problems)
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    raise_all(problems)
+    return RequestedSettings(values=values, origins=origins)
+
+
+def merge(asked: RequestedSettings) -> Settings:
+    """The typed settings: defaults, with what was asked on top.
+
+    Raises:
+        UsageError, Problems: a value that its setting can't have, whoever brought it.
+    """
+    found = [_problem(name, value, asked.origins.get(name, ""), is_made=False) for name, value in asked.values.items()]
+    raise_all([problem for problem in found if problem is not None])
+    tree: dict[str, Any] = {}
+    for name, value in asked.values.items():
+        *path, leaf = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    try:
+        return msgspec.convert(tree, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"a setting can't be used: {error}.", hint="docs/settings.md lists all") from None
+
+
+def as_toml(asked: RequestedSettings) -> str:
+    """What was asked as TOML, with origins as comments."""
+    lines: list[str] = []
+    for name in sorted(asked.values, key=lambda n: (n.count("."), n)):
+        value = _toml_value(asked.values[name])
+        origin = json.dumps(asked.origins.get(name, ""), ensure_ascii=False)[1:-1].replace("\x7f", "")
+        lines.append(f"{name} = {value}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _layer(
+    tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_made: bool = False
+) -> dict[str, Any]:
+    """Values by dotted name, alike wherever they come from: a list may be text with commas, a path is text."""
+    found = {name: _plain(name, value) for name, value in _flat(tree, "")}
+    told = [_problem(name, value, origin, is_made=is_made) for name, value in found.items()]
+    problems += [problem for problem in told if problem is not None]
+    return found
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by their dotted names; names that are dotted already stay."""
+    return dict(_flat(tree, ""))
+
+
+def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
+    """Settings that are there as text, as they would be typed: `5,6` of a list is its items."""
+    return {name: _plain(name, value) for name, value in values.items()}
+
+
+def as_typed(value: Any) -> str:
+    """What `settings_from_text` reads as this value."""
+    return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
+
+
+def _plain(name: str, value: Any) -> Any:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return _items(value) if isinstance(value, str) and _is_list(name) else value
+
+
+def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        name, kind = prefix + item.name, hints[item.name]
+        found += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+    return [entry for entry in found if entry[0] != JOB]
+
+
+def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        tree = tomllib.loads(given_text(file, what="a file of settings", hint="[train], and below it steps = 100"))
+    except FileNotFoundError:
+        problems.append(UsageError(f"{file} does not exist.", hint="--config run.toml"))
+        return {}
+    except UsageError as error:
+        problems.append(error)
+        return {}
+    except RecursionError:
+        problems.append(UsageError(f"{file} is nested too deeply to be read.", hint='name = "value"'))
+        return {}
+    except tomllib.TOMLDecodeError as error:
+        problems.append(UsageError(f"{file} can't be read: {error}.", where=str(file), hint='name = "value"'))
+        return {}
+    return tree
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        deeper = isinstance(value, Mapping)
+        found += _flat(value, f"{prefix}{key}.") if deeper else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) < 3:
+            problems.append(UsageError(f"{word!r} is not expected here.", hint="paceline --help"))
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if not equals:
+            flag = not rest or rest[0].startswith("--")
+            value = "true" if flag else rest.pop(0)
+        found[name] = value  # of two the last counts, as scripts that end in "$@" expect
+    return found
+
+
+def _is_list(name: str) -> bool:
+    return get_origin(known_settings().get(name)) is tuple
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in text.replace(" ", "").split(",") if item]
+
+
+def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError | None:
+    if isinstance(value, date | time):  # datetime is a date
+        return UsageError(
+            f"{name} = {value.isoformat()} is a {type(value).__name__}, and no setting is.",
+            where=origin,
+            hint=f'{name.rpartition(".")[2]} = "{value.isoformat()}", as text',
+        )
+    if isinstance(value, str) and not _is_text(value):
+        return UsageError(
+            f"{name} is no text in UTF-8: {value!r}.",
+            where=origin,
+            cause="a name from a system of another encoding, as Latin-1, where one byte stands for a letter",
+            hint="rename it (convmv), or make a link with a plain name: ln -s",
+        )
+    if is_mask(name, value):
+        return UsageError(
+            f"{name} is {value}, which stands for a secret that is not printed.",
+            where=origin,
+            hint=f"--{name} VALUE, with the value itself",
+        )
+    if name.startswith(f"{JOB}.") and name.count(".") == 1:
+        if not is_made:
+            return None
+        hint = f"make_job({name[4:]}={value!r})"
+        return UsageError(f"{name} is a parameter of a job, and this job is made already.", where=origin, hint=hint)
+    known = known_settings()
+    if name not in known:
+        nearest = did_you_mean(name, known)
+        return UsageError(
+            f"there is no setting {name!r}.",
+            where=origin,
+            cause=nearest,
+            hint=_others(name) if is_made else "paceline config JOB shows all",
+        )
+    try:
+        read = msgspec.convert(value, known[name], strict=False)
+    except msgspec.ValidationError as error:
+        default = default_of(name)
+        return UsageError(
+            f"{name} = {_shown(value)}: {_expected(name, value, error)}.",
+            where=origin,
+            hint="leave it out" if default is None else f"the default is {default!r}",
+        )
+    if name == "seed" and not -(2**63) <= read < 2**64:
+        return UsageError(f"seed = {_shown(value)}: expected a number of 64 bits.", where=origin, hint="--seed 1")
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... ({len(text):,} characters)"
+
+
+def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
+    """Say what the setting may be: its range, or the words to choose from."""
+    if limits := range_of(name):
+        return f"expected a number, {limits}"
+    kind = known_settings()[name]
+    if choices := [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]:
+        near = did_you_mean(str(value).lower(), choices)
+        return f"expected one of {', '.join(choices)}" + (f"; {near.removesuffix('?')}" if near else "")
+    text = str(error)
+    return text[:1].lower() + text[1:]
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _others(name: str) -> str:
+    """For Python, where no command shows them: the settings of the same group, else the groups."""
+    groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
+    group = name.partition(".")[0]
+    same = [known for known in known_settings() if known.startswith(f"{group}.")]
+    return f"one of {', '.join(same)}" if same else f"each begins with one of {', '.join(groups)}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML escapes as JSON does, and DEL

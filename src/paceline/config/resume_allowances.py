@@ -1,0 +1,74 @@
+"""What `--allow` may name, and what a resume does with each setting that is not what the checkpoint was trained with.
+
+Every setting stands in exactly one of three tables: a resume compares it and refuses another value, says that it has
+another value, or takes it without a word because the training stays the same.
+"""
+
+from collections.abc import Mapping
+
+from paceline.console.formatting import did_you_mean
+from paceline.errors import PacelineError, UsageError
+
+ALLOWED = (
+    "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
+    "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
+)  # fmt: skip
+
+COMPARED_SETTINGS: Mapping[str, str | None] = {  # the difference that another value makes; None: nothing accepts it
+    "seed": "seed",
+    "train.global_batch_size": "global_batch_size",
+    "train.micro_batch_size": "micro_batch_size",
+    "train.gradient_accumulation_steps": "micro_batch_size",
+    "train.max_grad_norm": "max_grad_norm",
+    "train.precision": "precision",
+    "train.exact": "exact",
+    "train.lr_scaling": "optimizer",
+    "train.buffers": "buffers",
+    "data.drop_last": "drop_last",
+    "data.sample_seeds": "sample_seeds",
+    "data.shards": None,
+}
+
+TOLD_SETTINGS: Mapping[str, str] = {  # why another value is no other training so far
+    "train.on_nonfinite": "steps that would have ended the run are left out from here on, or end it",
+    "train.on_empty": "a loss term without targets gives nothing from here on, or ends the run",
+    "train.compile": "other kernels: the same training to rounding",
+    "train.backend": "sums over ranks in another order: the same training to rounding",
+}
+
+_LENGTH = "how long the run is; a schedule that depends on it is compared"
+_PLACE = "where the model lies: the same training to rounding"
+_PACE = "how fast, or who waits how long"
+_WATCHED = "what is written, evaluated or saved, and when"
+FREE_SETTINGS: Mapping[str, str] = {
+    **dict.fromkeys(("train.steps", "train.epochs", "train.samples", "train.tokens"), _LENGTH),
+    **dict.fromkeys(
+        (
+            "place.units", "place.reshard", "place.prefetch", "place.blocks", "place.stages", "place.balance",
+            "place.cut", "place.tensor_plan", "place.replicate",
+        ),
+        _PLACE,
+    ),
+    **dict.fromkeys(("train.threads", "train.timeout_seconds", "train.check_every", "data.workers"), _PACE),
+    **dict.fromkeys(
+        (
+            "eval.every", "eval.batch_size", "log.every", "log.statistics", "checkpoint.every", "checkpoint.keep",
+            "checkpoint.consolidated", "watch.to", "run_dir",
+        ),
+        _WATCHED,
+    ),
+    "init.limit": "how start values are made; those of a resumed run come from its checkpoint",
+}  # fmt: skip
+
+
+def refuse_unknown_allowances(names: tuple[str, ...]) -> list[PacelineError]:
+    """Return the names that are no difference: accepting one would accept nothing."""
+    return [
+        UsageError(
+            f"--allow {name} is no difference that a resumed run can have.",
+            cause=did_you_mean(name, ALLOWED),
+            hint=f"--allow {','.join(ALLOWED)}: any of these",
+        )
+        for name in names
+        if name not in ALLOWED
+    ]

@@ -1,0 +1,130 @@
+"""Every setting with its one dotted name, its type and range, and its default."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+Backend = Literal["auto", "nccl", "gloo", "mpi", "ucc"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Buffers = Literal["fold", "broadcast", "mean", "sync_bn"]
+
+MOST = 10**18
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MOST)]
+Norm = Annotated[float, Meta(gt=0)]
+Epochs = Annotated[float, Meta(gt=0, le=1_000_000)]
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+Threads = Annotated[int, Meta(ge=1, le=1024)]
+Blocks = Annotated[int, Meta(ge=1, le=1_000_000)]
+Workers = Annotated[int, Meta(ge=0, le=1024)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how precisely and how carefully to train."""
+
+    steps: CountOrZero | None = None
+    epochs: Epochs | None = None
+    samples: Count | None = None
+    tokens: Count | None = None
+    global_batch_size: Count | None = None
+    micro_batch_size: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    max_grad_norm: Norm | None = None
+    precision: Precision = "fp32"
+    exact: bool = False
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_empty: Literal["stop", "zero"] = "stop"
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    buffers: Buffers = "fold"
+    compile: bool = False
+    threads: Threads | None = None
+    check_every: CountOrZero = 100
+    backend: Backend = "auto"
+    timeout_seconds: Seconds = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """How data is read."""
+
+    workers: Workers = 0
+    shards: Count | None = None
+    drop_last: bool = False
+    sample_seeds: Literal["auto", "always", "never"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """When and in what portions to evaluate."""
+
+    every: Count | None = None
+    batch_size: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What is written about each step."""
+
+    every: Count = 10
+    statistics: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When to save, and what to keep."""
+
+    every: Count | None = None
+    keep: Count = 3
+    consolidated: Literal["last", "none"] = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Where events go beside the console and the run folder's JSON lines."""
+
+    to: tuple[str, ...] = ("console", "jsonl", "tensorboard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """How start values are made. `limit`: bytes of weights and buffers, above which nobody builds the whole model."""
+
+    limit: Count = 1 << 35
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSettings:
+    """How the model is placed, beside what the layout says.
+
+    `units` are class names, FQN patterns, or one number of elements; `blocks` FQNs in the order of the forward;
+    `stages` blocks in each stage; `cut` the way to cut them; `replicate` FQN patterns of what tp keeps whole.
+    """
+
+    units: tuple[str, ...] = ()
+    reshard: bool | None = None
+    prefetch: CountOrZero = 0
+    blocks: tuple[str, ...] = ()
+    stages: tuple[Blocks, ...] = ()
+    balance: Literal["even", "measured"] = "even"
+    cut: Literal["auto", "chain", "export"] = "auto"
+    tensor_plan: str | None = None
+    replicate: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings. `job` holds the parameters of `make_job`."""
+
+    seed: int = 0
+    run_dir: str | None = None
+    train: Train = field(default_factory=Train)
+    place: PlacementSettings = field(default_factory=PlacementSettings)
+    init: Init = field(default_factory=Init)
+    data: Data = field(default_factory=Data)
+    eval: Eval = field(default_factory=Eval)
+    log: Log = field(default_factory=Log)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    watch: Watch = field(default_factory=Watch)
+    job: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,63 @@
+"""What a worker is told to do: the seam between the command and the processes it starts. Plain JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config.job_reference import short_name, split_jobref
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One verb on one job. Paths are text; `settings` are dotted names as they were asked for."""
+
+    verb: str
+    job: str
+    run: str = ""
+    layout: str = "single"
+    update: str = "sync"
+    compress: str = "none"
+    ranks: int = 1
+    device: str = "cpu"
+    attempt: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    resume: str | None = None
+    allow: tuple[str, ...] = ()
+    faults: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    job_handle: int | None = None
+    """An open file that holds the job, where it was given as an object of Python; of this run's processes alone."""
+
+    def given_in(self, folder: Path) -> "Task":
+        """The same with paths that hold wherever the process goes; relative ones were given in `folder`."""
+
+        def held(text: str) -> str:
+            return str(folder / text) if text else text
+
+        place, colon, name = split_jobref(self.job)
+        options = {**self.options}
+        if "checkpoint" in options:
+            options["checkpoint"] = held(str(options["checkpoint"]))
+        return replace(
+            self,
+            run=held(self.run),
+            job=held(place) + colon + name if place.endswith(".py") else self.job,
+            resume=self.resume if self.resume in (None, "newest") else held(str(self.resume)),
+            options=options,
+        )
+
+    @property
+    def short_job(self) -> str:
+        """The job in a word: the name of its run folders."""
+        return short_name(self.job)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file that crosses to the workers."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "Task":
+        """From that file."""
+        return Task(**{**value, "allow": tuple(value.get("allow", ()))})

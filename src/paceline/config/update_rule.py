@@ -1,0 +1,204 @@
+"""How a batch becomes an update."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from paceline.console.formatting import closest_word, did_you_mean
+from paceline.errors import LayoutError
+
+UNBOUNDED = "none"
+
+
+class UpdateKind(StrEnum):
+    """The update rules of this version."""
+
+    SYNC = "sync"
+    PIPEDREAM = "pipedream"
+    DOUBLE = "2bw"
+    HOGWILD = "hogwild"
+    LOCAL = "local"
+    DILOCO = "diloco"
+    PS = "ps"
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One option of a rule: what may stand there, in words, and how it is read; ValueError where it is not that."""
+
+    said: str
+    read: Callable[[str], Any]
+
+
+def _whole(text: str, *, least: int, most: float = math.inf) -> int:
+    if not least <= int(text) <= most:
+        raise ValueError(text)
+    return int(text)
+
+
+def _between(text: str, *, low: float, high: float) -> float:
+    value = float(text)
+    if not low <= value <= high:
+        raise ValueError(text)
+    return value
+
+
+_POSITIVE = _Option("a number above 0, at most 1,000,000", lambda text: _between(text, low=math.ulp(0.0), high=1e6))
+_SHARE = _Option("a number from 0 to 1", lambda text: _between(text, low=0.0, high=1.0))
+_COUNT = _Option("a whole number from 1", lambda text: _whole(text, least=1))
+_FROM_ZERO = _Option("a whole number from 0", lambda text: _whole(text, least=0))
+_BOUND = _Option(
+    f"a whole number from 0, or {UNBOUNDED}",
+    lambda text: math.inf if text == UNBOUNDED else _whole(text, least=0),
+)
+_FLAGS = {UpdateKind.PIPEDREAM: ("vertical",)}
+_OPTIONS: dict[UpdateKind, dict[str, _Option]] = {
+    UpdateKind.LOCAL: {"every": _COUNT},
+    UpdateKind.DILOCO: {
+        "every": _COUNT,
+        "lr": _POSITIVE,
+        "momentum": _Option("a number from 0 to below 1", lambda text: _between(text, low=0.0, high=1.0 - 1e-9)),
+        "fragments": _Option("a whole number from 1 to 1,000", lambda text: _whole(text, least=1, most=1_000)),
+        "delay": _FROM_ZERO,
+        "mix": _SHARE,
+    },
+    UpdateKind.PS: {"servers": _COUNT, "staleness": _BOUND},
+}
+_FIRST: dict[UpdateKind, dict[str, Any]] = {
+    UpdateKind.LOCAL: {"every": 8},
+    UpdateKind.DILOCO: {"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
+    UpdateKind.PS: {"servers": 1, "staleness": 4},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """What was asked for.
+
+    `vertical`: every stage uses the weights that the first one has (PipeDream's option). Sites that train on their own
+    meet `every` so many updates; then the mean of their ways is one step of an outer SGD with Nesterov's momentum, of
+    `fragments` of the model in turn, taken `delay` updates after it was sent and mixed with what a site has come to
+    meanwhile by `mix`, the site's share. The first `servers` ranks hold the parameters, the others compute gradients
+    for them, of weights at most `staleness` updates old (infinity where nothing bounds it).
+    """
+
+    kind: UpdateKind = UpdateKind.SYNC
+    vertical: bool = False
+    every: int = field(default=1, metadata={"option": True})
+    lr: float = field(default=1.0, metadata={"option": True})
+    momentum: float = field(default=0.0, metadata={"option": True})
+    fragments: int = field(default=1, metadata={"option": True})
+    delay: int = field(default=0, metadata={"option": True})
+    mix: float = field(default=0.0, metadata={"option": True})
+    servers: int = field(default=0, metadata={"option": True})
+    staleness: float = field(default=0.0, metadata={"option": True})
+
+    @property
+    def is_stashed(self) -> bool:
+        """Whether a pipeline goes on without waiting, on older weights."""
+        return self.kind in (UpdateKind.PIPEDREAM, UpdateKind.DOUBLE)
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether replicas train on their own for a while."""
+        return self.kind in (UpdateKind.LOCAL, UpdateKind.DILOCO)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether some ranks hold the parameters and others compute gradients."""
+        return self.kind is UpdateKind.PS
+
+    @property
+    def layout(self) -> str:
+        """What several ranks are taken for where no layout is asked for."""
+        return "pp" if self.is_stashed else "ddp"
+
+    def __str__(self) -> str:
+        """As it is asked for: `every` and `staleness` always, of the others those that are not the rule's own."""
+        options = _OPTIONS.get(self.kind, {})
+        first = {one.name: one.default for one in fields(self)} | _FIRST.get(self.kind, {})
+        found = [
+            f"{name}={_shown(getattr(self, name))}" for name in options if _is_said(name, getattr(self, name), first)
+        ]
+        return ",".join([str(self.kind), *(["vertical"] if self.vertical else []), *found])
+
+
+def _is_said(name: str, value: Any, first: dict[str, Any]) -> bool:
+    return name in ("every", "staleness") or bool(value != first[name])
+
+
+def _shown(value: float) -> str:
+    """Read again it is the same number."""
+    if math.isinf(value):
+        return UNBOUNDED
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def rule_with(name: str) -> UpdateKind | None:
+    """The rule that is called so, or the first that has such an option."""
+    return next((one for one in UpdateKind if name in (one, *_FLAGS.get(one, ()), *_OPTIONS.get(one, {}))), None)
+
+
+def parse_update(text: str) -> UpdateRule:
+    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500`, `ps`.
+
+    Raises:
+        LayoutError: unknown, or not in this version.
+    """
+    word, *options = (part.strip().lower() for part in text.split(","))
+    if word not in set(UpdateKind):
+        near = closest_word(word, [*UpdateKind])
+        cause = did_you_mean(word, [*UpdateKind]) or f"the rules: {', '.join(UpdateKind)}"
+        raise LayoutError(f"{text!r} is no update rule.", cause=cause, hint=f"--update {near or UpdateKind.SYNC}")
+    kind = UpdateKind(word)
+    return UpdateRule(kind=kind, **_FIRST.get(kind, {}) | _read(kind, options))
+
+
+def _read(kind: UpdateKind, options: Sequence[str]) -> dict[str, Any]:
+    known, flags = _OPTIONS.get(kind, {}), _FLAGS.get(kind, ())
+    found: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = (part.strip() for part in option.partition("="))
+        if name in found:
+            raise LayoutError(f"--update {kind} has {name} twice.", hint=f"--update {kind},{option}")
+        if name in flags and not equals:
+            found[name] = True
+        elif name in known:
+            try:
+                found[name] = known[name].read(value)
+            except ValueError:
+                first = _FIRST.get(kind, {}).get(name, 1)
+                raise LayoutError(
+                    f"--update {kind},{option}: {name} is {known[name].said}.", hint=f"--update {kind},{name}={first}"
+                ) from None
+        else:
+            raise _unknown(kind, name, option)
+    return found
+
+
+def _unknown(kind: UpdateKind, name: str, option: str) -> LayoutError:
+    flags, known = _FLAGS.get(kind, ()), _OPTIONS.get(kind, {})
+    if name in flags:
+        return LayoutError(f"--update {kind},{option}: {name} takes no value.", hint=f"--update {kind},{name}")
+    near = closest_word(name, [*flags, *known])
+    first = near or next(iter([*known, *flags]), "")
+    shown = f"{first}={_value(kind, first, option if near else '')}" if first in known else first
+    hint = ",".join(filter(None, [str(kind), shown]))
+    its = ", ".join([*flags, *known]) or "none"
+    cause = f"did you mean {near!r}?" if near else f"its options: {its}"
+    other = rule_with(name)
+    if other not in (None, name):
+        cause, hint = f"{other} has it; those of {kind}: {its}", f"{other},{option}"
+    return LayoutError(f"--update {kind} has no option {name!r}.", cause=cause, hint=f"--update {hint}")
+
+
+def _value(kind: UpdateKind, name: str, option: str) -> str:
+    """What was given for a mistyped option, if it can be this one's, else the rule's own."""
+    value = option.partition("=")[2].strip()
+    try:
+        _OPTIONS[kind][name].read(value)
+    except ValueError:
+        return str(_FIRST[kind].get(name, 1))
+    return value

@@ -1,0 +1,1 @@
+"""`pl.place`: a parallel model for the user's own training loop."""

@@ -1,0 +1,57 @@
+"""The world that a script of the user's own is in: torch's default group, a launcher's, or this process alone."""
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.settings import Settings
+from paceline.errors import PacelineError, raise_all
+from paceline.launch.environments import detect
+from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
+from paceline.planner.layout.host_resources import visible_gpus
+from paceline.profiling.backends import built_in
+
+
+def found_world(*, device: str, settings: Settings) -> World:
+    """Every rank calls this. A default group that is there already is used as it is, and stays its maker's to end.
+
+    Raises:
+        MachineError, UsageError, Problems: the ranks did not meet, or a backend that can't be had.
+    """
+    train = settings.train
+    if dist.is_available() and dist.is_initialized():
+        theirs = _theirs(train.timeout_seconds)
+        atexit.register(theirs.let_go)
+        return theirs
+    kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+    joined = detect(os.environ)
+    if joined is not None:
+        adopt_launcher_variables(joined, os.environ)
+    ranks = 1 if joined is None else joined.world_size
+    problems: list[PacelineError] = []
+    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in=built_in())
+    backend, _ = settle_backend(Resources(ranks=ranks, device=kind), facts, problems)
+    raise_all(problems)
+    place = LaunchInfo.read(os.environ) if joined is not None else LaunchInfo()
+    world = World.join(place=place, device_type=kind, backend=backend, timeout_seconds=train.timeout_seconds)
+    atexit.register(world.close)
+    return world
+
+
+def _theirs(timeout_seconds: float) -> World:
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    backend = dist.get_backend()
+    on_gpu = "nccl" in backend and torch.cuda.is_available()
+    return World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        backend=backend,
+        group=dist.group.WORLD if dist.get_world_size() > 1 else None,
+        timeout_seconds=timeout_seconds,
+    )

@@ -1,0 +1,196 @@
+"""Between backward and step: stand-ins for gradients that are not whole here, which say so to whoever reads them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import UsageError
+from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.sharding.row_shards import RowShard
+from paceline.parallel.sharding.unit_guard import in_the_loss
+from paceline.torch_internals.private_api import disabled_torch_function, in_backward, make_wrapper_tensor
+
+_INSTEAD = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose tensors may be changed in place"
+
+
+@dataclass(kw_only=True)
+class ReplacedGradients:
+    """The parameters whose gradient the user has thrown away (`None`), set to zeros, or put another for."""
+
+    gone: list[str] = field(default_factory=list)
+    zeroed: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+
+class GradientGuard:
+    """Of one placed model: its own parameters, and the optimizers' parts of them, row by row.
+
+    `apart`: ranks hold parts of gradients; else they are whole once they are put together.
+    """
+
+    def __init__(self, placed: ParallelizedModel, *, apart: bool) -> None:
+        self._rows = [_Row(member.name, [_holder(member), member.parameter], apart=apart) for member in placed.named]
+        self.is_down = False
+
+    def hide(self, *, is_over: bool = False) -> None:
+        """Hide them. `is_over`: the step is done, so that what is added now would be forgotten anyway."""
+        if self.is_down:
+            return
+        for row in self._rows:
+            row.hide(is_over=is_over)
+        self.is_down = True
+
+    def show(self) -> ReplacedGradients:
+        """Show them again.
+
+        Raises:
+            UsageError: another tensor has been put in a gradient's place.
+        """
+        found = ReplacedGradients()
+        if not self.is_down:
+            return found
+        self.is_down = False
+        for row in self._rows:
+            row.show(found)
+        if found.replaced:
+            raise UsageError(
+                f"the gradient of {found.replaced[0]} was replaced between backward and step, which would be lost.",
+                cause="parameter.grad = ..., before the ranks' gradients are put together",
+                hint=f"placed.gradients()[{found.replaced[0]!r}].copy_(...)",
+            )
+        return found
+
+
+class _Row:
+    """One parameter: the model's own and the optimizer's part are perhaps one tensor.
+
+    What autograd writes to is one of them, or what fsdp gathers, whose gradient is taken away in backward.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[nn.Parameter], *, apart: bool) -> None:
+        self._name = name
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._stand_ins = [_Unready.of(tensor, name, apart) for tensor in self._tensors]
+        self._kept: list[Tensor | None] = []
+
+    def hide(self, *, is_over: bool) -> None:
+        self._kept = [tensor.grad for tensor in self._tensors]
+        for tensor, stand_in in zip(self._tensors, self._stand_ins, strict=True):
+            tensor.grad = None  # what is given up first need not be of the same kind
+            tensor.grad = stand_in
+            stand_in.is_over, stand_in.is_zeroed = is_over, False
+
+    def show(self, found: ReplacedGradients) -> None:
+        now = [tensor.grad for tensor in self._tensors]
+        for tensor, kept in zip(self._tensors, self._kept, strict=True):
+            tensor.grad = kept
+        self._kept = []
+        if any(one is None for one in now):
+            found.gone.append(self._name)
+        elif any(one is not known for one, known in zip(now, self._stand_ins, strict=True)):
+            found.replaced.append(self._name)
+        elif any(stand_in.is_zeroed for stand_in in self._stand_ins):
+            found.zeroed.append(self._name)
+
+
+class _Unready(Tensor):
+    """A gradient that can't be read; zero_grad is heard."""
+
+    known_as: str
+    apart: bool
+    is_over: bool
+    is_zeroed: bool
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def of(parameter: Tensor, name: str, apart: bool) -> "_Unready":
+        """In the place of the gradient of `parameter`."""
+        made: _Unready = make_wrapper_tensor(_Unready, like=parameter, shape=parameter.shape)
+        made.known_as, made.apart, made.is_over, made.is_zeroed = name, apart, False, False
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Whatever is asked of it."""
+        del types, kwargs
+        what = func.overloadpacket.__name__
+        own = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(one, cls)]
+        if what in ("zero_", "_foreach_zero_"):
+            for one in own:
+                one.is_zeroed = True
+            return args[0] if what == "zero_" else None
+        if in_backward() and own[0].is_over:
+            return own[0]
+        raise own[0]._refusal(what)
+
+    def tolist(self) -> Any:
+        """Refused."""
+        raise self._refusal("tolist")
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise self._refusal("numpy")
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Short: a debugger asks for it."""
+        return f"<the gradient of {self.known_as}: placed.gradients() has it>"
+
+    def _refusal(self, what: str) -> UsageError:
+        if what.startswith("_amp"):
+            return UsageError(
+                "pl.place has no loss scaling of fp16.",
+                cause="torch.amp.GradScaler, which looks at the gradients of each rank by itself",
+                hint="torch.autocast(..., dtype=torch.bfloat16) around forward and loss, without a scaler",
+            )
+        if in_backward():
+            return UsageError(
+                f"a backward that is not placed.backward reaches {self.known_as} between its backward and its step.",
+                cause="loss.backward(), which does not put the ranks' gradients together",
+                hint="placed.backward(loss)",
+            )
+        if self.apart:
+            why = "lies apart from the model's parameters, in parts on its ranks"
+        else:
+            why = "is not put together yet: each rank has what its own samples gave"
+        return UsageError(
+            f"the gradient of {self.known_as} {why}.",
+            cause=f"{what.strip('_')} on parameter.grad, as torch.nn.utils.clip_grad_norm_ does",
+            hint=_INSTEAD,
+        )
+
+
+def _holder(member: Any) -> nn.Parameter:
+    found: nn.Parameter = member.holder if isinstance(member, RowShard) else member.parameter
+    return found
+
+
+class GradientLeaves:
+    """What backward writes to: a layer that is frozen for a while is left out."""
+
+    def __init__(self, placed: ParallelizedModel) -> None:
+        self._pairs = [(leaf, _holder(member)) for member, leaf in zip(placed.named, placed.leaves, strict=True)]
+        self._rows = [(m.name, _holder(m)) for m in placed.named if isinstance(_holder(m), DTensor)]
+
+    def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Run it.
+
+        Raises:
+            LayoutError, UsageError: the loss is made of rows of weights; or nothing is to be trained.
+        """
+        rows = [(name, holder) for name, holder in self._rows if holder.requires_grad]
+        if isinstance(loss, DTensor):
+            raise in_the_loss(rows[0][0] if rows else "a parameter")
+        leaves = [leaf for leaf, holder in self._pairs if leaf.requires_grad and holder.requires_grad]
+        if not leaves:
+            raise UsageError(
+                "every parameter is frozen, so there is no gradient.", hint="parameter.requires_grad_(True)"
+            )
+        torch.autograd.backward(loss, retain_graph=retain_graph, inputs=[*leaves, *(holder for _, holder in rows)])
+        for name, holder in rows:
+            if holder.grad is not None:
+                raise in_the_loss(name)

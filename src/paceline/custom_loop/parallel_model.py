@@ -1,0 +1,305 @@
+"""A model that `pl.place` has placed: gradients, optimizers and files over its parts, for any loop."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.config.layout import Layout
+from paceline.custom_loop.gradient_guard import GradientGuard, GradientLeaves, ReplacedGradients
+from paceline.custom_loop.placed_model_files import load_folder, save_folder
+from paceline.errors import JobError, LayoutError, NonFiniteError, UsageError, raise_all
+from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.sharding.optimizer_offload import offload_state
+from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
+from paceline.planner.layout.mesh import layout_label
+from paceline.trainer.checks.check_job import unfit_optimizers
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], Any]
+
+
+class PlacedModel:
+    """A placed model. `replica` of `replicas` says which samples are this rank's: ranks of one replica take the same.
+
+    One optimizer step is: `backward` once or several times, `clip` if wanted, `step()` of the optimizers. The first
+    `backward` after a step begins with no gradient, and so does the first after `optimizer.zero_grad()`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        placed: ParallelizedModel,
+        worlds: MeshGroups,
+        asked: Layout,
+        every: Sequence[NamedParameter],
+    ) -> None:
+        self.model = model
+        self.world = worlds.every
+        self.replica, self.replicas = worlds.data.rank, worlds.data.world_size
+        self._placed, self._worlds, self._asked, self._every = placed, worlds, asked, every
+        self._optimizers: list[Optimizer] = []
+        self._taken: set[str] = set()
+        self._is_open = self._has_begun = self._has_stepped = False
+        self._count: Tensor | None = None
+        self._is_apart = bool(worlds.mesh.zero) or not placed.kept.is_whole
+        self._veil = GradientGuard(placed, apart=self._is_apart)
+        self._leaves = GradientLeaves(placed)
+        self._copies = [] if placed.weights.is_whole else list(model.modules())
+        for module in self._copies:
+            vars(module)["__deepcopy__"] = _refuse_copy
+        known = {id(leaf) for leaf in placed.leaves}
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in known]
+
+    def optimizer(self, factory: Factory) -> Any:
+        """What `factory` makes of (name, parameter) pairs, over this rank's parts: torch's own optimizer, or several.
+
+        Its `step()` puts the ranks' gradients together first. May be called again for other parameters.
+
+        Raises:
+            JobError, LayoutError: no optimizer, a parameter twice, or a rule that is not right on parts.
+        """
+        made, several = self._made(factory)
+        raise_all(unfit_optimizers(made))
+        self._take(made)
+        for optimizer in made:
+            if "optimizer" in self._asked.offload:
+                offload_state(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: self._finish())
+            optimizer.register_step_post_hook(lambda *_: self._updated())
+        self._optimizers += made
+        return made if several else made[0]
+
+    def backward(
+        self, loss: Tensor, *, count: Tensor | float | None = None, last: bool = False, retain_graph: bool = False
+    ) -> None:
+        """Run backward for this model's parameters alone; what else the loss went through gets no gradient.
+
+        Args:
+            loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; what
+                several calls of one step give adds up.
+            count: how many the loss is a sum over, here: the sums are divided by the count of all ranks and calls.
+            last: no other call follows in this step: under ddp and zero1 sums are sent while backward runs.
+            retain_graph: as in torch.
+
+        Raises:
+            UsageError: with a count in one call of a step, and without in another.
+        """
+        self._open(count)
+        self._refuse_late()
+        self._placed.reducer.before_backward(last=last)
+        self._leaves.backward(loss, retain_graph=retain_graph)
+        self._placed.reducer.after_backward()
+        if self._is_apart or self.replicas > 1 or count is not None:
+            self._veil.hide()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all parameters down to this norm; returns the norm that they had."""
+        with self._together():
+            norm = self._norm()
+            nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named], max_norm, norm)
+        return norm
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, the same on every rank; every rank calls this."""
+        with self._together():
+            return self._norm()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of each gradient that there is, put together; every rank calls this.
+
+        What is changed in place is what `step()` works with. Under ddp each is whole, else this rank's rows or pieces.
+        """
+        with self._together():
+            return {m.name: m.parameter.grad for m in self._placed.named if m.parameter.grad is not None}
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """All weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
+        weights = self._placed.weights
+        return {name: weights.whole(name, weights.mine[name].tensor) for name in weights.names}
+
+    def save(self, path: str | Path) -> None:
+        """Write weights and optimizers as plain safetensors, whole tensors one at a time; every rank calls this.
+
+        `path/model.safetensors` is what `from_pretrained` and `load_file` read; no process holds the whole model.
+
+        Raises:
+            SaveError: it can't be written.
+        """
+        save_folder(Path(path), model=self.model, placed=self._placed, optimizers=self._optimizers, world=self.world)
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` wrote, under this or another layout: each rank reads its own parts; every rank calls this.
+
+        Raises:
+            CheckpointError: it is another model's, or can't be read.
+        """
+        load_folder(Path(path), placed=self._placed, optimizers=self._optimizers, model=self.model)
+        self._placed.spread()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._veil.show()
+        for module in self._copies:
+            vars(module).pop("__deepcopy__", None)
+        self._placed.reducer.close()
+        self._placed.close()
+
+    def _open(self, count: Tensor | float | None) -> None:
+        """Begin a step, or go on with it."""
+        dropped = self._veil.show()
+        names = {*dropped.gone, *dropped.zeroed}
+        asked = self._taken or {m.name for m in self._placed.named}
+        if self._is_open and names >= asked:
+            self._is_open = False
+        elif self._is_open and names:
+            raise UsageError(
+                f"the gradient of {min(names)} was thrown away, that of others was not, and another backward follows.",
+                cause="zero_grad() of one of several optimizers, or of a part of the model",
+                hint="zero_grad() of all of them; or step() of the others first",
+            )
+        elif self._has_begun and not self._is_open and not self._has_stepped:
+            self._drop(dropped)
+            if any(m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named):
+                raise UsageError(
+                    "a backward follows where the gradients of this step are put together already.",
+                    cause="clip, norm or gradients before the last backward of a step, or a step() that was left out",
+                    hint="optimizer.zero_grad() to throw them away; or clip after the last backward",
+                )
+        if not self._is_open:
+            self._placed.reducer.begin()
+            self._is_open, self._has_begun, self._has_stepped, self._count = True, True, False, None
+        elif (self._count is None) != (count is None):
+            raise UsageError(
+                "one step has a backward with count= and one without.", hint="count= in all of them, or in none"
+            )
+        if count is not None:
+            own = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()
+            self._count = own if self._count is None else self._count + own
+
+    def _refuse_late(self) -> None:
+        late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if late is not None:
+            raise UsageError(
+                f"{late} was frozen when the model was placed, so no rank has a place for its gradient.",
+                cause="requires_grad_(True) after pl.place",
+                hint="let it train in build=, and freeze it after pl.place: placed.model.layer.requires_grad_(False)",
+            )
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """With the gradients put together and in their places."""
+        self._finish()
+        yield
+        if self._is_apart:
+            self._veil.hide()
+
+    def _norm(self) -> Tensor:
+        gradients = [p.grad for p in self._placed.owned() if p.grad is not None]
+        if self._placed.kept.is_whole:
+            return nn.utils.get_total_norm(gradients)
+        return joint_norm(gradients, worlds=[self.world])
+
+    def _updated(self) -> None:
+        """An optimizer has made its step."""
+        self._has_stepped = True
+        self._placed.spread()
+        if self._is_apart:
+            self._veil.hide(is_over=True)
+
+    def _finish(self) -> None:
+        """Put the gradients together, once a step, and in their places."""
+        if not self._has_begun:
+            raise UsageError(
+                "there was no backward since the last step.",
+                cause="loss.backward(), which does not put the ranks' gradients together",
+                hint="placed.backward(loss)",
+            )
+        dropped = self._veil.show()
+        if self._is_open:
+            settled = self._placed.reducer.finish(divisor=self._divisor())
+            assert settled
+            self._is_open = False
+            for _, module in norms_with_statistics(self.model):
+                for buffer in module.buffers(recurse=False):
+                    self.world.broadcast(buffer)
+        self._drop(dropped)
+
+    def _drop(self, dropped: ReplacedGradients) -> None:
+        """What the user has thrown away is no gradient of this step."""
+        gone, zeroed = set(dropped.gone), set(dropped.zeroed)
+        for member in self._placed.named if gone or zeroed else ():
+            if member.name in gone:
+                member.parameter.grad = None
+            elif member.name in zeroed and member.parameter.grad is not None:
+                member.parameter.grad.zero_()
+
+    def _divisor(self) -> float | Tensor | None:
+        if self._count is None:
+            return float(self.replicas) if self.replicas > 1 else None
+        total = self._worlds.summed.all_reduce(self._count)
+        if total.device.type != "cpu":
+            return total
+        if not total:
+            raise NonFiniteError(
+                "the count of all ranks is 0, so there is nothing to divide by.", hint="skip the batch"
+            )
+        return float(total)
+
+    def _made(self, factory: Factory) -> tuple[list[Optimizer], bool]:
+        if self._placed.kept.is_whole and not self._worlds.mesh.zero:
+            made = factory([(m.name, m.parameter) for m in self._placed.named])
+            several = isinstance(made, list | tuple)
+            return (list(made) if several else [made]), several
+        several = False
+
+        def watched(pairs: list[tuple[str, nn.Parameter]]) -> Any:
+            nonlocal several
+            made = factory(pairs)
+            several = isinstance(made, list | tuple)
+            return made
+
+        rules = try_optimizer_factory(watched, self._every)
+        for name, reason in rules.whole().items():
+            raise LayoutError(
+                f"{reason}, and {layout_label(self._asked, self._worlds.mesh)} gives ranks parts of {name}.",
+                cause="the update rule looks at a whole tensor",
+                hint='layout="ddp", or torch.optim.AdamW',
+            )
+        return rules.on(self._placed.named), several
+
+    def _take(self, made: Sequence[Any]) -> None:
+        names = {id(m.parameter): m.name for m in self._placed.named}
+        for optimizer in made:
+            if not isinstance(optimizer, Optimizer):
+                raise JobError(
+                    f"the factory gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
+                    hint="placed.optimizer(lambda named: torch.optim.AdamW(named, lr=1e-3))",
+                )
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = names.get(id(parameter))
+                if name is None or name in self._taken:
+                    raise JobError(
+                        f"{name} has an optimizer already."
+                        if name
+                        else "an optimizer holds a parameter that is not the model's.",
+                        hint="build the groups from the (name, parameter) pairs that the factory is given",
+                    )
+                self._taken.add(name)
+
+
+def _refuse_copy(*_: Any) -> Any:
+    """In the place of a module's `__deepcopy__`."""
+    raise LayoutError(
+        "a placed model can't be copied where ranks hold parts of its weights: nothing would put the copy's together.",
+        cause="copy.deepcopy, as torch.optim.swa_utils.AveragedModel does",
+        hint="pl.place(build, ...) once more, and load() into it; or build().load_state_dict(placed.whole())",
+    )

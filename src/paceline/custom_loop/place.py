@@ -1,0 +1,174 @@
+"""`pl.place`: a model placed by any layout without pp, for loops that are no `Job`: GAN, RL, a trainer of one's own."""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.comm.process_group import World
+from paceline.config.layout import Layout, LayoutKind, parse_layout
+from paceline.config.loading import RequestedSettings, merge
+from paceline.config.settings import Settings
+from paceline.console.output import print_line
+from paceline.custom_loop.existing_world import found_world
+from paceline.custom_loop.parallel_model import PlacedModel
+from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
+from paceline.launch.failures.uncaught_exceptions import watch_uncaught
+from paceline.parallel.initialization.meta_model import tensor_bytes
+from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
+from paceline.parallel.module_access.broadcast_initial import broadcast_initial
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.parallelize import parallelize
+from paceline.parallel.trace_example_forward import Found
+from paceline.planner.layout.axis_products import check_axis_products
+from paceline.planner.layout.mesh import Mesh, mesh_of
+from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.rng import stream_key
+from paceline.trainer.setup.initial_model import build_initial_model
+
+_HEARD = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
+
+_NEVER = {
+    "pp": "there forward and backward of microbatches are the engine's to call, not the script's",
+    "cp": "there the engine deals slices of each sequence, with labels and positions",
+    "ep": "there the engine adds the experts' gradients over other ranks than the rest",
+}
+
+
+def place(
+    build: Callable[[], nn.Module],
+    *,
+    layout: str | None = None,
+    world: World | None = None,
+    settings: Mapping[str, Any] | None = None,
+    example: Callable[[nn.Module], Any] | None = None,
+    device: str = "auto",
+) -> PlacedModel:
+    """Build a model and place it; every rank calls this alike.
+
+    Args:
+        build: gives the model; all ranks begin with the weights that rank 0's has.
+        layout: any without pp; not given, ddp.
+        world: the ranks; not given, torch's default group where there is one, else what torchrun, srun or mpirun
+            started, else this process alone.
+        settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
+        example: runs the model it is given on a small batch: what a tensor plan is derived from.
+        device: `cpu`, `cuda`, or `auto`, where no world is given.
+
+    Raises:
+        LayoutError, UsageError, Problems: what can't be had so.
+    """
+    hook = watch_uncaught()
+    try:
+        placed = _place(build, layout=layout, world=world, settings=settings, example=example, device=device)
+    except BaseException as error:
+        if hook is not None:
+            hook.remove_but_for(error)
+        raise
+    if hook is not None:
+        weakref.finalize(placed.model, hook.remove)
+    return placed
+
+
+def _place(
+    build: Callable[[], nn.Module],
+    *,
+    layout: str | None,
+    world: World | None,
+    settings: Mapping[str, Any] | None,
+    example: Callable[[nn.Module], Any] | None,
+    device: str,
+) -> PlacedModel:
+    chosen = _settings(settings or {})
+    here = world or found_world(device=device, settings=chosen)
+    asked = parse_layout(layout or ("single" if here.world_size == 1 else "ddp"))
+    mesh = _mesh(asked, here.world_size)
+    worlds = MeshGroups.of(here, mesh=mesh)
+    guard_hooks()
+    state = torch.get_rng_state()
+    drawn = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()
+    seed = stream_key(here.share_json(drawn), "place")
+    begun = build_initial_model(partial(_build_sound, build), seed=seed, limit_bytes=chosen.init.limit, worlds=worlds)
+    model = begun.on(here.device)
+    if tensor_bytes(model) > chosen.init.limit:  # drawn by name: the next model is another all the same
+        torch.set_rng_state(state)
+        torch.rand(1)
+    if begun.is_whole:
+        broadcast_initial(model, world=here)
+    every = [replace(member, parameter=_without_memory(member.parameter)) for member in trainable_parameters(model)]
+    placed = parallelize(
+        model,
+        asked=asked,
+        worlds=worlds,
+        example=None if example is None else _Example(model=model, given=example),
+        say=print_line,
+        how=chosen.place,
+        compiles=chosen.train.compile,
+        rows=begun.rows,
+        late=begun.late,
+    )
+    return PlacedModel(model=model, placed=placed, worlds=worlds, asked=asked, every=every)
+
+
+def _build_sound(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    if isinstance(model, nn.Module):  # anything else is refused by name later
+        refuse_tensors(model)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Example:
+    """The user's example as `parallelize` calls it."""
+
+    model: nn.Module
+    given: Callable[[nn.Module], Any]
+
+    def __call__(self) -> Any:
+        return self.given(self.model)
+
+    def run(self, model: nn.Module) -> Any:
+        return self.given(model)
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        return find()
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"))
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """The settings, of which those of steps, data and runs are no part.
+
+    Raises:
+        UsageError, Problems: unknown, out of range, or not heard here.
+    """
+    asked = RequestedSettings().over(given, origin="pl.place(settings=)")
+    problems: list[PacelineError] = [
+        UsageError(f"pl.place does not hear the setting {name!r}.", hint=f"one of {', '.join(_HEARD)}, or pl.Run")
+        for name in asked.values
+        if name not in _HEARD and name.partition(".")[0] not in _HEARD
+    ]
+    raise_all(problems)
+    return merge(asked)
+
+
+def _mesh(asked: Layout, ranks: int) -> Mesh:
+    problems: list[PacelineError] = []
+    never = {axis: why for axis, why in _NEVER.items() if asked.sizes.get(axis, 1) != 1}
+    never |= {"threads": _NEVER["pp"]} if asked.kind is LayoutKind.THREADS else {}
+    for what, why in never.items():
+        hint = f"with pl.Run(job, layout={str(asked)!r}) as run: ..."
+        problems.append(LayoutError(f"pl.place has no {what}.", cause=why, hint=hint))
+    raise_all(problems)
+    mesh = mesh_of(asked, ranks=ranks, problems=problems)
+    problems += check_axis_products(asked, mesh)
+    raise_all(problems)
+    return mesh

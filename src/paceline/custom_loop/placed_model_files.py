@@ -1,0 +1,234 @@
+"""What `pl.place` saves: whole tensors in plain safetensors, written one after another, read back in parts."""
+
+import shutil
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.consolidate import consolidate
+from paceline.checkpoint.optimizer_state import INNER, NOBODY, Shares, optimizer_scalars, shared_state, split_state
+from paceline.checkpoint.state_dict_view import StateDictView, list_model
+from paceline.checkpoint.state_json import from_plain, without_anew
+from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.tensor_bytes import first_names
+from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.process_group import World
+from paceline.errors import CheckpointError
+from paceline.filesystem.atomic_files import read_json, sync_folder, write_json
+from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.parallel.initialization.safetensors_loading import SafetensorsFolder
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
+from paceline.parallel.module_access.tensor_access import copy_into
+from paceline.parallel.parallelize import ParallelizedModel
+
+OPTIMIZER, OPTIONS = "optimizer", "options.json"
+
+
+def save_folder(
+    folder: Path, *, model: nn.Module, placed: ParallelizedModel, optimizers: Sequence[Optimizer], world: World
+) -> None:
+    """Every rank calls this; the first writes aside and renames.
+
+    Raises:
+        SaveError, CheckpointError: it can't be written; on every rank alike.
+    """
+    shares = Shares(named=placed.named, kept=placed.kept, world=world)
+    aside = folder.with_name(f".{folder.name}.saving")
+    weights = list_model(model, weights=placed.weights, world=world)
+    single = _single(optimizers, shares)
+    held, scalars = on_all_ranks(world, lambda: _states(optimizers, shares, single))
+    states = ShardedTensors(world=world, held=held)
+    plain = [_plain(said) for said in optimizer_scalars(optimizers, shares, scalars)]
+    listed = StateDictView(entries=states.mine, weights=states)
+    config = getattr(model, "config", None)
+    on_all_ranks(world, lambda: consolidate(weights, aside, config=config, world=world))
+    on_all_ranks(world, lambda: consolidate(listed, aside / OPTIMIZER, config=None, world=world))
+    on_all_ranks(world, lambda: _end(aside, folder, plain) if world.is_main else None)
+
+
+def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
+    with as_checkpoint_error("the placed model", folder):
+        write_json(aside / OPTIMIZER / OPTIONS, list(plain))
+        sync_folder(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+
+
+def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
+    """Return which tensors of the state are one number for the whole of a parameter, as Adam's `step`.
+
+    Where a rank holds one element of a parameter, its moments have one element too: such a tensor alone doesn't tell.
+    It is a number where another rank sees that, which holds more or nothing, or where all tensors of its key are
+    numbers. Every rank calls this.
+    """
+    seen = [
+        (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)
+        for index, optimizer in enumerate(optimizers)
+        for parameter, name in _named(optimizer, shares)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
+    numbers = {name: key for name, key, value, may_be_cut in seen if value.numel() == 1 and not may_be_cut}
+    others = sorted({key for _, key, value, _ in seen if value.numel() != 1})
+    said = [(numbers, others)] if shares.kept.is_whole else shares.world.gather_json((numbers, others))
+    names = {name for found, _ in said for name in found}
+    keys = {key for found, _ in said for key in found.values()} - {key for _, found in said for key in found}
+    return frozenset(names | {name for name, key, _, _ in seen if key in keys})
+
+
+def _stored_name(index: int, name: str, key: Any) -> str:
+    return f"{index}/{name}/{key}"
+
+
+def _states(
+    optimizers: Sequence[Optimizer], shares: Shares, single: frozenset[str]
+) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
+    """Return the tensors of every optimizer's state, and the rest of it as JSON by the name of its parameter.
+
+    A tensor is cut as its parameter is, or, where parameters are whole, has any shape. Those named in `single` are the
+    same for all parts of a parameter, and become JSON.
+
+    Raises:
+        CheckpointError: something of it can't be written, or how it is cut is not known.
+    """
+    held: list[LocalTensor] = []
+    scalars: list[dict[str, Any]] = []
+    for index, optimizer in enumerate(optimizers):
+        scalars.append({})
+        kind = type(optimizer).__name__
+        for parameter, name in _named(optimizer, shares):
+            state = optimizer.state.get(parameter, {})
+            alone = {id(value) for key, value in state.items() if _stored_name(index, name, key) in single}
+            takes = partial(_is_stored, parameter.shape, alone)
+            tensors, plain = split_state(state, name=name, kind=kind, takes=takes)
+            for key, value in tensors.items():
+                part = _part_of(value, parameter, name=name, key=key, kind=kind, shares=shares)
+                find = partial(Tensor.detach, value)
+                held.append(LocalTensor(name=_stored_name(index, name, key), part=part, dtype=value.dtype, find=find))
+            if plain:
+                scalars[-1][name] = plain
+        shared, inner = shared_state(optimizer, shares)
+        for key, value in inner.items():
+            find = partial(Tensor.detach, value)
+            held.append(
+                LocalTensor(name=f"{index}//{key}", part=ShardSpec.all_of(value.shape), dtype=value.dtype, find=find)
+            )
+        if shared:
+            scalars[-1][NOBODY] = shared
+    return held, scalars
+
+
+def _named(optimizer: Optimizer, shares: Shares) -> list[tuple[nn.Parameter, str]]:
+    names = shares.names
+    return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_stored(shape: torch.Size, alone: Container[int], value: Tensor) -> bool:
+    return id(value) not in alone and (value.shape == shape or value.numel() != 1)
+
+
+def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: Shares) -> ShardSpec:
+    if value.shape == parameter.shape:
+        return shares.kept.mine[name].part
+    if shares.kept.is_whole:
+        return ShardSpec.all_of(value.shape)
+    raise CheckpointError(
+        f"the state {key} of {kind} for {name} can't be saved: it has another shape than the part of {name} that this "
+        "rank holds.",
+        hint='layout="ddp"',
+    )
+
+
+def _plain(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return groups with the options that JSON holds, and state that is no tensor."""
+    options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
+    return {"kind": optimizer["kind"], "groups": without_anew(options), "scalars": optimizer["scalars"]}
+
+
+def _listed(model: nn.Module) -> dict[str, str]:
+    """Each name of the `state_dict`, and the first name of the same tensor."""
+    firsts = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    known = {name: firsts[id(tensor)] for name, tensor in every}
+    return {name: known[name] for name in tensors_of(model) if name in known}
+
+
+def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """This rank's parts of the weights, and of the optimizers' state.
+
+    Raises:
+        CheckpointError: it is another model's, has other optimizers, or can't be read.
+    """
+    _load_weights(SafetensorsFolder(folder), placed, listed=_listed(model), folder=folder)
+    try:
+        plains = read_json(folder / OPTIMIZER / OPTIONS)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / OPTIMIZER / OPTIONS} can't be read: {error}.", hint="what placed.save wrote"
+        ) from error
+    saved, now = [plain["kind"] for plain in plains], [type(optimizer).__name__ for optimizer in optimizers]
+    if saved != now:
+        raise CheckpointError(
+            f"{folder} has the optimizers {saved}, here are {now}.", hint="make the same optimizers before load"
+        )
+    shelf = SafetensorsFolder(folder / OPTIMIZER)
+    names = {id(m.parameter): m.name for m in placed.named}
+    for index, (optimizer, plain) in enumerate(zip(optimizers, plains, strict=True)):
+        _load_optimizer(optimizer, plain, shelf, names, placed.kept, prefix=f"{index}/")
+
+
+def _load_weights(shelf: SafetensorsFolder, placed: ParallelizedModel, *, listed: dict[str, str], folder: Path) -> None:
+    wanted = {first: placed.weights.mine[first] for first in listed.values() if first in placed.weights.mine}
+    there = set(shelf.names)
+    differing = sorted(
+        {n for n in wanted if n not in there or shelf.shape(n) != wanted[n].part.shape} | (there - set(listed))
+    )
+    if differing:
+        raise CheckpointError(f"{folder} is another model's: {first_names(differing)} differ.", where=str(folder))
+    with torch.no_grad():
+        for name, held in wanted.items():
+            if held.tensor is not None and held.part.numel:
+                copy_into(held.tensor, shelf.part(name, held.part))
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    plain: Any,
+    shelf: SafetensorsFolder,
+    names: dict[int, str],
+    kept: ShardedTensors,
+    *,
+    prefix: str,
+) -> None:
+    keys: dict[str, list[str]] = {}
+    for key in shelf.names:
+        if key.startswith(prefix):
+            keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
+    for group, options in zip(optimizer.param_groups, plain["groups"], strict=True):
+        found = from_plain(options)
+        group.update({key: value for key, value in found.items() if value is not None or group.get(key) is None})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            read = partial(_state, shelf, kept.mine[name].part, parameter, f"{prefix}{name}/")
+            state = from_plain(plain["scalars"].get(name, {}), find=read)
+            leaves = [key.rpartition("/")[2] for key in keys.get(name, [])]
+            state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(INNER)}
+            if state:
+                optimizer.state[parameter] = state
+    for key, value in plain["scalars"].get(NOBODY, []):
+        optimizer.state[from_plain(key)] = from_plain(value, find=lambda inner: shelf.whole(f"{prefix}/{inner}"))
+
+
+def _state(shelf: SafetensorsFolder, part: ShardSpec, parameter: Tensor, prefix: str, leaf: str) -> Tensor:
+    key = f"{prefix}{leaf}"
+    if shelf.shape(key) != part.shape:
+        return shelf.whole(key).to(parameter.device)
+    if part.local is None:
+        return torch.empty_like(parameter)
+    return shelf.part(key, part).to(parameter.device)

@@ -1,0 +1,1 @@
+"""Loading data: each replica reads its own microbatches of every global batch."""

@@ -1,0 +1,142 @@
+"""What has to be known of data before it is trained on: found where the data may be read."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.checksum import checksum
+from paceline.data.fetch import WorkerError, all_checksums, tell_epoch, worker_error
+from paceline.data.reader_process import read_apart
+from paceline.data.sample_seeds import seed_sample
+from paceline.data.source import Source
+from paceline.data.stream.virtual_sharding import call_user_dataset
+from paceline.errors import DesyncError, JobError
+from paceline.torch_internals.rng import host_states, preserve_rng
+
+Agree = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetProperties:
+    """The length of indexed data, and what the first and the middle sample say of it.
+
+    `draws`: reading draws from the global generators. `fingerprint` is a checksum of both samples. `problem` is why
+    one could not be read.
+    """
+
+    num_samples: int
+    draws: bool = False
+    fingerprint: int = 0
+    problem: WorkerError | None = None
+
+    def refuse_problem(self) -> None:
+        """Refuse data that can't be read.
+
+        Raises:
+            JobError: with the user's line.
+        """
+        if self.problem is not None:
+            found = JobError(self.problem.what, where=self.problem.where, hint=self.problem.hint)
+            found.add_note(self.problem.full)
+            raise found
+
+
+def find_facts(source: Source, *, seed: int, name: str = "train_data") -> DatasetProperties:
+    """Return the facts of indexed data.
+
+    Raises:
+        JobError: it is empty, or its length is not the same each time.
+    """
+    return read_apart(source, lambda: _facts(source.data, seed=seed, name=name), seed=seed)
+
+
+def _facts(data: Any, *, seed: int, name: str) -> DatasetProperties:
+    total = find_length(data, name=name)
+    draws, value, problem = False, 0, None
+    with preserve_rng():
+        call_user_dataset(lambda: tell_epoch(data, 0), doing=f"set_epoch(0) of {name}")
+        for index in looked_at(total):
+            seed_sample(seed=seed, epoch=0, index=index)
+            before = host_states()
+            try:
+                value = checksum(data[index], value)
+            except Exception as error:
+                hint = f"{name}[{index}] in a plain Python process shows the whole of it"
+                problem = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
+            draws = draws or problem is not None or host_states() != before
+            if problem is not None:
+                break
+    find_length(data, name=name, before=total)
+    return DatasetProperties(num_samples=total, draws=draws, fingerprint=value, problem=problem)
+
+
+def looked_at(num_samples: int) -> list[int]:
+    """Return the samples that facts are found from."""
+    return list({0: 0, num_samples // 2: 0})
+
+
+def find_length(data: Any, *, name: str, before: int | None = None) -> int:
+    """Return `len(data)`.
+
+    Raises:
+        JobError: it is 0, or not what it was `before`.
+    """
+    total = call_user_dataset(lambda: len(data), doing=f"len() of {name}")
+    if total == 0:
+        raise JobError(f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from")
+    if before is not None and total != before:
+        raise JobError(
+            f"{name} has another length each time it is asked: {before:,} samples, then {total:,}.",
+            where=type(data).__name__,
+            cause="which sample comes when is decided for a whole epoch, and for every rank alike",
+            hint="a __len__ that stays the same, or a stream (an iterable without __len__)",
+        )
+    return int(total)
+
+
+def refuse_other_data(
+    lengths: Mapping[int, int],
+    checksums: Mapping[int, int],
+    *,
+    samples: Sequence[int],
+    name: str,
+    is_same: Callable[[], bool],
+) -> None:
+    """Compare what ranks have as data, by their numbers; whoever compares the same ones raises alike.
+
+    `is_same` says whether on every rank these samples are the same when they are read again: only then are other
+    ones other data, and not random numbers of the dataset's own.
+
+    Raises:
+        DesyncError: a rank has another length, or other samples.
+    """
+    first = next(iter(lengths))
+    other = next((rank for rank, length in lengths.items() if length != lengths[first]), None)
+    if other is not None:
+        raise DesyncError(
+            f"{name} has {lengths[other]:,} samples on rank {other} and {lengths[first]:,} on rank {first}.",
+            cause="each rank reads a part of its own, or other files",
+            hint=_WHOLE,
+        )
+    other = next((rank for rank, value in checksums.items() if value != checksums[first]), None)
+    if other is not None and is_same():
+        shown = " or ".join(map(str, sorted(samples)))
+        raise DesyncError(
+            f"sample {shown} of {name} is not on rank {other} what it is on rank {first}.",
+            cause="the dataset is cut by rank already, or its files come in another order (an unsorted os.listdir)",
+            hint=f"{_WHOLE}; sorted(os.listdir(...))",
+        )
+
+
+def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
+    """Return whether these samples are the same twice."""
+
+    def twice() -> bool:
+        if epoch is not None:
+            tell_epoch(source.data, epoch)
+        return len({all_checksums(source.data, samples, epoch=epoch or 0, seed=seed) for _ in range(2)}) == 1
+
+    return read_apart(source, twice, seed=seed)
+
+
+_WHOLE = "cut by rank already? give every rank the whole dataset: the run deals out the samples"

@@ -1,0 +1,233 @@
+"""Indices to one collated microbatch, in this process or in a data worker."""
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from traceback import format_exception
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from paceline.data.checksum import checksum
+from paceline.data.sample_seeds import seed_sample
+from paceline.data.source import Source
+from paceline.data.types import DatasetSummary
+from paceline.errors import DataError, on_a_screen, user_line
+from paceline.launch.agent.signals import STOP_SIGNALS, die_with
+from paceline.launch.failures.oom_detection import explain_lack
+from paceline.torch_internals.private_api import introduce_worker
+from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
+
+_MOST_TEXT = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchRequest:
+    """One microbatch to fetch, or where `seen` is given a `DatasetSummary` of the data as an epoch begins.
+
+    The dataset is not told the epoch where that is None, as in an evaluation.
+    """
+
+    epoch: int | None
+    indices: tuple[int, ...]
+    seen: "SampleCheckRequest | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCheckRequest:
+    """Which samples are looked at as an epoch begins; none where only the length is of interest."""
+
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerError:
+    """An exception on its way out of a data worker, as text: the object itself may not travel.
+
+    `what` is for the screen; `full` is all of it with the traceback, for the rank's log.
+    """
+
+    what: str
+    where: str
+    hint: str = ""
+    cause: str = ""
+    full: str = field(default="", repr=False)
+
+
+class Fetcher(Dataset[Any]):
+    """Reads samples and collates them; an exception comes back as `WorkerError`."""
+
+    def __init__(self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool) -> None:
+        self._data = data
+        self._collate = collate or default_collate
+        self._seed = seed
+        self._seed_samples = seed_samples
+        self._begun = False
+        self._epoch: int | None = None
+
+    def __getitem__(self, wanted: MicrobatchRequest) -> Any:
+        try:
+            self._begin(wanted.epoch)
+            if wanted.seen is not None:
+                return self._sight(wanted.epoch or 0, wanted.seen.samples)
+        except Exception as error:
+            return worker_error(error, doing=f"looking at the data of epoch {wanted.epoch}")
+        if not wanted.indices:
+            return None
+        samples: list[Any] = []
+        try:
+            self._read(wanted, samples)
+        except Exception as error:
+            return worker_error(error, doing=f"reading sample {wanted.indices[len(samples)]}")
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            return worker_error(
+                error,
+                doing=f"collating samples {_shown(wanted.indices)} of shapes {_shapes(samples)}",
+                hint="collate=lambda samples: ... to pad or stack them",
+            )
+
+    def _begin(self, epoch: int | None) -> None:
+        """Ask a dataset for its length first, as a DataLoader does: some read their index then. Then the epoch."""
+        if not self._begun:
+            self._begun = True
+            len(self._data)
+        if epoch is not None and epoch != self._epoch:
+            self._epoch = epoch
+            tell_epoch(self._data, epoch)
+
+    def _sight(self, epoch: int, samples: tuple[int, ...]) -> DatasetSummary:
+        total = len(self._data)
+        if max(samples, default=0) >= total:
+            return DatasetSummary(num_samples=total)
+        value = all_checksums(self._data, samples, epoch=epoch, seed=self._seed)
+        return DatasetSummary(num_samples=total, samples=samples, checksum=value)
+
+    def _read(self, wanted: MicrobatchRequest, samples: list[Any]) -> None:
+        """Fill `samples`; what is missing in it says which sample failed."""
+        epoch = wanted.epoch or 0
+        if not self._seed_samples:
+            seed_all(stream_key(self._seed, "microbatch", epoch, wanted.indices[0]))
+        for index in wanted.indices:
+            if self._seed_samples:
+                seed_sample(seed=self._seed, epoch=epoch, index=index)
+            samples.append(self._data[index])
+
+
+def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
+    """Return one checksum of these samples, each read with its own seed; 0 where one can't be read."""
+    value = 0
+    with preserve_rng():
+        for index in samples:
+            seed_sample(seed=seed, epoch=epoch, index=index)
+            try:
+                value = checksum(data[index], value)
+            except Exception:  # whoever needs it says so
+                return 0
+    return value
+
+
+def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError:
+    """Say what went wrong and where in the user's code."""
+    line = user_line(error)
+    where = f"{line}: {line.text}" if line else ""
+    said = on_a_screen(str(error))
+    cause, hint = explain_lack(said) or ("", hint)
+    return WorkerError(
+        what=f"{doing} failed: {type(error).__name__}: {said}", where=where, cause=cause, hint=hint,
+        full=_full_text(error),
+    )  # fmt: skip
+
+
+def _full_text(error: Exception) -> str:
+    """Everything, but no book."""
+    try:
+        return "".join(format_exception(error))[:_MOST_TEXT]
+    except Exception:  # some can't be printed
+        return ""
+
+
+def raise_worker_error(value: Any) -> Any:
+    """The microbatch, or the error it carries.
+
+    Raises:
+        DataError: the dataset or the collation raised.
+    """
+    if isinstance(value, WorkerError):
+        found = DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
+        if value.full:
+            found.add_note(value.full)
+        raise found
+    return value
+
+
+def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], None]:
+    """Return what a data worker does first: it outlives signals (its rank, `parent`, decides), and never its rank.
+
+    The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
+    """
+    then = source.loader.worker_init_fn if source.loader is not None else None
+
+    def start(number: int) -> None:
+        obey_rank(parent)
+        torch.set_num_threads(1)
+        introduce_worker(source.data, alone=alone)
+        if then is not None:
+            then(number)
+
+    return start
+
+
+def obey_rank(parent: int) -> None:
+    """Pass over signals, and die with this parent.
+
+    Signals are heard and not ignored: a program that the dataset starts would inherit that it ignores them.
+    """
+    die_with(parent)
+    for name in STOP_SIGNALS:
+        signal.signal(name, _passed_over)
+
+
+def tell_epoch(data: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` of a dataset; where a wrapper has none, of the datasets that it holds.
+
+    torch's `Subset` and `ConcatDataset`, and wrappers like them, name theirs `dataset` or `datasets`.
+    """
+    waiting, seen = [data], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
+            continue
+        held = getattr(one, "__dict__", {})
+        inner = held.get("datasets", ())
+        waiting += [held["dataset"]] if "dataset" in held else []
+        waiting += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, tuple | list) else ()
+
+
+def _passed_over(number: int, frame: FrameType | None) -> None:
+    """The rank decides what a signal means."""
+
+
+def _shown(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:4])) + (", ..." if len(indices) > 4 else "")
+
+
+def _shapes(samples: Sequence[Any]) -> str:
+    shapes = [_shape(sample) for sample in samples]
+    return " and ".join(list(dict.fromkeys(shapes))[:3])
+
+
+def _shape(sample: Any) -> str:
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{name}: {_shape(value)}" for name, value in sample.items()) + "}"
+    if isinstance(sample, tuple | list):
+        return "(" + ", ".join(_shape(part) for part in sample) + ")"
+    shape = getattr(sample, "shape", None)
+    return str(tuple(shape)) if shape is not None else type(sample).__name__

@@ -1,0 +1,82 @@
+"""A worker's samples, where it is told which: any share of any batch, read when it is asked for."""
+
+from typing import Any
+
+from paceline.data.dataset_properties import find_facts, read_again, refuse_other_data
+from paceline.data.fetch import Fetcher, MicrobatchRequest, SampleCheckRequest, raise_worker_error
+from paceline.data.loader import refuse_stream
+from paceline.data.order.batches import Batch
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.microbatch_assignment import assign_microbatches
+from paceline.data.source import Collate, Order, read_source
+from paceline.data.types import DatasetSummary, LocalMicro, StepInput
+
+
+class RandomAccessLoader:
+    """Reads what `MapStyleLoader` would give a replica, in any order."""
+
+    def __init__(
+        self, *, data: Any, collate: Collate | None, order: Any, seed: int, sample_seeds: str, global_batch_size: int,
+        drop_last: bool,
+    ) -> None:  # fmt: skip
+        source = read_source(data, collate=collate, order=order, workers=0, name="train_data")
+        if not source.is_indexed:
+            raise refuse_stream()
+        self._source = source
+        self._seed = seed
+        self._compared: int | None = None
+        self._size = global_batch_size
+        self._drop_last = drop_last
+        facts = find_facts(source, seed=seed)
+        self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
+        seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
+        self._what = source.gives_order
+        self._names: dict[int, str] = {}
+        self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
+
+    def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
+        """Part `number` of `of` of the batch that begins at `cursor`."""
+        batch = self._order.batch(
+            cursor,
+            global_batch_size=self._size,
+            micro_batch_size=micro_batch_size,
+            drop_last=self._drop_last,
+        )
+        mine = assign_microbatches(len(batch.micro), replica=number, replicas=of)
+        return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
+
+    def compare(self, epoch: int, sight: DatasetSummary, *, rank: int) -> None:
+        """Compare the data with what the server has seen of its own; once an epoch.
+
+        Raises:
+            DataError: it can't be read.
+            DesyncError: it has another length, or other samples.
+        """
+        if self._compared == epoch:
+            return
+        self._compared = epoch
+        mine = raise_worker_error(
+            self._fetcher[MicrobatchRequest(epoch=epoch, indices=(), seen=SampleCheckRequest(samples=sight.samples))]
+        )
+        refuse_other_data(
+            {0: sight.num_samples, rank: mine.num_samples},
+            {0: sight.checksum, rank: mine.checksum},
+            samples=sight.samples,
+            name="train_data",
+            is_same=lambda: read_again(self._source, samples=sight.samples, epoch=epoch, seed=self._seed),
+        )
+
+    def order_of(self, epoch: int) -> list[str] | None:
+        """A name for the order of the user's own, and what gives it: every worker must have the same."""
+        if not self._order.is_own:
+            return None
+        if epoch not in self._names:  # a checksum of all of it: once an epoch, not once a share
+            self._names = {e: name for e, name in self._names.items() if e == epoch - 1}
+            self._names[epoch] = self._order.name(epoch)
+        return [self._names[epoch], self._what]
+
+    def _read(self, batch: Batch, index: int) -> LocalMicro:
+        micro, epoch = batch.micro[index], batch.after.epoch
+        indices = self._order.at(epoch=epoch, start=micro.start, stop=micro.stop)
+        data = raise_worker_error(self._fetcher[MicrobatchRequest(epoch=epoch, indices=indices)])
+        return LocalMicro(index=index, num_samples=len(indices), data=data, indices=indices)

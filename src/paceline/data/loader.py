@@ -1,0 +1,338 @@
+"""The feed: step after step, this replica's microbatches of the one global order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from paceline.console.formatting import plural
+from paceline.data.dataset_properties import (
+    DatasetProperties,
+    find_facts,
+    find_length,
+    looked_at,
+    read_again,
+    refuse_other_data,
+)
+from paceline.data.fetch import Fetcher, MicrobatchRequest, SampleCheckRequest, all_checksums, raise_worker_error
+from paceline.data.order.batches import Batch
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.microbatch_assignment import assign_microbatches
+from paceline.data.order_check import refuse_apart, refuse_other
+from paceline.data.reader_process import read_apart
+from paceline.data.source import Collate, Order, Source, read_source, refuse_no_batch
+from paceline.data.stream.epoch import Agree
+from paceline.data.stream.iterable_loader import IterableLoader
+from paceline.data.stream.single_pass import stream_once
+from paceline.data.types import BatchPartition, DatasetSummary, LocalMicro, StepInput
+from paceline.data.workers import Workers
+from paceline.errors import DataError, JobError
+from paceline.torch_internals.rng import stream_key
+
+
+class BatchLoader(Protocol):
+    """What the loop reads from."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in an epoch; None for a stream."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner."""
+
+    def __iter__(self) -> Iterator[StepInput]: ...
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint must hold beside the cursor; every replica calls this."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take such a state back, before iterating."""
+
+    def close(self) -> None:
+        """Stop the data workers."""
+
+
+def make_loader(
+    *,
+    data: Any,
+    collate: Collate | None,
+    order: Any,
+    seed: int,
+    cut: BatchPartition,
+    cursor: Cursor,
+    workers: int = 0,
+    sample_seeds: str = "auto",
+    pin_memory: bool = False,
+    shards: int | None = None,
+    agree: Agree | None = None,
+    facts: DatasetProperties | None = None,
+) -> BatchLoader:
+    """Return the feed of one replica, starting at `cursor`. `data` may be a `Source`, and its `facts` known already.
+
+    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream, and compare their
+    data and an order of the user's own as each epoch begins.
+    """
+    source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
+    if not source.is_indexed:
+        if not cut.reads:
+            raise refuse_stream()
+        return IterableLoader(
+            source=source, cut=cut, cursor=cursor, seed=seed, sample_seeds=sample_seeds, shards=shards, agree=agree
+        )
+    return MapStyleLoader(
+        source=source,
+        facts=facts or find_facts(source, seed=seed),
+        seed=seed,
+        cut=cut,
+        cursor=cursor,
+        sample_seeds=sample_seeds,
+        pin_memory=pin_memory,
+        agree=agree,
+    )
+
+
+class MapStyleLoader:
+    """A feed over samples that can be asked for by index: resuming costs nothing."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        facts: DatasetProperties,
+        seed: int,
+        cut: BatchPartition,
+        cursor: Cursor,
+        sample_seeds: str,
+        pin_memory: bool,
+        agree: Agree | None = None,
+    ) -> None:
+        self._source = source
+        self._seed = seed
+        self._total = facts.num_samples
+        self._cut = cut
+        self._agree = agree
+        self._gives_order = source.gives_order
+        self._begun: Mapping[str, Any] = {}
+        self._cursor = cursor
+        self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
+        self.num_samples: int | None = self._order.size(cursor.epoch)
+        if cut.drop_last:
+            refuse_no_batch(self.num_samples, batch=cut.global_batch_size)
+        seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
+        self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
+        own = stream_key(seed, "workers", cut.replica, cursor.epoch, cursor.position)
+        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=own)
+        self.notes = (*source.notes, *self._of_size())
+
+    def __iter__(self) -> Iterator[StepInput]:
+        """Endless: epoch after epoch."""
+        fetched = self._workers.start(self._ahead())
+        epoch, sight = None, None
+        for batch, plans in self._plans():
+            if batch.after.epoch != epoch:
+                epoch = batch.after.epoch
+                glance = self._glance(epoch)
+                sight = raise_worker_error(self._fetcher[glance] if fetched is None else next(fetched))
+                self._begin(epoch, sight)
+            if fetched is not None and not plans:
+                next(fetched)
+            micro = tuple(
+                LocalMicro(
+                    index=index,
+                    num_samples=len(wanted.indices),
+                    data=raise_worker_error(self._fetcher[wanted] if fetched is None else next(fetched)),
+                    indices=wanted.indices,
+                )
+                for index, wanted in plans
+            )
+            spare = partial(self._read, self._wanted(batch, 0))
+            yield StepInput(batch=batch, micro=micro, spare=spare, sight=sight)
+
+    def _of_size(self) -> tuple[str, ...]:
+        batch, total = self._cut.global_batch_size, self.num_samples or 0
+        if batch <= total:
+            return ()
+        return (
+            f"warning: a global batch of {batch:,} is more than an epoch has: each step is all "
+            f"{plural(total, 'sample')}",
+        )
+
+    def _read(self, wanted: MicrobatchRequest) -> Any:
+        """Read a microbatch out of turn."""
+        return raise_worker_error(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
+
+    def _glance(self, epoch: int) -> MicrobatchRequest:
+        """What is looked at as an epoch begins: the length, and where replicas compare it a sample, always another.
+
+        Workers of a server have not yet been compared, and may come at any time: theirs is also what facts are of.
+        """
+        drawn = (stream_key(self._seed, "glance", epoch) % self._total,)
+        samples = drawn if self._cut.reads else tuple({*looked_at(self._total), *drawn})
+        is_compared = self._agree is not None or not self._cut.reads
+        return MicrobatchRequest(
+            epoch=epoch, indices=(), seen=SampleCheckRequest(samples=samples if is_compared else ())
+        )
+
+    def _ahead(self) -> Iterator[MicrobatchRequest]:
+        """What data workers fetch; for a batch in which this replica has nothing, an empty wish.
+
+        Without it a replica that never has a microbatch would look for its next one for ever.
+        """
+        epoch: int | None = None
+        for batch, plans in self._plans():
+            if batch.after.epoch != epoch:
+                epoch = batch.after.epoch
+                yield self._glance(epoch)
+            yield from [wanted for _, wanted in plans] or [MicrobatchRequest(epoch=epoch, indices=())]
+
+    def state(self) -> Mapping[str, Any]:
+        """The order that the present epoch was begun with."""
+        return dict(self._begun)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Remember the order that is to be gone on with."""
+        self._begun = state
+
+    def close(self) -> None:
+        """Stop the data workers."""
+        self._workers.close()
+
+    def _begin(self, epoch: int, sight: DatasetSummary) -> None:
+        """At an epoch's first batch, on every replica: are data and order everybody's, and those of the run's start?
+
+        Raises:
+            DataError: the data is longer or shorter than when the run began.
+            DesyncError: a replica has other data or another order.
+            ResumeError: the run stopped in this epoch and had another order then.
+        """
+        if self._agree is not None:
+            told = self._agree([sight.num_samples, sight.checksum])
+            lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+            is_same = partial(self._is_same, sight.samples, epoch)
+            refuse_other_data(
+                dict(enumerate(lengths)),
+                dict(enumerate(checksums)),
+                samples=sight.samples,
+                name="train_data",
+                is_same=is_same,
+            )
+        if sight.num_samples != self._total:
+            raise DataError(
+                f"train_data has {sight.num_samples:,} samples in epoch {epoch} and had {self._total:,} at the start.",
+                cause="its __len__ is not the same each time, or follows from set_epoch()",
+                hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
+            )
+        name, what = self._order.name(epoch), self._gives_order
+        if self._order.is_own and self._agree is not None:
+            refuse_apart(self._agree(name), what=what, when=f", in epoch {epoch}")
+        if self._begun.get("epoch") == epoch and "order" in self._begun:
+            refuse_other(name, saved=str(self._begun["order"]), what=what, when=f", in epoch {epoch}")
+        self._begun = {"epoch": epoch, "order": name}
+
+    def _is_same(self, samples: Sequence[int], epoch: int) -> bool:
+        assert self._agree is not None
+        return all(self._agree(read_again(self._source, samples=samples, epoch=epoch, seed=self._seed)))
+
+    def _plans(self) -> Iterator[tuple[Batch, list[tuple[int, MicrobatchRequest]]]]:
+        cursor, cut = self._cursor, self._cut
+        while True:
+            batch = self._order.batch(
+                cursor,
+                global_batch_size=cut.global_batch_size,
+                micro_batch_size=cut.micro_batch_size,
+                drop_last=cut.drop_last,
+            )
+            cursor = batch.after
+            mine = (
+                assign_microbatches(len(batch.micro), replica=cut.replica, replicas=cut.replicas) if cut.reads else ()
+            )
+            yield batch, [(index, self._wanted(batch, index)) for index in mine]
+
+    def _wanted(self, batch: Batch, index: int) -> MicrobatchRequest:
+        micro, epoch = batch.micro[index], batch.after.epoch
+        return MicrobatchRequest(epoch=epoch, indices=self._order.at(epoch=epoch, start=micro.start, stop=micro.stop))
+
+
+def refuse_stream() -> JobError:
+    """What to say of a stream whose samples are to be given away by number."""
+    return JobError(
+        "train_data is a stream, and --update ps gives samples away by their number, again where a worker dies.",
+        cause="an iterable dataset: what one worker has read of it no other can read",
+        hint="a dataset with __len__ and __getitem__, or --update sync",
+    )
+
+
+def eval_feed(
+    *,
+    data: Any,
+    collate: Collate | None,
+    batch_size: int,
+    replica: int,
+    replicas: int,
+    seed: int,
+    workers: int = 0,
+    name: str = "eval_data",
+    totals: dict[str, list[int]] | None = None,
+    agree: Agree | None = None,
+) -> Iterator[LocalMicro]:
+    """Every sample exactly once over all replicas: no padding, and replicas may hold different counts.
+
+    `totals` is given what a stream's shards have turned out to be, so that replicas can compare it. With
+    `agree`, which gathers a JSON value of every replica, an order of the user's own is compared first.
+    """
+    source = read_source(data, collate=collate, order=None, workers=workers, name=name)
+    if not source.is_indexed:
+        found = {} if totals is None else totals
+        yield from stream_once(
+            source=source, batch_size=batch_size, replica=replica, replicas=replicas, seed=seed, totals=found
+        )
+        return
+    num_samples = _equal_length(source, seed=seed, name=name, agree=agree)
+    order = Order(order=source.order or "sequential", num_samples=num_samples, seed=seed)
+    if order.is_own and agree is not None:
+        refuse_apart(agree(order.name(0)), what=f"{source.gives_order} of {name}", when="")
+    total = order.size(0)
+    starts = list(range(0, total, batch_size))
+    fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
+    mine = [
+        (
+            index,
+            MicrobatchRequest(
+                epoch=None, indices=order.at(epoch=0, start=starts[index], stop=starts[index] + batch_size)
+            ),
+        )
+        for index in assign_microbatches(len(starts), replica=replica, replicas=replicas)
+    ]
+    pool = Workers(fetcher=fetcher, source=source, pin_memory=False, seed=stream_key(seed, "workers", name, replica))
+    fetched = pool.start(wanted for _, wanted in mine)
+    try:
+        for index, wanted in mine:
+            value = raise_worker_error(fetcher[wanted] if fetched is None else next(fetched))
+            yield LocalMicro(index=index, num_samples=len(wanted.indices), data=value, indices=wanted.indices)
+    finally:
+        pool.close()
+
+
+def _equal_length(source: Source, *, seed: int, name: str, agree: Agree | None) -> int:
+    """Return how many samples there are; replicas compare it, and the middle sample.
+
+    Raises:
+        DesyncError: a replica has other data.
+    """
+
+    def glance() -> list[int]:
+        total = find_length(source.data, name=name)
+        return [total, 0 if agree is None else all_checksums(source.data, [total // 2], epoch=0, seed=seed)]
+
+    mine = read_apart(source, glance, seed=seed)
+    if agree is not None:
+        told, samples = agree(mine), [mine[0] // 2]
+
+        def is_same() -> bool:
+            return all(agree(read_again(source, samples=samples, epoch=None, seed=seed)))
+
+        lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+        refuse_other_data(
+            dict(enumerate(lengths)), dict(enumerate(checksums)), samples=samples, name=name, is_same=is_same
+        )
+    return mine[0]

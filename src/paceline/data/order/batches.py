@@ -1,0 +1,65 @@
+"""The global batches of an epoch and their microbatches: the same for any number of ranks."""
+
+from dataclasses import dataclass
+
+from paceline.data.order.cursor import Cursor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Positions `start` to `stop` of the epoch's order; `index` is its place in the global batch."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it holds."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One global batch, and where the run stands before and after it."""
+
+    cursor: Cursor
+    after: Cursor
+    micro: tuple[Microbatch, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples over all ranks."""
+        return self.after.samples - self.cursor.samples
+
+
+def next_batch(
+    cursor: Cursor,
+    *,
+    num_samples: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    drop_last: bool = False,
+) -> Batch:
+    """The batch at `cursor`. A batch never crosses an epoch; the last one may be short, down to one sample."""
+    left = num_samples - cursor.position
+    if left <= 0 or (drop_last and left < global_batch_size):
+        cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)
+        left = num_samples
+    size = min(global_batch_size, left)
+    stop = cursor.position + size
+    starts = range(cursor.position, stop, micro_batch_size)
+    micro = tuple(
+        Microbatch(index=index, start=start, stop=min(start + micro_batch_size, stop))
+        for index, start in enumerate(starts)
+    )
+    return Batch(cursor=cursor, after=_after(cursor, size), micro=micro)
+
+
+def _after(cursor: Cursor, size: int) -> Cursor:
+    return Cursor(
+        epoch=cursor.epoch,
+        position=cursor.position + size,
+        samples=cursor.samples + size,
+        step=cursor.step + 1,
+    )

@@ -1,0 +1,131 @@
+"""The books of a parameter server: which worker computes which share of which batch, on weights how old.
+
+A *version* is the number of updates taken so far. A gradient that was computed on version v and is taken when there
+are u updates is u - v updates late. The bound holds for every gradient, so it must be looked after before a share is
+given away, and not only when its gradient comes: with n gradients under way the one that is taken last is at least
+n - 1 updates late. Each share given away has a deadline, the update number v + bound; the books accept a share or
+an update only if all others that are under way can still be taken by theirs, one after another (the test by which
+jobs of length one with deadlines are scheduled: Jackson's rule, earliest deadline first).
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShare:
+    """Part `number` of `of` of the batch of step `step`, which counts from 0."""
+
+    step: int
+    number: int
+    of: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Lease:
+    """A share in a worker's hands, with the version of the weights that it was given."""
+
+    number: int
+    share: BatchShare
+    worker: int
+    version: int
+    pushed: bool = False
+
+
+class Leases:
+    """What is free, under way, and taken. With bound 0 the shares of a batch are one update; else each is one."""
+
+    def __init__(self, *, bound: float) -> None:
+        self.version = 0
+        self.late: dict[int, Counter[int]] = {}
+        self._bound = bound
+        self._free: deque[BatchShare] = deque()
+        self._out: list[Lease] = []
+        self._pushed: list[Lease] = []
+        self._given = 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether all shares of a batch are one update."""
+        return self._bound == 0
+
+    @property
+    def num_free(self) -> int:
+        """Shares that nobody computes."""
+        return len(self._free)
+
+    @property
+    def num_out(self) -> int:
+        """Shares that were given away and are not taken yet."""
+        return len(self._out)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest lease that is not taken yet; of the next one where there is none."""
+        return min((lease.number for lease in self._out), default=self._given + 1)
+
+    def offer(self, shares: Iterable[BatchShare]) -> None:
+        """A batch's shares may be given away."""
+        self._free += shares
+
+    def grant(self, worker: int) -> Lease | None:
+        """The oldest free share, for weights as they are now; None where there is none, or the bound forbids one."""
+        if not self._free or not self._may_grant(self._free[0]):
+            return None
+        self._given += 1
+        lease = Lease(number=self._given, share=self._free.popleft(), worker=worker, version=self.version)
+        self._out.append(lease)
+        return lease
+
+    def push(self, lease: Lease) -> None:
+        """Its gradient has come, whole."""
+        assert lease in self._out and not lease.pushed
+        lease.pushed = True
+        self._pushed.append(lease)
+
+    def lose(self, worker: int) -> list[BatchShare]:
+        """A worker has gone: what it had not pushed is free again, before all that is younger."""
+        gone = [lease for lease in self._out if lease.worker == worker and not lease.pushed]
+        self._out = [lease for lease in self._out if lease not in gone]
+        back = sorted((lease.share for lease in gone), key=lambda share: (share.step, share.number))
+        self._free = deque(sorted([*back, *self._free], key=lambda share: (share.step, share.number)))
+        return back
+
+    def ready(self) -> Sequence[Lease]:
+        """What the next update is made of, if it may be taken now: in the order in which it is added up."""
+        if self.joins:
+            return self._ready_batch()
+        for lease in self._pushed:
+            if self._fits([other for other in self._out if other is not lease], version=self.version + 1):
+                return (lease,)
+        return ()
+
+    def take(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
+        """These have become an update; `counts` is False for one that was left out, which makes no new version."""
+        for lease in leases:
+            self._out.remove(lease)
+            self._pushed.remove(lease)
+            if counts:
+                self.late.setdefault(lease.worker, Counter())[self.version - lease.version] += 1
+        self.version += int(counts)
+
+    def _ready_batch(self) -> Sequence[Lease]:
+        if not self._pushed:
+            return ()
+        first = min(lease.share.step for lease in self._pushed)
+        found = [lease for lease in self._pushed if lease.share.step == first]
+        return sorted(found, key=lambda lease: lease.share.number) if len(found) == found[0].share.of else ()
+
+    def _may_grant(self, share: BatchShare) -> bool:
+        if self.joins:
+            return all(lease.share.step == share.step for lease in self._out)
+        return self._fits(self._out, version=self.version, more=1)
+
+    def _fits(self, leases: Sequence[Lease], *, version: int, more: int = 0) -> bool:
+        """Whether all of these, and `more` of this version, can be taken from here on, none too late."""
+        if math.isinf(self._bound):
+            return True
+        versions = [*sorted(lease.version for lease in leases), *[version] * more]
+        return all(version + place - own <= self._bound for place, own in enumerate(versions))

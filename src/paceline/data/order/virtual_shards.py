@@ -1,0 +1,59 @@
+"""Which virtual shard of a stream gives which sample: a pure function of the batch's size and the shards' lengths.
+
+A global batch is cut into as many blocks as there are shards that still have samples; block k comes from the k-th of
+them. Neither the number of ranks nor the size of a microbatch enters. A shard that runs out inside its block gives
+what it has; the others share the rest, so that every batch of an epoch is full, but the last.
+"""
+
+from collections.abc import Sequence
+
+from paceline.errors import UsageError
+
+MOST_SHARDS = 16
+
+
+def choose_shards(*, asked: int | None, real: int | None, global_batch_size: int) -> int:
+    """How many virtual shards: as many as the data has, at most 16 and one for each sample of a batch.
+
+    It does not depend on the number of ranks, since the order of samples follows from it. One means that the
+    stream is not split, as also where more are asked for than the data has (`real`; None means any number).
+
+    Raises:
+        UsageError: more shards than samples in a global batch, or less than one.
+    """
+    if asked is None:
+        return min(MOST_SHARDS, global_batch_size, real or MOST_SHARDS)
+    if not 1 <= asked <= global_batch_size:
+        raise UsageError(
+            f"data.shards is {asked}, expected 1 to {global_batch_size}.",
+            cause="each shard gives at least one sample to every global batch",
+            hint=f"--data.shards {max(1, min(asked, global_batch_size))}",
+        )
+    return asked if real is None or asked <= real else 1
+
+
+def block_sizes(size: int, parts: int) -> list[int]:
+    """`size` cut into `parts` nearly equal pieces."""
+    return [(k + 1) * size // parts - k * size // parts for k in range(parts)]
+
+
+def samples_per_shard(*, have: Sequence[int], ended: Sequence[bool], size: int) -> list[int] | None:
+    """How many samples each shard gives to the next batch of `size`.
+
+    `have` counts samples that are known to be left, and `ended` says that there are no more. None means that more
+    must be known: what is answered never depends on how far somebody has read ahead.
+    """
+    taken = [0] * len(have)
+    while (wanted := size - sum(taken)) > 0:
+        unknown = [h == t and not e for h, t, e in zip(have, taken, ended, strict=True)]
+        if any(unknown):
+            return None
+        live = [shard for shard in range(len(have)) if have[shard] > taken[shard]]
+        if not live:
+            break
+        for shard, share in zip(live, block_sizes(wanted, len(live)), strict=True):
+            left = have[shard] - taken[shard]
+            if left < share and not ended[shard]:
+                return None
+            taken[shard] += min(share, left)
+    return taken

@@ -1,0 +1,131 @@
+"""The process in which data is read before the data workers are there.
+
+A handle that a dataset opens at its first read is shared with every process that is forked afterwards: two of them seek
+and read, and get each other's records. So where data workers are forked, nothing of the user's data is read in the
+process that forks them: neither a sample nor its length, neither for a fact nor for a first batch. What has to be known
+is asked of a process that is forked for it, is a data worker in all that user code can see, and ends. Without data
+workers nothing is forked, and data is read in place.
+"""
+
+import os
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from paceline.data.fetch import obey_rank, raise_worker_error, worker_error, worker_init
+from paceline.data.source import Source
+from paceline.data.started_fork import STARTED_FORK
+from paceline.data.worker_serialization import load
+from paceline.data.workers import closed_at_exit, start_workers, worker_died
+from paceline.errors import DataError, PacelineError
+from paceline.torch_internals.private_api import become_worker, hide_worker
+from paceline.torch_internals.rng import stream_key
+
+Found = TypeVar("Found")
+
+
+def read_apart(source: Source, read: Callable[[], Found], *, seed: int = 0) -> Found:
+    """Return what `read` returns: read in a process of its own where the source has data workers, else here.
+
+    Raises:
+        PacelineError: as `read` raises it.
+        DataError: `read` raised anything else, or its process died.
+    """
+    if not source.workers:
+        return read()
+    process = DataProcess(source, make=lambda: _Once(read=read), seed=seed)
+    try:
+        found: Found = process.ask("read")
+        return found
+    finally:
+        process.close()
+
+
+@dataclass(frozen=True)
+class _Once:
+    read: Callable[[], Any]
+
+
+class DataProcess:
+    """A forked process that answers with what the methods of one object return; `make` makes the object there."""
+
+    def __init__(self, source: Source, *, make: Callable[[], Any], seed: int = 0) -> None:
+        with start_workers(1):
+            ours, theirs = STARTED_FORK.Pipe()
+            arguments = (source, make, stream_key(seed, "apart") >> 16, os.getpid(), ours, theirs)
+            process = STARTED_FORK.Process(target=_answer, args=arguments, daemon=True)
+            process.start()
+        theirs.close()
+        self._process: BaseProcess = process
+        self._pipe: Connection = ours
+        self._end = weakref.finalize(self, _end, process, ours)
+        closed_at_exit(self)
+
+    def ask(self, method: str, /, *given: Any, **named: Any) -> Any:
+        """Return what this method of the object returns.
+
+        Raises:
+            PacelineError, DataError: it raised, or the process is gone.
+        """
+        try:
+            self._pipe.send_bytes(pickle.dumps((method, given, named), protocol=5))
+            wait([self._pipe, self._process.sentinel])
+            if not self._pipe.poll():
+                raise EOFError
+            is_found, value = load(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            self._process.join(1.0)
+            raise worker_died(f"its exit code is {self._process.exitcode}") from error
+        if is_found:
+            return value
+        raise value
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+
+
+def _end(process: BaseProcess, pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.join()
+
+
+def _answer(
+    source: Source, make: Callable[[], Any], seed: int, parent: int, theirs: Connection, pipe: Connection
+) -> None:
+    """In the process: question after question, until nobody asks any more."""
+    obey_rank(parent)
+    theirs.close()
+    become_worker(source.data, seed=seed)
+    target: Any = None
+    while True:
+        try:
+            method, given, named = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if target is None:
+                worker_init(source, alone=True, parent=parent)(0)
+                if not source.is_indexed:
+                    hide_worker()
+                target = make()
+            answer = pickle.dumps((True, getattr(target, method)(*given, **named)), protocol=5)
+        except Exception as error:
+            answer = pickle.dumps((False, _carried(error)), protocol=5)
+        pipe.send_bytes(answer)
+
+
+def _carried(error: Exception) -> PacelineError:
+    """An error that can travel: ours as it is, any other in words with the user's line."""
+    if isinstance(error, PacelineError):
+        return error
+    try:
+        raise_worker_error(worker_error(error, doing="reading data"))
+    except DataError as told:
+        return told
+    raise AssertionError

@@ -1,0 +1,283 @@
+"""What the user gave as data, brought to one form: something to index or to iterate, an order, and settings."""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from paceline.console.formatting import plural
+from paceline.data.order.batches import Batch, next_batch
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.permutation import Permutation, Positions
+from paceline.errors import DataError, JobError, UsageError, on_a_screen, raise_all, user_line
+from paceline.job_field_checks import unfit_data, whole_indices
+from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
+
+Collate = Callable[[list[Any]], Any]
+
+
+_ORDER_HINT = "order=lambda num_samples, epoch, seed: [indices ...]"
+_OWN = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegeneratedIterable:
+    """What a function gives that can be read once (a generator): called again each time it is to be read."""
+
+    make: Callable[[], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The data and how it is to be read."""
+
+    data: Any
+    collate: Collate | None = None
+    order: Any = None
+    workers: int = 0
+    loader: DataLoader[Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether any sample can be asked for by its index."""
+        return is_indexed(self.data)
+
+    @property
+    def gives_order(self) -> str:
+        """What the order comes from, in words."""
+        own = self.loader is not None and self.order is self.loader.sampler
+        return "the DataLoader's sampler" if own else "order="
+
+
+def is_indexed(data: Any) -> bool:
+    """Whether samples are asked for by index. torch's IterableDataset has an index operator too, which only raises."""
+    return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+class MadeDatasets:
+    """What functions that give data have given: what can be indexed is made once, all else each time it is read."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def data(self, given: Any) -> Any:
+        """Return the data: `given` itself, or what it makes."""
+        if not _makes_data(given):
+            return given
+        if id(given) in self._kept:
+            return self._kept[id(given)][1]
+        data = given()
+        if isinstance(data, Iterator) and not any(hasattr(data, name) for name in _OWN):
+            return RegeneratedIterable(make=given)
+        if is_indexed(data.dataset if isinstance(data, DataLoader) else data):
+            self._kept[id(given)] = given, data
+        return data
+
+
+def _makes_data(data: Any) -> bool:
+    """Whether it is a function or a class that is called for the data."""
+    is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    return isinstance(data, type) or (callable(data) and not is_data)
+
+
+def read_source(
+    data: Any, *, collate: Collate | None, order: Any, workers: int, name: str, made: MadeDatasets | None = None
+) -> Source:
+    """Bring `data` to one form, without reading it; a `Source` is in it.
+
+    Raises:
+        JobError: it is nothing that can be indexed or iterated.
+    """
+    if isinstance(data, Source):
+        return data
+    data = (made or MadeDatasets()).data(data)
+    if isinstance(data, DataLoader):
+        return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
+    if collate is None:
+        raise_all(list(unfit_data(data, name=name)))
+    source = Source(data=data, collate=collate, order=order, workers=workers)
+    if not source.is_indexed and not isinstance(data, Iterable):
+        raise JobError(
+            f"{name} is a {type(data).__name__}, which can be neither indexed nor iterated.",
+            hint="give an object with __len__ and __getitem__, an iterable, or a function giving one",
+        )
+    return source
+
+
+def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
+    """Keep what the user set on a DataLoader; only the dealing of samples is ours."""
+    _check_loader(loader, name)
+    notes = ["the DataLoader's own settings are kept; batches are cut by global_batch_size"]
+    if loader.drop_last and name == "train_data":
+        notes.append("the DataLoader's drop_last is a setting of the run: --data.drop_last true")
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if hasattr(context, "get_start_method") else context
+    if method not in (None, "fork"):
+        notes.append(f"the DataLoader's multiprocessing_context {method} is not kept: data workers are forked")
+    if order is None and is_indexed(loader.dataset):
+        order, note = _order_of(loader.sampler)
+        notes += [note] if note else []
+    return Source(
+        data=loader.dataset,
+        collate=collate or loader.collate_fn,
+        order=order,
+        workers=workers or loader.num_workers,
+        loader=loader,
+        notes=tuple(notes),
+    )
+
+
+def _check_loader(loader: DataLoader[Any], name: str) -> None:
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise JobError(
+            f"the DataLoader cuts batches with its own {type(loader.batch_sampler).__name__}.",
+            cause="which samples form a batch must be known for any number of ranks",
+            hint="order=lambda num_samples, epoch, seed: [indices ...]",
+        )
+    if loader.batch_size is None:
+        raise JobError(
+            f"the DataLoader of {name} has batch_size=None: its dataset makes whole batches.",
+            cause="a batch is cut into microbatches for any number of ranks, which takes single samples",
+            hint=f"{name}=a dataset of single samples, and collate= for what makes a batch of them",
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise JobError(
+            f"{name} is a {type(loader).__name__}, a DataLoader that iterates in its own way.",
+            cause="samples are read and dealt by the run, so that any number of ranks has the same",
+            hint=f"{name}=loader.dataset, with collate=loader.collate_fn",
+        )
+
+
+def _order_of(sampler: Any) -> tuple[Any, str]:
+    if isinstance(sampler, SequentialSampler):
+        return "sequential", ""
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        own = sampler.generator is not None
+        return None, "the DataLoader's generator is not used: the order of samples follows from the seed" if own else ""
+    if isinstance(sampler, DistributedSampler):
+        note = "the DistributedSampler is replaced: it repeats samples to even out ranks"
+        return (None if sampler.shuffle else "sequential"), note
+    return sampler, ""
+
+
+def refuse_no_batch(num_samples: int, *, batch: int) -> None:
+    """Refuse to leave out an epoch's short batch where it has no other.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    if num_samples < batch:
+        raise UsageError(
+            f"data.drop_last leaves nothing to train on: an epoch has {plural(num_samples, 'sample')}, and a global "
+            f"batch {batch}.",
+            hint=f"--data.drop_last false, or --train.global_batch_size {num_samples}",
+        )
+
+
+class Order:
+    """Which sample stands at which position of an epoch: a pure function of (seed, epoch, position)."""
+
+    def __init__(self, *, order: Any, num_samples: int, seed: int) -> None:
+        self._order = order
+        self._total = num_samples
+        self._seed = seed
+        self._epochs: dict[int, Permutation | Positions] = {}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user gives it, so that it may be anything."""
+        return self._order is not None and not (isinstance(self._order, str) and self._order == "sequential")
+
+    def name(self, epoch: int) -> str:
+        """What tells it from others; of the user's, a checksum."""
+        if not self.is_own:
+            return self._order or "shuffled"
+        return f"{zlib.crc32(np.ascontiguousarray(self._of(epoch)).tobytes()):08x}"
+
+    def batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
+        """Return the batch at `cursor`, where each epoch is as long as its own order.
+
+        Raises:
+            UsageError: the short batches are left out, and an epoch has no other.
+        """
+        left = self.size(cursor.epoch) - cursor.position
+        if left <= 0 or (drop_last and left < global_batch_size):
+            cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)
+        total = self.size(cursor.epoch)
+        if drop_last:
+            refuse_no_batch(total, batch=global_batch_size)
+        return next_batch(
+            cursor,
+            num_samples=total,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            drop_last=drop_last,
+        )
+
+    def size(self, epoch: int) -> int:
+        """Samples in this epoch."""
+        return len(self._of(epoch))
+
+    def at(self, *, epoch: int, start: int, stop: int) -> tuple[int, ...]:
+        """The sample indices at these positions."""
+        return tuple(self._of(epoch)[start:stop].tolist())
+
+    def _of(self, epoch: int) -> "Permutation | Positions":
+        if epoch not in self._epochs:
+            self._epochs = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}
+            self._epochs[epoch] = self._make(epoch)
+        return self._epochs[epoch]
+
+    def _make(self, epoch: int) -> "Permutation | Positions":
+        if self._order is None:
+            return Permutation(num_samples=self._total, seed=self._seed, epoch=epoch)
+        if self._order == "sequential":
+            return np.arange(self._total, dtype=np.int64)
+        drawn = whole_indices(self._drawn(epoch))
+        if drawn.ndim != 1:
+            raise JobError(f"order= gave lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
+        if len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= self._total:
+            raise DataError(
+                f"order= gave indices outside 0..{self._total - 1} at epoch {epoch}.",
+                hint=_ORDER_HINT,
+            )
+        return drawn
+
+    def _drawn(self, epoch: int) -> Sequence[Any]:
+        """What the user's order gives.
+
+        Raises:
+            JobError: it is not an order, or it raises.
+        """
+        order = self._order
+        if isinstance(order, str | bytes) or not (callable(order) or isinstance(order, Iterable)):
+            raise JobError(
+                f"order={on_a_screen(repr(order), lines=1, width=40)} is no order of samples.",
+                hint=f'order="sequential", a torch Sampler, or {_ORDER_HINT}',
+            )
+        try:
+            return self._asked(epoch)
+        except Exception as error:
+            line = user_line(error)
+            raise JobError(
+                f"order= failed for epoch {epoch}: {type(error).__name__}: {on_a_screen(str(error))}",
+                where=f"{line}: {line.text}" if line else "",
+                hint=_ORDER_HINT,
+            ) from error
+
+    def _asked(self, epoch: int) -> Sequence[Any]:
+        with preserve_rng():
+            seed_all(stream_key(self._seed, "order", epoch))
+            if isinstance(self._order, Sampler) or not callable(self._order):
+                if hasattr(self._order, "set_epoch"):
+                    self._order.set_epoch(epoch)
+                return list(self._order)
+            return list(self._order(self._total, epoch, self._seed))

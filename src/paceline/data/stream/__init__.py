@@ -1,0 +1,1 @@
+"""Iterable datasets, split into virtual shards so that any number of ranks reads the same samples."""

@@ -1,0 +1,187 @@
+"""Data that can only be iterated. What can be split is split into virtual shards, and a replica reads those that it
+needs; any other stream is read whole by every replica, which keeps its own microbatches (exact, costs reading).
+
+Checksums find a stream that gives other samples when it is read again: between replicas, and on resume.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import GeneratorType
+from typing import Any
+
+from paceline.data.checksum import checksum
+from paceline.data.order.batches import Batch, Microbatch
+from paceline.data.order.cursor import Cursor
+from paceline.data.order.microbatch_assignment import assign_microbatches
+from paceline.data.source import Source
+from paceline.data.stream.epoch import Agree, Epoch, StreamReading
+from paceline.data.stream.microbatch_collator import Collator
+from paceline.data.stream.virtual_sharding import StreamSharding, split_of
+from paceline.data.types import BatchPartition, LocalMicro, StepInput
+from paceline.errors import DataError, JobError, ResumeError
+from paceline.torch_internals.rng import stream_key
+
+__all__ = ["IterableLoader", "checksum"]
+
+
+class IterableLoader:
+    """The feed over an iterable. `agree` gathers every replica's value, in the order of replicas."""
+
+    num_samples: int | None = None
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        cut: BatchPartition,
+        cursor: Cursor,
+        seed: int,
+        sample_seeds: str = "auto",
+        shards: int | None = None,
+        agree: Agree | None = None,
+    ) -> None:
+        if source.order is not None:
+            raise JobError("order= needs data that can be indexed.", hint="leave order= out for an iterable")
+        self._source = source
+        self._cut = cut
+        self._cursor = cursor
+        self._asked = shards
+        self._seed = None if sample_seeds == "never" else seed
+        self._agree = agree
+        self._saved: Mapping[str, Any] | None = None
+        self._epoch: Epoch | None = None
+        self._collator: Collator | None = None
+        self._split = split_of(source, asked=shards, global_batch_size=cut.global_batch_size)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner."""
+        return (*self._source.notes, describe_stream(self._split, replicas=self._cut.replicas, kind="data"))
+
+    def __iter__(self) -> Iterator[StepInput]:
+        """Endless: the stream is read again for each epoch."""
+        cursor = self._cursor
+        self._collator = self._collator or Collator(self._source)
+        epoch = self._resumed()
+        while True:
+            takes = epoch.next_batch()
+            if takes is None:
+                raise self._nothing(cursor)
+            batch = _batch(cursor, sum(takes), self._cut.micro_batch_size)
+            rows = epoch.give()
+            micro = self._local(batch, rows)
+            fingerprint = epoch.checksum
+            if epoch.next_batch() is None:
+                after = batch.after
+                ended = Cursor(epoch=after.epoch + 1, samples=after.samples, step=after.step)
+                batch = Batch(cursor=batch.cursor, after=ended, micro=batch.micro)
+            self._cursor = cursor = batch.after
+            yield StepInput(batch=batch, micro=micro, fingerprint=fingerprint & 0xFFFFFF, notes=tuple(epoch.notes))
+            if cursor.position == 0:
+                epoch = self._opened(cursor.epoch)
+
+    def state(self) -> Mapping[str, Any]:
+        """Where each shard stands, of use on any number of replicas; every replica calls this."""
+        found: dict[str, Any] = {"shards": self._split.shards, "epoch": self._cursor.epoch}
+        if self._epoch is not None and self._cursor.position:
+            found |= self._epoch.state()
+        return found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state, with its shards.
+
+        Raises:
+            ResumeError: the stream can't be split as it was, or another number of shards is asked for.
+        """
+        self._saved = state
+        was, asked = int(state["shards"]), self._asked
+        if asked is not None and asked != was and self._split.shards != was:
+            raise ResumeError(
+                f"data.shards was {was}, is {asked}.",
+                cause="which sample comes when follows from it; it is fixed at a run's first start",
+                hint="leave --data.shards out",
+            )
+        split = self._split
+        if was != split.shards:
+            split = split_of(self._source, asked=was, global_batch_size=max(was, self._cut.global_batch_size))
+        if was != split.shards:
+            raise ResumeError(
+                f"the stream was split into {was} shards, and can't be now: {split.why_whole}.",
+                cause="other data, or another version of it",
+                hint="give the job the data that the run was started with",
+            )
+        self._split = split
+
+    def close(self) -> None:
+        """Stop the data workers."""
+        if self._epoch is not None:
+            self._epoch.close()
+        if self._collator is not None:
+            self._collator.close()
+
+    def _nothing(self, cursor: Cursor) -> DataError:
+        what, hint = "is empty", "check the path it reads from"
+        if cursor.position:
+            what = "ended before the place where this run stopped"
+        elif self._cut.drop_last:
+            what = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last leaves out"
+            hint = "--data.drop_last false, or a smaller --train.global_batch_size"
+        return DataError(f"the stream of train_data {what}.", hint=hint)
+
+    def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
+        if self._epoch is not None and isinstance(self._source.data, GeneratorType):
+            raise DataError(
+                f"train_data is a generator, which can be read once: there is nothing for epoch {number + 1}.",
+                hint="train_data=the function that makes it, without the call: it is called again for each epoch",
+            )
+        if self._epoch is not None:
+            self._epoch.close()
+        reads = StreamReading(split=self._split, source=self._source, cut=self._cut, seed=self._seed, agree=self._agree)
+        self._epoch = Epoch(reads=reads, number=number, saved=saved)
+        return self._epoch
+
+    def _resumed(self) -> Epoch:
+        """From the saved records in constant time; without them, by reading from the start of the epoch."""
+        cursor, saved = self._cursor, self._saved
+        known = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
+        if saved is not None and known and sum(saved["read"]) == cursor.position:
+            return self._opened(cursor.epoch, saved)
+        epoch = self._opened(cursor.epoch)
+        while sum(epoch.read) < cursor.position and epoch.next_batch() is not None:
+            epoch.give()
+        return epoch
+
+    def _local(self, batch: Batch, rows: list[Any]) -> tuple[LocalMicro, ...]:
+        first, found = batch.cursor.position, []
+        assert self._collator is not None
+        for index in assign_microbatches(len(batch.micro), replica=self._cut.replica, replicas=self._cut.replicas):
+            micro = batch.micro[index]
+            seed = None if self._seed is None else stream_key(self._seed, "microbatch", batch.cursor.epoch, micro.start)
+            part = rows[micro.start - first : micro.stop - first]
+            found.append(self._collator.microbatch(part, index=index, start=micro.start, seed=seed))
+        return tuple(found)
+
+
+def describe_stream(split: StreamSharding, *, replicas: int, kind: str) -> str:
+    """One line: how the stream is read."""
+    if split.shards == 1:
+        resume = "; a resume goes on from its state" if split.keeps_place else ""
+        return (
+            f"{kind}: a stream, not split ({split.why_whole}); every replica reads all of it and keeps its own "
+            f"microbatches (exact, costs reading){resume}"
+        )
+    each = (
+        "each replica reads its own"
+        if split.shards >= replicas
+        else f"about {-(-replicas // split.shards)} replicas read each (costs reading; more of them need a new run)"
+    )
+    return f"{kind}: a stream in {split.shards} virtual shards, fixed for this run; {each}"
+
+
+def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
+    stop = cursor.position + size
+    starts = range(cursor.position, stop, micro_batch_size)
+    micro = tuple(
+        Microbatch(index=i, start=start, stop=min(start + micro_batch_size, stop)) for i, start in enumerate(starts)
+    )
+    after = Cursor(epoch=cursor.epoch, position=stop, samples=cursor.samples + size, step=cursor.step + 1)
+    return Batch(cursor=cursor, after=after, micro=micro)

@@ -1,0 +1,58 @@
+"""Samples of a stream made into microbatches: in the rank, or where it has data workers in one more of those."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from paceline.data.fetch import raise_worker_error, worker_error
+from paceline.data.reader_process import DataProcess
+from paceline.data.source import Source
+from paceline.data.stream.shard_workers import as_full, as_light
+from paceline.data.types import LocalMicro
+from paceline.torch_internals.rng import seed_all
+
+
+class Collator:
+    """Collates the samples of one stream, whose shards several data workers read."""
+
+    def __init__(self, source: Source) -> None:
+        self._collating = _Collating(collate=source.collate or default_collate)
+        self._process: DataProcess | None = None
+        if source.workers and self._collating.collate is not default_collate:
+            self._process = DataProcess(source, make=lambda: self._collating)
+
+    def microbatch(self, rows: list[Any], *, index: int, start: int, seed: int | None = None) -> LocalMicro:
+        """Return one microbatch of samples from position `start` on.
+
+        Raises:
+            DataError: the collation raised.
+        """
+        if self._process is None:
+            data = self._collating.made(rows, seed)
+        else:
+            data = as_full(self._process.ask("sent", as_light(rows), seed))
+        indices = tuple(range(start, start + len(rows)))
+        return LocalMicro(index=index, num_samples=len(rows), data=raise_worker_error(data), indices=indices)
+
+    def close(self) -> None:
+        """End its process."""
+        if self._process is not None:
+            self._process.close()
+
+
+@dataclass(frozen=True)
+class _Collating:
+    collate: Callable[[list[Any]], Any]
+
+    def made(self, rows: list[Any], seed: int | None) -> Any:
+        if seed is not None:
+            seed_all(seed)
+        try:
+            return self.collate(rows)
+        except Exception as error:
+            return worker_error(error, doing="collating samples of a stream", hint="collate=lambda samples: ...")
+
+    def sent(self, rows: Any, seed: int | None) -> Any:
+        return as_light(self.made(as_full(rows), seed))

@@ -1,0 +1,162 @@
+"""One virtual shard, read in order, from its start or from where a record says."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.data.checksum import checksum, fold
+from paceline.data.fetch import WorkerError, worker_error
+from paceline.data.stream.dataset_state_json import CannotBeWritten, from_json, to_json
+from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
+from paceline.data.stream.virtual_sharding import StreamSharding, call_user_dataset
+from paceline.errors import DataError
+from paceline.torch_internals.rng import seed_all, stream_key
+
+ANCHOR_EVERY = 16
+READ_AGAIN = 8
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSample:
+    """One sample with its checksum; every so often with the shard's state right after it, as JSON."""
+
+    sample: Any = field(repr=False)
+    crc: int
+    state: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardChunk:
+    """Some rows of one shard; `ended` or `worker_error` come after the last of them."""
+
+    rows: list[StreamSample]
+    ended: bool = False
+    trouble: WorkerError | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPosition:
+    """Which shard of which epoch; `seed` is None where samples are not seeded."""
+
+    shard: int
+    epoch: int
+    seed: int | None
+
+
+class ShardReader:
+    """Reads one shard. A record is trusted only after some samples that it remembers were read again."""
+
+    def __init__(self, *, split: StreamSharding, stand: ShardPosition, record: Record | None = None) -> None:
+        self._split = split
+        self._stand = stand
+        self._number = 0
+        self._notes: list[str] = []
+        self._data: Any = None
+        self._samples: Iterator[Any] | None = None
+        self._record = record
+        self._writable = True
+
+    def chunk(self, size: int) -> ShardChunk:
+        """The next `size` rows, fewer at the end."""
+        rows: list[StreamSample] = []
+        try:
+            if self._samples is None:
+                self._start()
+            while len(rows) < size:
+                rows.append(self._next())
+        except StopIteration:
+            return ShardChunk(rows=rows, ended=True, notes=self._said())
+        except DataError as error:
+            found = WorkerError(what=error.what, where=error.where, hint=error.hint, cause=error.cause)
+            return ShardChunk(rows=rows, trouble=found)
+        return ShardChunk(rows=rows, notes=self._said())
+
+    def _said(self) -> tuple[str, ...]:
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def _start(self) -> None:
+        record = self._record
+        if record is None:
+            self._open()
+            return
+        anchor = record.get("anchor")
+        if anchor is not None and self._again(anchor, int(record["read"])):
+            return
+        self._open()
+        if self._total(int(record["read"])) != record["checksum"]:
+            raise self._differs(int(record["read"]))
+        if anchor is not None:
+            self._notes.append(
+                f"data: the state_dict of shard {self._stand.shard} does not hold all of it (a shuffle buffer?); "
+                f"its first {record['read']:,} samples were read again, and are the same"
+            )
+
+    def _again(self, anchor: Record, read: int) -> bool:
+        """Whether the samples after the anchor are those that were read before."""
+        self._open(anchor)
+        return self._total(read - int(anchor["read"])) == int(anchor["checksum"])
+
+    def _total(self, samples: int) -> int | None:
+        total = 0
+        try:
+            for _ in range(samples):
+                total = fold(total, self._next().crc)
+        except StopIteration:
+            return None
+        return total
+
+    def _open(self, anchor: Record | None = None) -> None:
+        self._number = 0 if anchor is None else int(anchor["read"])
+        self._data = self._split.open(shard=self._stand.shard, epoch=self._stand.epoch)
+        if anchor is not None:
+            state = from_json(anchor["state"])
+            call_user_dataset(
+                lambda: self._data.load_state_dict(state), doing=f"load_state_dict of shard {self._stand.shard}"
+            )
+        self._seed()
+        self._samples = call_user_dataset(lambda: iter(self._data), doing="iter() of the stream")
+
+    def _seed(self) -> None:
+        stand = self._stand
+        if stand.seed is not None:
+            seed_all(stream_key(stand.seed, "shard", stand.epoch, stand.shard, self._number))
+
+    def _next(self) -> StreamSample:
+        assert self._samples is not None
+        self._seed()
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:
+            found = worker_error(error, doing=f"reading {self._named()}")
+            raise DataError(found.what, where=found.where) from error
+        self._number += 1
+        return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state())
+
+    def _state(self) -> Any:
+        if not self._split.keeps_place or not self._writable or self._number % ANCHOR_EVERY:
+            return None
+        try:
+            return to_json(call_user_dataset(self._data.state_dict, doing=f"state_dict of shard {self._stand.shard}"))
+        except CannotBeWritten as error:
+            self._writable = False
+            self._notes.append(
+                f"data: the state_dict of the stream holds {error}, which JSON can't; a resume reads its shards again"
+            )
+            return None
+
+    def _named(self) -> str:
+        where = f" of shard {self._stand.shard}" if self._split.shards > 1 else ""
+        return f"sample {self._number}{where} of the stream"
+
+    def _differs(self, read: int) -> DataError:
+        where = f" of shard {self._stand.shard}" if self._split.shards > 1 else ""
+        return DataError(
+            f"the stream differs from what this run read before (first {read} samples{where}).",
+            cause=NOT_SEEDED,
+            hint=SEED_IT,
+        )

@@ -1,0 +1,80 @@
+"""Whether and how a stream is split into virtual shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.fetch import raise_worker_error, worker_error
+from paceline.data.order.virtual_shards import choose_shards
+from paceline.data.source import Source
+from paceline.errors import JobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSharding:
+    """A stream as `shards` virtual ones; `keeps_place` says that one can be gone on with from its state."""
+
+    data: Any
+    shards: int = 1
+    keeps_place: bool = False
+    why_whole: str = ""
+
+    def open(self, *, shard: int, epoch: int) -> Any:
+        """A fresh dataset of one shard, ready to be iterated in this epoch."""
+        _set_epoch(self.data, epoch)
+        if not self.keeps_place:
+            return self.data
+        doing = f"shard(num_shards={self.shards}, index={shard})"
+        part = call_user_dataset(lambda: self.data.shard(num_shards=self.shards, index=shard), doing=doing)
+        if not hasattr(part, "__iter__"):
+            raise JobError(f"{doing} of the stream gave a {type(part).__name__}, expected an iterable.")
+        _set_epoch(part, epoch)
+        return part
+
+
+def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> StreamSharding:
+    """How this stream is read, which follows from the data and the batch alone.
+
+    Raises:
+        UsageError: `asked` shards are impossible.
+    """
+    data, real = source.data, num_real_shards(source.data)
+    if real == 0 and hasattr(data, "shard"):
+        raise JobError("the stream has no shard.", where=type(data).__name__, hint="check the path it reads from")
+    shards = choose_shards(asked=asked, real=real, global_batch_size=global_batch_size)
+    missing = [name for name in ("shard", "state_dict", "load_state_dict") if not hasattr(data, name)]
+    if missing:
+        return StreamSharding(data=data, why_whole=f"it has no {missing[0]}()")
+    if asked is not None and real is not None and asked > real:
+        why = f"it has {real} shard{'s' if real > 1 else ''} and data.shards is {asked}"
+        return StreamSharding(data=data, keeps_place=True, why_whole=why)
+    if shards == 1:
+        why = "data.shards is 1" if asked == 1 else "it has one shard" if real == 1 else "a batch is one sample"
+        return StreamSharding(data=data, keeps_place=True, why_whole=why)
+    return StreamSharding(data=data, shards=shards, keeps_place=True)
+
+
+def num_real_shards(data: Any) -> int | None:
+    """What the data itself says; None where it can be cut into any number."""
+    for name in ("num_shards", "n_shards"):
+        value = getattr(data, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def call_user_dataset(call: Callable[[], Any], *, doing: str) -> Any:
+    """The value of a call into the user's dataset.
+
+    Raises:
+        DataError: it raised; named with its line.
+    """
+    try:
+        return call()
+    except Exception as error:
+        return raise_worker_error(worker_error(error, doing=doing))
+
+
+def _set_epoch(data: Any, epoch: int) -> None:
+    if hasattr(data, "set_epoch"):
+        call_user_dataset(lambda: data.set_epoch(epoch), doing=f"set_epoch({epoch})")

@@ -1,0 +1,82 @@
+"""What a data worker sends, serialized by the worker itself.
+
+A multiprocessing queue serializes in a thread. An object that cannot be serialized is dropped there, and the rank waits
+for it forever. Here the worker serializes what it read, so that an error reaches the rank like any other.
+"""
+
+import pickle
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from paceline.data.fetch import WorkerError, worker_error
+from paceline.errors import DataError
+from paceline.launch.failures.oom_detection import explain_lack
+from paceline.torch_internals.private_api import pin_memory
+
+
+@dataclass(frozen=True, slots=True)
+class SerializedMicrobatch:
+    """A serialized microbatch; tensors in it travel as shared memory, as in any DataLoader."""
+
+    content: bytes
+    is_pinned: bool = False
+
+    def pin_memory(self) -> "DeserializedMicrobatch":
+        """Return the pinned content: torch's thread that pins calls this."""
+        return DeserializedMicrobatch(pin_memory(load(self.content)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeserializedMicrobatch:
+    """What was in a parcel that torch's thread has opened."""
+
+    value: Any
+
+
+def pack(value: Any) -> SerializedMicrobatch:
+    """Serialize a microbatch in a data worker; where that fails, the parcel holds the `WorkerError`."""
+    try:
+        return SerializedMicrobatch(bytes(ForkingPickler.dumps(value)))
+    except Exception as error:
+        return SerializedMicrobatch(bytes(ForkingPickler.dumps(not_sent(error))))
+
+
+def not_sent(error: Exception) -> WorkerError:
+    """Say why what was read cannot leave the data worker."""
+    return worker_error(error, doing="sending samples from a data worker to its rank", hint=_HINT)
+
+
+def unpack(parcel: Any) -> Any:
+    """Return what a data worker has packed.
+
+    Raises:
+        DataError: it cannot be made again in this process.
+        OSError, EOFError: the worker is gone, and its shared memory with it.
+    """
+    if isinstance(parcel, DeserializedMicrobatch):
+        return parcel.value
+    return load(parcel.content) if isinstance(parcel, SerializedMicrobatch) else parcel
+
+
+def load(content: bytes) -> Any:
+    """Return what another process has serialized.
+
+    Raises:
+        DataError: it cannot be made again in this process.
+        OSError, EOFError: the other process is gone, and its shared memory with it.
+    """
+    try:
+        return pickle.loads(content)
+    except (OSError, EOFError):
+        raise
+    except Exception as error:
+        cause, hint = explain_lack(str(error)) or ("a class in it can be pickled but not unpickled", _HINT)
+        raise DataError(
+            f"what a data worker sent cannot be made again in the rank: {type(error).__name__}: {error}",
+            cause=cause,
+            hint=hint,
+        ) from error
+
+
+_HINT = "samples of tensors, numbers, strings, lists and dicts; or --data.workers 0, which sends nothing"

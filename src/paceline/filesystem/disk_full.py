@@ -1,0 +1,74 @@
+"""A disk that takes no more, in our words."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.console.formatting import format_size
+from paceline.errors import SaveError
+from paceline.filesystem.atomic_files import free_bytes
+
+_SMALL_FILE_BYTES = 16 << 10
+_CAUSES = {
+    errno.EROFS: ("the disk may only be read", "--run-dir on a disk that you may write"),
+    errno.EACCES: ("you have no right to write there", "chmod or chown it, or --run-dir where you may write"),
+    errno.EPERM: ("you have no right to write there", "chmod or chown it, or --run-dir where you may write"),
+    errno.EDQUOT: ("your quota on this disk is used up", "remove files of yours there, or --run-dir on another disk"),
+    errno.EFBIG: ("a file may not become that large: `ulimit -f`, or the kind of disk", "ulimit -f unlimited"),
+    errno.ENOTDIR: ("what should be a folder there is a file or a link", "move it away"),
+    errno.EISDIR: ("a folder of that name is in the way", "move it away"),
+    errno.EEXIST: ("something of that name is in the way", "move it away"),
+    errno.ELOOP: ("it is a link, which is not followed here", "remove the link"),
+    errno.ENOTEMPTY: ("a folder there can't be replaced: another program writes into it", "end that program"),
+    errno.EBUSY: ("another disk is mounted there, or a program uses it", "another place"),
+    errno.ENOENT: ("the folder was moved or removed meanwhile", "leave the folder of a run that trains where it is"),
+    errno.ENAMETOOLONG: ("its name is too long for this disk", "a shorter --run-dir"),
+    errno.EMFILE: ("this process has too many files open: `ulimit -n`", "ulimit -n 4096"),
+    errno.ENFILE: ("this machine has too many files open", "end other programs"),
+    errno.EIO: ("the disk or the network to it fails", "dmesg, or --run-dir on another disk"),
+    errno.ESTALE: ("the network disk has forgotten the folder", "mount it again, or --run-dir on another disk"),
+}
+
+
+@contextmanager
+def as_checkpoint_error(what: str, folder: Path) -> Iterator[None]:
+    """Whatever the system refuses meanwhile is a checkpoint's error.
+
+    Raises:
+        SaveError: no space or no permission.
+    """
+    try:
+        yield
+    except OSError as error:
+        cause, hint = explain_refusal(error, folder)
+        raise SaveError(
+            f"{what} could not be written: {error.strerror or error}.",
+            where=str(folder),
+            cause=cause,
+            hint=f"{hint}; older checkpoints are untouched",
+        ) from error
+
+
+def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
+    """Return why the system did not take what was written into `folder`, and what to do."""
+    if error.errno == errno.ENOSPC and _has_no_inodes(folder):
+        return "no more files can be made there: all inodes are taken (`df -i`)", "remove some files"
+    if error.errno == errno.ENOTEMPTY and not os.access(folder, os.W_OK | os.X_OK):
+        return _CAUSES[errno.EACCES]  # it was to be emptied, and could not be
+    if error.errno in _CAUSES:
+        return _CAUSES[error.errno]
+    return f"{format_size(free_bytes(folder))} are free there", "free some space"
+
+
+def is_full(folder: Path) -> bool:
+    """Whether not even a small file can be written there."""
+    return _has_no_inodes(folder) or free_bytes(folder) < _SMALL_FILE_BYTES
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    while not folder.exists():
+        folder = folder.parent
+    found = os.statvfs(folder)
+    return found.f_files > 0 and found.f_favail == 0

@@ -1,0 +1,263 @@
+"""One run at a time in a run folder: a lock that the kernel lets go of when its last holder ends, however it ends.
+
+The launcher takes it and its workers inherit it. So a launcher that was killed does not let go while a worker of
+its own is still going down, and nobody who comes after it writes beside one.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import SaveError, UsageError
+from paceline.filesystem.atomic_files import open_in_place, writing
+
+LOCK = ".lock"
+_NEVER_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
+_OWN_LINKS = ("checkpoints", "consolidated")
+_WAIT_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass
+class RunLock:
+    """A held run folder; workers get `handle` and keep it open."""
+
+    handle: int
+
+    def close(self) -> None:
+        """Let go, once every worker that inherited it has ended."""
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
+            os.close(handle)
+
+    def close_in_forks(self) -> None:
+        """Keep the lock to this process: a child that the job forks may outlive the run, and does not write into it."""
+        os.register_at_fork(after_in_child=self._close_here)
+
+    def _close_here(self) -> None:
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            with suppress(OSError):
+                os.close(handle)
+
+
+def lock_run_folder(folder: Path, *, wait: Callable[[str], None]) -> RunLock:
+    """Take the run folder for this run. Where what held it is gone and its workers are ending, wait for them.
+
+    `wait` is told once why. On a disk that knows no locks only a holder on this machine is found.
+
+    Raises:
+        UsageError: another run writes there.
+    """
+    handle = _opened(folder)
+    deadline, told = time.monotonic() + _WAIT_SECONDS, False
+    try:
+        while not _taken(handle):
+            holder = _read(handle)
+            if is_holder_alive(holder) or time.monotonic() > deadline:
+                raise _refusal(folder, holder)
+            if not told:
+                wait(f"waiting for what is left of an earlier run in {folder} to end")
+            told = True
+            time.sleep(_POLL_SECONDS)
+        with writing(folder):
+            _write(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    return RunLock(handle)
+
+
+def _opened(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder)
+        return open_in_place(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UsageError(
+            f"{folder / LOCK} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+        ) from None
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a run writes there now; on a disk that knows no locks, whether one says so that lives."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        holder = _read(handle)
+        return bool(holder) and holder.get("host") != socket.gethostname() and is_holder_alive(holder)
+    except OSError as error:
+        return isinstance(error, BlockingIOError) or is_holder_alive(_read(handle))
+    finally:
+        os.close(handle)
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a run folder that somebody has made ready with links: a run would write to where they point.
+
+    The folders of checkpoints and of the final model may be links of one's own, to a larger disk.
+
+    Raises:
+        UsageError: naming the link.
+    """
+    for name in (*_NEVER_LINKS, *_OWN_LINKS):
+        path = folder / name
+        if path.is_symlink() and (name in _NEVER_LINKS or path.lstat().st_uid != os.geteuid()):
+            which = "" if name in _NEVER_LINKS else " that another user made"
+            raise UsageError(
+                f"{path} is a link to {path.readlink()}: the run would write there.",
+                cause=f"links{which} in a run folder are not followed",
+                hint=f"rm {path}, or another --run-dir",
+            )
+
+
+class FolderIdentity:
+    """Knows a run folder by its place on the disk, so that a run does not write into another that took its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known = self._identify()
+
+    def check(self) -> None:
+        """Refuse to write where the folder of this run is no more.
+
+        Raises:
+            SaveError: it was moved or removed, or another has its name.
+        """
+        if self._identify() != self._known:
+            raise SaveError(
+                f"the run folder {self._folder} was moved or removed.",
+                where=str(self._folder),
+                cause="somebody moved, removed or recreated it while this run wrote there",
+                hint="move it back if it is elsewhere, then the same command; nothing was written into the new one",
+            )
+
+    def _identify(self) -> tuple[int, int] | None:
+        """By its lock: that is held open, so that its number is not given to another file."""
+        return _number_of(self._folder / LOCK) or _number_of(self._folder)
+
+
+def _number_of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return not is_holder_alive(_read(handle))
+    return True
+
+
+def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
+    pid, host = holder.get("pid", "?"), holder.get("host", "?")
+    cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
+    if not is_holder_alive(holder):
+        cause, hint = "workers of a run whose launcher is gone still live", f"fuser -v {folder / LOCK}"
+        pids = _openers(folder / LOCK)
+        if pids:
+            cause += f": {', '.join(f'process {pid} ({_command(pid)})' for pid in pids[:4])}"
+            hint = f"kill {' '.join(map(str, pids))}, if it is not to go on"
+    return UsageError(
+        f"{folder} is another run's: process {pid} on {host} writes there since {holder.get('since', '?')}.",
+        cause=cause,
+        hint=hint,
+    )
+
+
+def _openers(path: Path) -> list[int]:
+    """Return the other processes of this machine that have the file open, as far as this user may see them."""
+    found = []
+    with suppress(OSError):
+        own = os.stat(path)  # noqa: PTH116  beside the stat of an open handle's link
+        for folder in Path("/proc").glob("[0-9]*/fd"):
+            with suppress(OSError):
+                if int(folder.parent.name) != os.getpid() and any(_is_same(own, link) for link in folder.iterdir()):
+                    found.append(int(folder.parent.name))
+    return sorted(found)
+
+
+def _is_same(own: os.stat_result, link: Path) -> bool:
+    try:
+        return os.path.samestat(own, link.stat())
+    except OSError:
+        return False
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return "?"
+    return " ".join(words).strip()[:80]
+
+
+def _write(handle: int) -> None:
+    """Who holds it, for those who come after."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(this_process()).encode(), 0)
+
+
+def this_process() -> dict[str, Any]:
+    """Return what tells this process from every other, for `is_holder_alive`."""
+    pid = os.getpid()
+    return {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "born": birth_of(pid),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _read(handle: int) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(os.pread(handle, 4096, 0))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def is_holder_alive(holder: dict[str, Any]) -> bool:
+    """Whether the process that `this_process` told of is there still; of another machine nobody here can know."""
+    if not holder:
+        return False
+    if holder.get("host") != socket.gethostname():
+        return True
+    born = birth_of(_pid_of(holder))
+    return born is not None and born == holder.get("born")
+
+
+def _pid_of(holder: dict[str, Any]) -> int:
+    """Return its number; 0, which no process has, where the lock says something else."""
+    pid = holder.get("pid")
+    return pid if isinstance(pid, int) else 0
+
+
+def birth_of(pid: int) -> str | None:
+    """When the process was started, so that a number that was given again is not mistaken; None of one that ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

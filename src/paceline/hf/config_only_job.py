@@ -1,0 +1,153 @@
+"""A job from a Hugging Face config and nothing else: rows of the right shape without a meaning, for plans."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.config.job_reference import JobRef
+from paceline.errors import JobError
+from paceline.hf.hf_job import job
+from paceline.hf.hf_model import as_known, class_for, read_config, task_of
+from paceline.job import Job, NamedParameters, import_job_module
+
+ROWS = 1 << 20
+LONGEST, _UNSAID = 4096, 1024  # positions, at most and where a config does not say
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def make_job(
+    source: str,
+    task: str = "",
+    length: int = 0,
+    global_batch_size: int = 64,
+    optimizer: str = "AdamW",
+    lr: float = 1e-4,
+) -> Job:
+    """A job of the model that `source` describes: a folder with config.json, or `module:Name` of a config or a class.
+
+    Args:
+        source: what says what the model is; its weights are neither needed nor read.
+        task: as in `pl.hf.job`; by default what the config says.
+        length: positions of a sample; by default as many as the model has, 4,096 at most; 1,024 where it does not say.
+        global_batch_size: samples of a step.
+        optimizer: a class of `torch.optim`.
+        lr: its learning rate, which no plan depends on.
+
+    Raises:
+        JobError, CheckpointError: no config, no task, or no such optimizer.
+    """
+    config, kind = _found(source)
+    named = kind if kind is not None else task or task_of(config)
+    class_for(config, named)  # refuses what can't be, before rows are made for it
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # which id labels are shifted in behind changes no plan
+    rows = RepeatedRows(config=config, task=named if isinstance(named, str) else _task_of(kind, config), length=length)
+    chosen = getattr(torch.optim, optimizer, None)
+    if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
+        raise JobError(f"torch.optim has no {optimizer}.", hint="--job.optimizer AdamW, or SGD, Adafactor, Muon")
+    make: Any = chosen
+
+    def optimized(parameters: NamedParameters) -> Any:
+        return make([parameter for _, parameter in parameters], lr=lr)
+
+    return job(
+        config, task=named, train_data=rows, global_batch_size=global_batch_size, optimizer=optimized,
+        name=str(getattr(config, "model_type", "")) or type(config).__name__,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedRows(Dataset[Any]):
+    """As many as are asked for, all alike: shapes are what a plan looks at."""
+
+    config: Any
+    task: str
+    length: int
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.task == "image-classification":
+            return {"pixel_values": self._picture(), "labels": 0}
+        if self.task == "speech-seq2seq":
+            return {"input_features": self._sound(), "labels": self._ids()}
+        ids = self._ids()
+        labels: Any = 0 if self.task == "text-classification" else torch.zeros_like(ids)
+        return {"input_ids": ids, "labels": labels}
+
+    def _ids(self) -> Tensor:
+        text = self.config.get_text_config()
+        known = (getattr(text, name, None) for name in _POSITIONS)
+        most = next((int(each) for each in known if each), _UNSAID)
+        return torch.arange(self.length or min(most, LONGEST)) % int(text.vocab_size)
+
+    def _picture(self) -> Tensor:
+        size = getattr(self.config, "image_size", 224)
+        high, wide = size if isinstance(size, list | tuple) else (size, size)
+        return torch.zeros(int(getattr(self.config, "num_channels", 3)), int(high), int(wide))
+
+    def _sound(self) -> Tensor:
+        """Whisper's encoder halves what it hears."""
+        return torch.zeros(int(self.config.num_mel_bins), 2 * int(self.config.max_source_positions))
+
+
+def _task_of(kind: Any, config: Any) -> str:
+    """What a class that was named is for, by its name."""
+    named = copy.copy(config)
+    named.architectures = [kind.__name__]
+    return task_of(named)
+
+
+def _found(source: str) -> tuple[Any, Any]:
+    """The config, and the class of the model where one was named."""
+    if Path(source).is_dir():
+        return _read(Path(source)), None
+    place, _, name = source.partition(":")
+    module = import_job_module(JobRef(path=Path(place)) if place.endswith(".py") else JobRef(module=place))
+    found = getattr(module, name, None)
+    if found is None:
+        raise JobError(f"{place} has no {name}.", where=str(getattr(module, "__file__", place)), hint=f"{place}:NAME")
+    kind = None
+    if isinstance(found, type) and hasattr(found, "config_class") and not _is_config(found):
+        found, kind = found.config_class, found
+    made = found if isinstance(found, transformers.PretrainedConfig) else _called(source, found)
+    if not isinstance(made, transformers.PretrainedConfig):
+        raise JobError(
+            f"{source} is a {type(made).__name__}, expected a Hugging Face config.", hint="module:LlamaConfig"
+        )
+    return as_known(read_config(made)[0]), kind
+
+
+def _is_config(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, transformers.PretrainedConfig)
+
+
+def _called(source: str, found: Any) -> Any:
+    """A class, or a function, that gives one without a word."""
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise JobError(
+            f"{source} gives no config: {type(error).__name__}: {error}.",
+            hint="a config that is made without arguments",
+        ) from error
+
+
+def _read(folder: Path) -> Any:
+    try:
+        return read_config(folder)[0]
+    except (ValueError, OSError, KeyError) as error:
+        raise JobError(
+            f"{folder / 'config.json'} can't be read: {str(error).splitlines()[0]}.",
+            cause="a kind of model that the installed transformers does not know, or a file that is cut off",
+            hint="pip install --upgrade transformers",
+        ) from error

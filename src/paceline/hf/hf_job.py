@@ -1,0 +1,129 @@
+"""`pl.hf.job`: a Job from a config or a folder."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.optim import Optimizer
+
+from paceline.errors import JobError
+from paceline.hf.hf_dataset import Masking, Texts, collate
+from paceline.hf.hf_model import ConfigModel, FolderModel, class_for, read_config, task_of
+from paceline.job import Job, NamedParameters
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
+
+
+def job(
+    source: Any,
+    *,
+    train_data: Any,
+    global_batch_size: int,
+    task: Any = None,
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]] | None = None,
+    lr: float = 5e-5,
+    weight_decay: float = 0.0,
+    tokenizer: Any = None,
+    text: str = "text",
+    target: str | None = None,
+    length: int | None = None,
+    mask_rate: float = 0.15,
+    new: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> Job:
+    """A job that trains a Hugging Face model as it is, with its own loss.
+
+    Args:
+        source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
+        train_data: rows that the model's forward takes (`input_ids`, `pixel_values`, `labels`, ...), or rows of text.
+        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default what
+            the config names, or else its kind: encoder-decoders seq2seq (of text or of speech), encoders masked,
+            decoders causal.
+        optimizer: as in `Job`; by default AdamW at `lr`, with `weight_decay` on matrices only.
+        tokenizer: for rows of text; by default the folder's.
+        text, target: the columns of the text, and of the answer for seq2seq.
+        length: cut texts to so many ids.
+        mask_rate: of the ids that masked-lm hides, anew at each reading.
+        new: prefixes of tensors that the folder need not have, as a new head: `("classifier",)`.
+        dtype: of the parameters, whatever the folder has.
+        fields: any other field of `Job`; those given here go over what this makes.
+
+    Raises:
+        JobError, CheckpointError: no such task, no config, or a model that can't train.
+    """
+    config, folder = read_config(source)
+    task = task or task_of(config)
+    build = ConfigModel(config=config, kind=class_for(config, task), dtype=dtype)
+    tokenizer = tokenizer or (folder and _tokenizer(folder))
+    data = {
+        name: _rows(rows, config, task, tokenizer, text=text, target=target, length=length, rate=mask_rate)
+        for name, rows in {"train_data": train_data, **_data(fields)}.items()
+    }
+    pad_id = next(
+        (n for n in (getattr(tokenizer, "pad_token_id", None), _text(config, "pad_token_id")) if n is not None), 0
+    )
+    made: dict[str, Any] = {
+        "model": build if folder is None else FolderModel(folder=folder.resolve(), build=build, new=tuple(new)),
+        "optimizer": optimizer or _adamw(lr, weight_decay),
+        "collate": collate(pad_id=pad_id, copy_labels=task == "causal-lm"),
+        "global_batch_size": global_batch_size,
+    }
+    return Job(**{**made, **fields, **data})
+
+
+def _data(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in ("eval_data", "test_data") if fields.get(name) is not None}
+
+
+def _rows(
+    rows: Any, config: Any, task: Any, tokenizer: Any, *, text: str, target: str | None, length: int | None, rate: float
+) -> Any:
+    """Rows of a map-style dataset as the model takes them; what is none is handed on as it is."""
+    if callable(rows) and not hasattr(rows, "__getitem__"):
+        return lambda: _rows(rows(), config, task, tokenizer, text=text, target=target, length=length, rate=rate)
+    made = rows
+    if not (hasattr(made, "__getitem__") and hasattr(made, "__len__")) or not len(made):
+        return rows
+    first = made[0]
+    is_text = isinstance(first, str) or (isinstance(first, dict) and text in first and "input_ids" not in first)
+    if is_text:
+        made = Texts(rows=made, tokenizer=tokenizer, column=text, target=target, length=length)
+        first = made[0]
+    if task == "masked-lm" and isinstance(first, dict) and "labels" not in first:
+        made = _masking(made, config, tokenizer, rate)
+    return made
+
+
+def _masking(rows: Any, config: Any, tokenizer: Any, rate: float) -> Masking:
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    if mask_id is None:
+        raise JobError(
+            "masked-lm needs labels in the rows, or a tokenizer with a mask token.",
+            hint="rows with `labels` (-100 where there is no target), or tokenizer=...",
+        )
+    special = frozenset(tokenizer.all_special_ids)
+    return Masking(rows=rows, mask_id=mask_id, vocabulary=int(_text(config, "vocab_size")), special=special, rate=rate)
+
+
+def _text(config: Any, name: str) -> Any:
+    """A value of the part of the config that is about text."""
+    return getattr(config.get_text_config(), name, None)
+
+
+def _tokenizer(folder: Path) -> Any:
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+def _adamw(lr: float, weight_decay: float) -> Callable[[NamedParameters], Optimizer]:
+    def make(named: NamedParameters) -> Optimizer:
+        matrices = [p for _, p in named if p.dim() > 1]
+        rest = [p for _, p in named if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+
+    return make

@@ -1,0 +1,181 @@
+"""A job's `model` from a Hugging Face config, or from a folder with weights."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from paceline.errors import CheckpointError, JobError
+from paceline.hf.weight_conversion import ignored_by, recipes_for
+from paceline.parallel.initialization.pretrained import Loaded, whole_model
+from paceline.parallel.initialization.safetensors_loading import load_into
+from paceline.parallel.module_access.shard_spec import Parts
+
+TASKS = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-classification": "AutoModelForImageClassification",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigModel:
+    """`() -> nn.Module`: the class's own constructor on a config of its own, so that nothing is shared."""
+
+    config: Any
+    kind: Any
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self) -> nn.Module:
+        """A plain build."""
+        config = copy.deepcopy(self.config)
+        config.dtype = self.dtype
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            model = self.kind.from_config(config) if hasattr(self.kind, "from_config") else self.kind(config)
+        finally:
+            torch.set_default_dtype(before)
+        assert isinstance(model, nn.Module)
+        return model.train()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderModel:
+    """`() -> nn.Module`: the weights in a folder; ranks that want parts read these alone."""
+
+    folder: Path
+    build: ConfigModel
+    new: Sequence[str] = ()
+
+    def skeleton(self) -> nn.Module:
+        """As the constructor leaves it."""
+        return self.build()
+
+    def load(self, model: nn.Module, parts: Parts) -> Loaded:
+        """This rank's parts of what the folder has, and notes."""
+        return load_into(
+            model,
+            parts=parts,
+            folder=self.folder,
+            recipes=recipes_for(model),
+            ignored=ignored_by(model, other_head=bool(self.new)),
+            new=self.new,
+        )
+
+    def __call__(self) -> nn.Module:
+        """The whole; what the folder lacks (`new`) is drawn from a stream for its name."""
+        return whole_model(self, seed=torch.initial_seed())
+
+
+def read_config(source: Any) -> tuple[Any, Path | None]:
+    """A config as it is to train with (no cache kept), and the folder it came from.
+
+    Raises:
+        JobError, CheckpointError: it is none, or the folder has none.
+    """
+    folder = Path(source) if isinstance(source, str | Path) else None
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no config.json.",
+                cause="a name on the hub, or a folder without a Hugging Face model",
+                hint=f"hf download {folder} --local-dir model, then pl.hf.job('model', ...)",
+            )
+        config = transformers.AutoConfig.from_pretrained(str(folder))
+    elif isinstance(source, transformers.PretrainedConfig):
+        config = copy.deepcopy(source)
+    else:
+        raise JobError(
+            f"pl.hf.job got a {type(source).__name__}, expected a config or a folder.",
+            hint="pl.hf.job(LlamaConfig(...), ...), or pl.hf.job('folder', ...)",
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise JobError("the config asks for quantized weights, which have no gradient.", hint="the unquantized model")
+    for part in [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}))]:
+        if getattr(part, "use_cache", False):
+            part.use_cache = False
+    return config, folder
+
+
+def as_known(config: Any) -> Any:
+    """Of a class of one's own that says other defaults: as the config that transformers knows, of which it is made."""
+    known = [kind for kind in type(config).__mro__ if any(_knows(kind, task) for task in TASKS)]
+    if not known or known[0] is type(config):
+        return config
+    found = copy.copy(config)
+    found.__class__ = known[0]
+    return found
+
+
+def task_of(config: Any) -> str:
+    """The task that a config speaks for: that of its class, if it names one, else of its kind.
+
+    Raises:
+        JobError: none that this page knows, or what one can be trained for is for the job to say.
+    """
+    named = " ".join(getattr(config, "architectures", None) or [])
+    endings = {
+        "ForCausalLM": ["causal-lm"], "LMHeadModel": ["causal-lm"], "ForMaskedLM": ["masked-lm"],
+        "ForConditionalGeneration": ["seq2seq-lm", "speech-seq2seq"],
+        "ForImageClassification": ["image-classification"],
+        "ForSequenceClassification": ["text-classification"], "ForTokenClassification": ["token-classification"],
+    }  # fmt: skip
+    tasks = next((tasks for ending, tasks in endings.items() if ending in named), None) or _tasks_of_kind(config)
+    for task in tasks:
+        if _fits(config, task):
+            return task
+    raise JobError(f"{type(config).__name__} says no task.", hint=_what_fits(config))
+
+
+def _tasks_of_kind(config: Any) -> list[str]:
+    """Two towers of unlike kinds, as text and image, are no encoder that a head is put on unasked."""
+    if getattr(config, "is_encoder_decoder", False):
+        return ["seq2seq-lm", "speech-seq2seq"]
+    texts = ["causal-lm"] if getattr(config, "is_decoder", False) else ["masked-lm", "causal-lm"]
+    return texts if "text_config" in getattr(config, "sub_configs", {}) else [*texts, "image-classification"]
+
+
+def class_for(config: Any, task: Any) -> Any:
+    """What builds the model: the auto class of a task, or a class that was given.
+
+    Raises:
+        JobError: no such task, or transformers has no model for it of this kind.
+    """
+    if not isinstance(task, str):
+        return task
+    if task not in TASKS:
+        raise JobError(f"task={task!r} is not known.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
+    if not _fits(config, task):
+        raise JobError(
+            f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.", hint=_what_fits(config)
+        )
+    return getattr(transformers, TASKS[task])
+
+
+def _fits(config: Any, task: str) -> bool:
+    return _knows(type(config), task)
+
+
+def _knows(kind: type, task: str) -> bool:
+    return kind in getattr(transformers, TASKS[task])._model_mapping
+
+
+def _what_fits(config: Any) -> str:
+    """What to type for this config: the tasks that it fits, and the classes with another head that transformers has."""
+    tasks = [f"task={task!r}" for task in TASKS if _fits(config, task)]
+    others = sorted({name for name in dir(transformers) if name.startswith("AutoModelFor")} - set(TASKS.values()))
+    tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in others]
+    found = [table[type(config)] for table in tables if type(config) in table]
+    names = {kind.__name__ for given in found for kind in (given if isinstance(given, tuple | list) else (given,))}
+    kinds = [f"task=transformers.{name}" for name in sorted(names, key=lambda name: (len(name), name))[:3]]
+    return " or ".join(tasks + kinds) or f"task= one of {', '.join(TASKS)}, or a model class"

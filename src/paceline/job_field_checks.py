@@ -1,0 +1,235 @@
+"""What a field of a job may be. Each that is something else is named, with the line to write."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler
+
+from paceline.console.formatting import did_you_mean
+from paceline.errors import JobError, PacelineError
+from paceline.torch_internals.scalars import as_count
+
+_MODEL = "model=lambda: MyModel()"
+_OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
+_LOSS = "loss=lambda output, batch: (loss_sum, count)"
+_CALLED = {
+    "model": _MODEL,
+    "optimizer": _OPTIMIZER,
+    "loss": _LOSS,
+    "lr_schedule": "lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)",
+    "forward": "forward=lambda model, batch: model(batch[0])",
+    "count": "count=lambda batch: len(batch[1])",
+    "collate": "collate=lambda samples: ...",
+    "on_update": "on_update=lambda model, step: ...",
+    "on_eval": 'on_eval=lambda run: {"bleu": score}',
+}
+_NEEDED = {
+    "model": _MODEL,
+    "train_data": "train_data=dataset",
+    "optimizer": _OPTIMIZER,
+    "global_batch_size": "global_batch_size=64",
+}
+_BATCH_SIZES = ("batch_size", "train_batch_size", "batch")
+_ARRAYS = (Tensor, np.ndarray)
+
+
+def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:
+    """Yield what a job was given that is none of its `known` fields."""
+    if words:
+        what = (
+            f"pl.Job was given {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
+        )
+        yield JobError(what, hint="pl.Job(model=..., loss=..., train_data=..., optimizer=..., global_batch_size=...)")
+    for name in given:
+        if name not in known:
+            near = "did you mean 'global_batch_size'?" if name in _BATCH_SIZES else did_you_mean(name, known)
+            yield JobError(f"a job has no field {name!r}.", cause=near, hint=f"one of {', '.join(known)}")
+
+
+def unfit_fields(job: Any) -> Iterator[PacelineError]:
+    """Yield what is wrong with the fields of a job, each by name."""
+    for name, hint in _NEEDED.items():
+        if getattr(job, name) is None:
+            yield JobError(f"the job has no {name}=.", hint=hint)
+    yield from _uncallable(job)
+    yield from _unfit_numbers(job)
+    for name in ("train_data", "eval_data", "test_data"):
+        if job.collate is None:
+            yield from unfit_data(getattr(job, name), name=name)
+    if job.loss_over not in ("samples", "batch"):
+        yield JobError(f"loss_over={job.loss_over!r} is not known.", hint='loss_over="samples" or "batch"')
+    if job.best is not None and not isinstance(job.best, str):
+        yield _is_a("best", job.best, "the name of a metric", 'best="accuracy:max"')
+    yield from _unfit_metrics(job.metrics)
+    yield from _unfit_order(job.order)
+    for name, hint in (("settings", 'settings={"train.steps": 100}'), ("sequence", 'sequence={"input_ids": 1}')):
+        value = getattr(job, name)
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+            yield _is_a(name, value, "a dict with names as keys", hint)
+    yield from _unheard_rule(job.early_stopping)
+
+
+def _uncallable(job: Any) -> Iterator[PacelineError]:
+    for name, hint in _CALLED.items():
+        value = getattr(job, name)
+        if value is None:
+            continue
+        kind = type(value).__name__
+        if name == "model" and isinstance(value, nn.Module):
+            yield JobError(
+                f"model= is a {kind} that is built already, expected a function that builds it.",
+                cause="every process builds its own, from the same seed, so that start values are the same everywhere",
+                hint=f"model=lambda: {kind}(...)",
+            )
+        elif isinstance(value, Optimizer | LRScheduler):
+            yield JobError(
+                f"{name}= is a {kind} that is made already, expected a function that makes it.",
+                cause="it is made once the model is built and placed",
+                hint=hint,
+            )
+        elif name == "loss" and isinstance(value, type) and issubclass(value, nn.Module):
+            yield JobError(
+                f"loss= is the class {value.__name__}, expected a function or a module that is made.", hint=hint
+            )
+        elif not callable(value):
+            yield JobError(f"{name} is not callable: {name}={_short(value)}.", hint=hint)
+
+
+def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
+    batch, micro, norm = job.global_batch_size, job.micro_batch_size, job.max_grad_norm
+    if batch is not None and (type(batch) is not int or batch < 1):
+        yield JobError(
+            f"global_batch_size={_short(batch)} is no count of samples.", hint="global_batch_size=64: 1 or more"
+        )
+    if micro is not None and type(micro) is not int:  # the range is that of the setting
+        yield JobError(f"micro_batch_size={_short(micro)} is no count of samples.", hint="micro_batch_size=8")
+    if norm is not None and not _is_number(norm):
+        yield JobError(f"max_grad_norm={_short(norm)} is no norm.", hint="max_grad_norm=1.0: above 0")
+    if job.ema is not None and not (_is_number(job.ema) and 0.0 < job.ema < 1.0):
+        yield JobError(f"ema={_short(job.ema)} is no decay between 0 and 1.", hint="ema=0.999")
+
+
+def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
+    """Yield what is wrong with data that holds whole columns where its samples should be: (x, y), or a dict of splits.
+
+    Arrays of one length and of different shapes or types are columns: as samples no batch could be made of them.
+    """
+    if isinstance(data, Mapping) and data and 0 not in data:
+        keys = ", ".join(map(repr, list(data)[:6]))
+        split = next((key for key in data if str(key) == name.partition("_")[0]), None)
+        splits = f"{name}=data[{split!r}]" if split is not None else f"{name}=[{{...}} for each sample]"
+        yield JobError(
+            f"{name} is a {type(data).__name__} with the keys {keys}, and samples are asked for by number.",
+            hint=splits,
+        )
+    if not isinstance(data, tuple | list) or not 2 <= len(data) <= 16 or not all(isinstance(x, _ARRAYS) for x in data):
+        return
+    forms = {(tuple(x.shape[1:]), str(x.dtype)) for x in data}
+    lengths = {len(x) if x.ndim else 0 for x in data}
+    if len(forms) > 1 and len(lengths) == 1 and max(lengths) > len(data):
+        names = ", ".join("xyzw"[: len(data)]) if len(data) <= 4 else "*columns"
+        given = (
+            names if isinstance(data[0], Tensor) else ", ".join(f"torch.as_tensor({one})" for one in names.split(", "))
+        )
+        yield JobError(
+            f"{name} is a {type(data).__name__} of {len(data)} arrays of {max(lengths):,} rows: "
+            f"as it is, that is {len(data)} samples.",
+            cause="the columns of a dataset were given, not its samples",
+            hint=f"{name}=torch.utils.data.TensorDataset({given})",
+        )
+
+
+def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
+    hint = 'metrics={"accuracy": lambda output, batch: (correct.sum(), correct.numel())}'
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        yield _is_a("metrics", metrics, "a dict of functions by name", hint)
+        return
+    for name, metric in metrics.items():
+        if isinstance(metric, type):
+            yield JobError(
+                f"metrics[{name!r}] is the class {metric.__name__}, not an object of it.",
+                hint=f"metrics={{{name!r}: {metric.__name__}(...)}} where it has update() and compute(); else {hint}",
+            )
+        elif not callable(metric) and not hasattr(metric, "compute"):
+            yield JobError(f"metrics[{name!r}] is not callable: {_short(metric)}.", hint=hint)
+        elif not hasattr(metric, "compute") and not _takes_two(metric):
+            yield JobError(
+                f"metrics[{name!r}] can't be called with the output and the batch: it is {name}{signature(metric)}.",
+                hint=hint,
+            )
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether it can be called with two arguments, as far as Python knows."""
+    try:
+        signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # one of C, which has no signature
+        return True
+    return True
+
+
+def _unfit_order(order: Any) -> Iterator[PacelineError]:
+    hint = 'order="sequential", a sampler, or a function (num_samples, epoch, seed) -> indices'
+    if isinstance(order, str) and order != "sequential":
+        yield JobError(f"order={order!r} is not known.", hint=f"{hint}; leave it out to shuffle")
+    elif not (order is None or isinstance(order, str | Sampler) or callable(order) or hasattr(order, "__iter__")):
+        yield _is_a("order", order, "an order of samples", hint)
+
+
+def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
+    """What is wrong with a rule to stop early: a number of evaluations, or an `EarlyStopping`."""
+    if rule is None:
+        return
+    patience = getattr(rule, "patience", rule)
+    if type(patience) is not int or patience < 1:
+        yield JobError(
+            f"early_stopping={rule!r}: the patience is no count of evaluations.",
+            hint="early_stopping=3: 1 or more; leave it out to train to the end",
+        )
+    if not hasattr(rule, "patience"):
+        return
+    if rule.mode not in ("min", "max"):
+        yield JobError(f"early_stopping={rule!r}: mode is not known.", hint='mode="min" or "max"')
+    if not (_is_number(rule.min_delta) and 0.0 <= rule.min_delta < math.inf):
+        yield JobError(f"early_stopping={rule!r}: min_delta is no amount.", hint="min_delta=0.0 or more")
+
+
+def whole_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return the sample numbers of an order.
+
+    Raises:
+        JobError: something in it is no whole number.
+    """
+    found = np.asarray(order)
+    if found.dtype.kind in "iu" or not len(order):
+        return found.astype(np.int64)
+    for place, index in enumerate(order):
+        if as_count(index) is None:
+            raise JobError(
+                f"order= gave {_short(index)} at place {place}, expected the number of a sample.",
+                hint="order=lambda num_samples, epoch, seed: [0, 1, ...]: whole numbers",
+            )
+    return np.asarray([as_count(index) for index in order], dtype=np.int64)
+
+
+def _is_a(name: str, value: Any, expected: str, hint: str) -> JobError:
+    return JobError(f"{name}={_short(value)} is a {type(value).__name__}, expected {expected}.", hint=hint)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

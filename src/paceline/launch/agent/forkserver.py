@@ -1,0 +1,166 @@
+"""Where workers are born: one fresh, single-threaded process that has torch imported and forks them.
+
+`python -m paceline.launch.agent.forkserver REQUEST.json PARENT` is started by the agent in a session of its own. It
+imports no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent
+reads, and ends when all its workers have.
+"""
+
+import gc
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.filesystem.run_lock import RunLock
+from paceline.launch.agent.cleanup_process import start_cleanup_process
+from paceline.launch.agent.respawn import RespawningWorkers
+from paceline.launch.agent.signals import die_with, stop_flag
+from paceline.launch.agent.socket_paths import short_temporary_folder
+from paceline.launch.agent.supervisor import INHERITED
+from paceline.launch.environment_owner import ATTEMPT_FOLDER, LIFE, LISTEN_FD, mark_owner
+from paceline.launch.failures.shared_status import SLATE
+from paceline.launch.rendezvous import listen_on_free_port
+from paceline.plugins import resolve
+
+
+def main(argv: list[str]) -> int:
+    """Fork the workers of one attempt and report how each ends."""
+    die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
+    stop_flag.install(passes_on=True)  # a stop that comes while a worker is born is not lost, and kills nobody
+    scratch = _scratch()
+    start_cleanup_process(int(argv[1]), scratch=scratch)
+    held = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED, "").split(","))]
+    for lock in held:
+        os.set_inheritable(lock.handle, False)  # workers keep it, being forked; programs that they start do not
+    slate = int(os.environ.pop(SLATE))
+    os.set_inheritable(slate, False)
+    request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    live = prepare(request["entry"])
+    folder = Path(request["folder"])
+    listener = listen_on_free_port()
+    port, fd = listener.getsockname()[1], listener.fileno()
+    pids = {}
+    nursery = os.getpid()
+    for rank in range(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            die_with(nursery)
+            _become(rank, request, folder, port=port, fd=fd, held=held)
+            live(request, failures=folder, slate=slate)
+        pids[pid] = rank
+    listener.close()
+
+    def again(rank: int, life: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            die_with(nursery)
+            os.environ[LIFE] = str(life)
+            _become(rank, request, folder, port=port, fd=None, held=held)
+            live(request, failures=folder, slate=slate)
+        return pid
+
+    if request.get("servers"):
+        RespawningWorkers(pids, servers=request["servers"], again=again, say=_say).wait()
+    while pids:
+        pid, status = os.wait()
+        rank_or_none = pids.pop(pid, None)
+        if rank_or_none is not None:
+            _say(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+def _scratch() -> str:
+    """Make the one folder in which multiprocessing of all ranks and their data workers has its sockets.
+
+    A data worker that has a folder of its own leaves it behind when it is killed.
+    """
+    with suppress(OSError):  # no place to write: whoever needs one says so
+        return short_temporary_folder()
+    return ""
+
+
+def prepare(entry: str = "") -> Callable[..., NoReturn]:
+    """Import what workers would each import: they are born with it. Answers with what makes one live."""
+    gc.disable()  # nothing of it is garbage
+    with _aside():
+        live: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")  # brings torch
+        resolve(
+            "paceline.torch_internals.private_api:guard_hooks"
+        )()  # and torch._dynamo, which the first optimizer wants
+        if entry.startswith("paceline."):
+            with suppress(Exception, SystemExit):  # a file of the user's has the name of a module: the rank says it
+                resolve(entry)
+    gc.freeze()  # a million objects that no worker has to look through
+    gc.enable()
+    return live
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """What is printed meanwhile is no word for the agent: a module may be a file of the user's with its name."""
+    telling = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(telling, 1)
+        os.close(telling)
+
+
+def _become(
+    rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None, held: Sequence[RunLock]
+) -> None:
+    """What makes it this rank.
+
+    It says itself that it is born: Python forgets signals that reach a child before it is back from the fork.
+    """
+    _say(f"born {rank} {os.getpid()}")
+    for lock in held:
+        lock.close_in_forks()
+    _redirect(folder / f"rank-{rank}.log")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")  # the terminal may have another; a log is read as this
+    if rank != 0 and fd is not None:
+        os.close(fd)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(request["ranks"]),
+        LOCAL_WORLD_SIZE=str(request["ranks"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        **{LISTEN_FD: str(fd) if rank == 0 else "", ATTEMPT_FOLDER: str(folder)},
+    )
+    mark_owner(os.environ)
+    threads = int(request["threads"])
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+
+def _redirect(log: Path) -> None:
+    """Everything a worker and its children print goes to the rank's own log."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    os.close(null)
+
+
+def _say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)  # Python's own way down, with torch in it, takes a second in which the command would wait

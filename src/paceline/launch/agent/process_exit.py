@@ -1,0 +1,79 @@
+"""How a process of ours ends: the job's threads, exit functions and open files as Python itself would end them.
+
+Python's own way down, with torch in it, also destroys torch: that takes a second, and a destructor of a process group
+may wait for a peer that is gone. So what belongs to the job is ended, and then the process leaves.
+"""
+
+import atexit
+import faulthandler
+import gc
+import io
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from paceline.console.output import flush
+from paceline.user_code import is_users
+
+LIMIT_SECONDS = 60.0
+_TELLING_SECONDS = 5.0
+_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+class RunFinish:
+    """How the last `pl.Run` of this process was finished: its exit code, or None while none was."""
+
+    code: int | None = None
+
+
+run_finish = RunFinish()
+
+
+def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
+    """Join threads, run exit functions, close the job's files, and leave with `code`.
+
+    What takes longer than `limit_seconds` is left where it is: its stack goes to the standard error first.
+    """
+    threading.Thread(target=_leave_late, args=(code, limit_seconds), daemon=True).start()
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
+    atexit._run_exitfuncs()
+    _drop_users_modules()
+    with suppress(Exception):
+        gc.collect()
+    exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Leave at once; what the job has written into files that are still open is not lost."""
+    for found in gc.get_objects():
+        if type(found) in _WRITERS:
+            with suppress(Exception):
+                found.flush()
+    flush()
+    os._exit(code)
+
+
+def _leave_late(code: int, limit_seconds: float) -> None:
+    time.sleep(min(_TELLING_SECONDS, limit_seconds / 2))
+    rest = limit_seconds - min(_TELLING_SECONDS, limit_seconds / 2)
+    own = (threading.current_thread(), threading.main_thread())
+    names = [one.name for one in threading.enumerate() if not one.daemon and one not in own]
+    what = f"threads of the job that still run: {', '.join(names[:8])}" if names else "exit functions of the job"
+    with suppress(Exception):
+        print(f"all is done and saved; waiting at most {rest:.0f} s for {what}", file=sys.stderr, flush=True)
+    time.sleep(rest)
+    with suppress(Exception):
+        print(f"the job did not end within {limit_seconds:.0f} s; it is left here:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.stderr)
+    os._exit(code)
+
+
+def _drop_users_modules() -> None:
+    """A file that a module of the job has left open is closed when the module goes, as at the end of any program."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and is_users(file):
+            sys.modules.pop(name, None)

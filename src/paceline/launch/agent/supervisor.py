@@ -1,0 +1,339 @@
+"""The agent of one node: starts the workers, passes signals on, and says who failed first."""
+
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, MachineError
+from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.agent.signals import GENTLE, is_main_thread, stops_here
+from paceline.launch.failures.failure_record import (
+    Failure,
+    exited_early,
+    from_status,
+    read_failure,
+    starter_ended,
+    without_log,
+)
+from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
+from paceline.launch.failures.hang_detection import (
+    SilentRank,
+    divergence_failure,
+    find_silent,
+    hang_failure,
+    is_timeout,
+    still_waiting,
+)
+from paceline.launch.failures.oom_detection import oom_kill_count
+from paceline.launch.failures.shared_status import SLATE, make_failure_buffer, read_end, write_stop
+from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS, Watcher
+from paceline.launch.failures.stack_dumps import begin_stacks, has_signal_handler, process_state
+
+_POLL_SECONDS = 0.05
+_NAMING_SECONDS = 0.1
+_ANSWER_SECONDS = 1.0
+_KILLING_SECONDS = 2.0
+_WAKING_SECONDS = 2.0
+_PATIENCE_SECONDS = (5.0, 30.0)
+_CLEAN = (0, 75)
+INHERITED = "PACELINE_INHERITED"
+STARTER = "PACELINE_STARTER"
+
+
+@dataclass
+class Attempt:
+    """The workers of one attempt as the agent sees them."""
+
+    folder: Path
+    ranks: int
+    pids: dict[int, int] = field(default_factory=dict)
+    statuses: dict[int, int] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    silent: list[SilentRank] = field(default_factory=list)
+    killed_at: float | None = None
+
+    @property
+    def killed_by_us(self) -> bool:
+        """Whether we ended the workers."""
+        return self.killed_at is not None
+
+
+class Agent:
+    """Runs one attempt to its end. Nothing it starts outlives it."""
+
+    def __init__(
+        self,
+        *,
+        command: list[str],
+        environ: dict[str, str],
+        folder: Path,
+        ranks: int,
+        saves: bool = True,
+        inherited: Sequence[int] = (),
+        patience: float = DEFAULT_SECONDS,
+        begins_in: str = "",
+    ) -> None:
+        self._begins_in = begins_in
+        self._command = command
+        self._environ = environ
+        self._attempt = Attempt(folder=folder, ranks=ranks)
+        self._saves = saves
+        self._inherited = tuple(inherited)
+        self._stops = 0
+        self._stopped_at: float | None = None
+        self._next_word = 0.0
+        self._nursery = 0
+        self._slate = make_failure_buffer()
+        begin_stacks(self._slate)
+        self._watcher = Watcher(folder, slate=self._slate, seconds=patience) if saves else None
+        self._starter_looked = 0.0
+        self._failed_at: float | None = None
+        self._killed_for_memory = oom_kill_count()
+
+    def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
+        """Start, wait, and answer with the exit code and the first failure; `on_tick` runs every 50 ms."""
+        numbers = stops_here() if is_main_thread() else []  # elsewhere Python hears none
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        read, write = os.pipe()
+        process = subprocess.Popen(
+            self._command,
+            env={**self._environ, INHERITED: ",".join(map(str, self._inherited)), SLATE: str(self._slate)},
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=self._nursery_log(),
+            start_new_session=True,
+            cwd=self._begins_in or None,
+            pass_fds=(*self._inherited, self._slate),
+        )
+        os.close(write)
+        self._nursery = process.pid
+        try:
+            self._listen(read, on_tick)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0 if self._is_late() else 30)
+        finally:
+            self._kill_all(process)
+            os.close(read)
+            for number, handler in before.items():
+                signal.signal(number, self._after(number, signal.SIG_DFL if handler is None else handler))
+        try:
+            return self._verdict(process.returncode)
+        finally:
+            os.close(self._slate)
+
+    def _listen(self, read: int, on_tick: Callable[[], None]) -> None:
+        os.set_blocking(read, False)
+        rest = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(read, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(timeout=_POLL_SECONDS)
+                data = os.read(read, 65536) if ready else None
+                if data == b"":
+                    return
+                *lines, rest = (rest + (data or b"")).split(b"\n")
+                for line in lines:
+                    self._heard(line.decode().split())
+                on_tick()
+                self._after_failure()
+                self._after_signal()
+                self._after_silence()
+                if self._is_late():
+                    return
+
+    def _heard(self, words: list[str]) -> None:
+        kind, rank, number = words[0], int(words[1]), int(words[2])
+        if kind == "born":
+            self._attempt.pids[rank] = number
+            if self._attempt.killed_by_us:
+                self._send(signal.SIGKILL, only=number)
+            elif self._stops:
+                self._ask_to_stop(rank)  # this one: for the others it would be the second time
+            return
+        self._attempt.pids.pop(rank, None)
+        if kind == "again":
+            return
+        if kind == "lost":
+            print_line(
+                f"rank {rank}, a worker, was killed again and is not started any more; the others go on", sys.stderr
+            )
+        if kind in ("lost", "over"):
+            self._attempt.statuses[rank] = 0
+            return
+        end = read_end(self._slate, rank=rank)
+        if end is not None and (number <= 0 or number in _CLEAN):
+            self._attempt.statuses[rank] = end  # how Python, or what it had loaded, went down afterwards is no matter
+            return
+        self._attempt.statuses[rank] = number
+        if not self._attempt.killed_by_us:
+            self._attempt.failures.append(self._failure(rank, number))
+            self._failed_at = self._failed_at or time.monotonic()
+
+    def _failure(self, rank: int, status: int) -> Failure:
+        written = read_failure(self._attempt.folder, rank, slate=self._slate)
+        step, kills = self._step_of(rank), oom_kill_count()
+        for_memory = kills is not None and kills > (self._killed_for_memory or 0)
+        written = written or (without_log(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None)
+        return written or from_status(rank, status=status, step=step, for_memory=for_memory)
+
+    def _step_of(self, rank: int) -> int:
+        """Return the step that a rank was at; 0 before it has said any."""
+        beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
+        return beat.step + 1 if beat and beat.monotonic_ns else 0
+
+    def _after_failure(self) -> None:
+        """Give the others a moment to write down what they saw, then end them: they wait for a dead peer."""
+        if self._failed_at is None or self._attempt.killed_by_us:
+            return
+        waited = any(is_timeout(failure) for failure in self._attempt.failures)
+        if time.monotonic() - self._failed_at < (_ANSWER_SECONDS if waited else _NAMING_SECONDS):
+            return
+        if waited:  # whoever waits too has said so by now
+            folder, pids = self._attempt.folder, self._attempt.pids
+            mute = {rank: pid for rank, pid in pids.items() if read_failure(folder, rank, slate=self._slate) is None}
+            self._attempt.silent = find_silent(folder, mute, slate=self._slate)
+        self._kill()
+
+    def _after_silence(self) -> None:
+        """Say who says nothing where nobody else does; end the run if all its ranks stand still."""
+        if self._watcher is None or self._failed_at is not None or self._stops or self._attempt.killed_by_us:
+            return
+        told, failure = self._watcher.look(self._attempt.pids)
+        if told:
+            print_line(told, sys.stderr)
+        if failure is not None:
+            self._attempt.failures.append(failure)
+            self._kill()
+        self._wake_starter()
+
+    def _wake_starter(self) -> None:
+        """Where all ranks have ended, let a starter that is stopped go on: it alone tells of their end."""
+        now, pids = time.monotonic(), self._attempt.pids.values()
+        if now - self._starter_looked < _WAKING_SECONDS or process_state(self._nursery) != "T":
+            return
+        self._starter_looked = now
+        if pids and all(process_state(pid) in ("Z", "") for pid in pids):
+            with suppress(ProcessLookupError):
+                os.kill(self._nursery, signal.SIGCONT)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self._stops and number in GENTLE:
+            return
+        self._stops += 1
+        if self._stops == 1 and (self._saves or number == signal.SIGUSR1):
+            for rank in list(self._attempt.pids):
+                self._ask_to_stop(rank)
+        else:
+            self._kill()
+
+    def _ask_to_stop(self, rank: int) -> None:
+        """Through memory, where no handler of the job's is in the way, and by the signal that its handler waits for."""
+        write_stop(self._slate, rank=rank)
+        if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
+            self._send(signal.SIGTERM, only=self._attempt.pids[rank])
+
+    def _after(self, number: int, before: Any) -> Any:
+        """What was there before; one that comes twice may still be on its way, and ends nobody who was to be saved."""
+        is_late = self._stops and number in GENTLE and before == signal.SIG_DFL
+        return signal.SIG_IGN if is_late else before
+
+    def _after_signal(self) -> None:
+        """Say what a signal led to; here and not in its handler, which may come in the middle of another word."""
+        now = time.monotonic()
+        if not self._stops or self._attempt.killed_by_us:
+            return
+        if self._stopped_at is None:
+            self._stopped_at, self._next_word = now, now + _PATIENCE_SECONDS[0]
+            print_line("stopping: finishing the step, then saving; Ctrl-C again stops at once", sys.stderr)
+        elif now >= self._next_word:
+            self._next_word = now + _PATIENCE_SECONDS[1]
+            print_line(self._waiting(seconds=now - self._stopped_at), sys.stderr)
+
+    def _waiting(self, *, seconds: float) -> str:
+        if process_state(self._nursery) in ("T", "t"):
+            return (
+                f"the process {self._nursery} that starts the ranks is stopped: kill -CONT {self._nursery} lets it "
+                "go on; Ctrl-C again stops at once"
+            )
+        return still_waiting(find_silent(self._attempt.folder, self._attempt.pids, slate=self._slate), seconds=seconds)
+
+    def _kill(self) -> None:
+        self._attempt.killed_at = self._attempt.killed_at or time.monotonic()
+        self._send(signal.SIGKILL)
+
+    def _is_late(self) -> bool:
+        """Killed, and not gone: what would tell of it is stopped or stuck itself."""
+        killed = self._attempt.killed_at
+        return killed is not None and time.monotonic() - killed > _KILLING_SECONDS
+
+    def _send(self, number: int, *, only: int | None = None) -> None:
+        for pid in [only] if only is not None else list(self._attempt.pids.values()):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def _kill_all(self, process: "subprocess.Popen[bytes]") -> None:
+        """The session is the nursery's own: what is left in it goes with it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _nursery_log(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        return os.open(self._attempt.folder / "nursery.log", flags, 0o644)
+
+    def _verdict(self, nursery_status: int) -> tuple[int, Failure | None]:
+        attempt = self._attempt
+        extra = [read_failure(attempt.folder, rank, slate=self._slate) for rank in range(attempt.ranks)]
+        known = {failure.rank for failure in attempt.failures}
+        attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
+        first = first_failure(attempt.failures)
+        if first is not None and is_lost_connection(first) and attempt.silent:
+            return 1, hang_failure(attempt.failures, attempt.silent)
+        done = [rank for rank, status in attempt.statuses.items() if status == 0]
+        if first is not None and is_lost_connection(first) and done:
+            return 1, exited_early(done[0], waiter=first)
+        have_met = first is not None and first.kind != MachineError.__name__
+        if first is not None and have_met and is_timeout(first) and len(attempt.failures) == attempt.ranks > 1:
+            return 1, divergence_failure(sorted(attempt.failures, key=lambda failure: failure.rank))
+        if first is None and self._stops > int(self._saves):
+            return int(ExitCode.INTERRUPTED), None
+        if first is None and len(attempt.statuses) < attempt.ranks:
+            step, said = max(map(self._step_of, range(attempt.ranks))), _tail(attempt.folder / "nursery.log")
+            return 1, starter_ended(nursery_status, pid=self._nursery, step=step, said=said)
+        return exit_code(attempt.statuses, first), first
+
+
+def _tail(path: Path, *, lines: int = 8) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+def _apart() -> list[str]:
+    """Keep the working folder off the module path: a file there could shadow a module of ours."""
+    is_here = Path(__file__).resolve().parents[3] == Path.cwd()
+    return [] if is_here else ["-P"]
+
+
+def nursery_command(request: Path) -> list[str]:
+    """How the nursery is started; `PACELINE_STARTER` has other words for it, as where one with torch waits already."""
+    words = shlex.split(os.environ.get(STARTER, "")) or [
+        sys.executable,
+        *_apart(),
+        "-m",
+        "paceline.launch.agent.forkserver",
+    ]
+    return [*words, str(request), str(os.getpid())]

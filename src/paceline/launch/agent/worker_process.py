@@ -1,0 +1,142 @@
+"""A worker process, from its first line to its exit code."""
+
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.config.job_reference import split_jobref
+from paceline.errors import ExitCode, called_exit
+from paceline.launch.agent.launcher_death import die_with_launcher
+from paceline.launch.agent.malloc_settings import configure_malloc
+from paceline.launch.agent.process_exit import end_python, exit_now, run_finish
+from paceline.launch.agent.signals import stop_flag
+from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
+from paceline.launch.failures.shared_status import read_stop, write_end
+from paceline.launch.failures.stack_dumps import answer_with_stack
+from paceline.plugins import resolve
+from paceline.user_code import script_words
+
+_LOOPING = ("train", "compare")
+
+
+def worker_main(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
+    """Run the entry with its payload, or the user's script, and leave with its exit code.
+
+    An exception is written down first. Where the entry comes to its own end the slate says so: an exit code that
+    something else has left with, `os._exit` or a C library, says nothing about the run. A process that the job has
+    forked and that comes here too is not this rank.
+    """
+    argv: list[str] = request.get("script") or []
+    rank, pid = current_rank(), os.getpid()
+
+    def body() -> int:
+        return _script(argv) if argv else _entered(request["entry"], request["payload"])
+
+    def tell(error: BaseException) -> None:
+        if os.getpid() == pid:
+            write_failure(failures, rank=rank, error=error, slate=slate)
+
+    if slate is not None:
+        answer_with_stack(slate)
+    asked = None if slate is None else partial(read_stop, slate, rank=rank)
+    code, is_own_end = _guarded(body, threads=int(request["threads"]), tell=tell, asked=asked)
+    if not is_own_end:
+        exit_now(code)
+    if slate is not None and os.getpid() == pid:
+        write_end(slate, rank=rank, code=code)
+    end_python(code)
+
+
+def _entered(entry: str, payload: Mapping[str, Any]) -> int:
+    """What the entry answers. A script may leave with any code; from an entry a `sys.exit` is the job's alone."""
+    job = payload.get("job")
+    try:
+        with script_words(split_jobref(job)[0] if isinstance(job, str) else entry):
+            return int(resolve(entry)(payload))
+    except SystemExit as error:
+        raise called_exit(error) from error
+
+
+def _script(argv: list[str]) -> int:
+    """As `__main__`."""
+    is_module = argv[0] == "-m"
+    sys.argv = list(argv[1:] if is_module else argv)
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(argv[0]).resolve().parent))
+    if is_module:
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(argv[0], run_name="__main__")
+    return int(ExitCode.DONE)
+
+
+def _guarded(
+    body: Callable[[], int],
+    *,
+    threads: int,
+    tell: Callable[[BaseException], None],
+    asked: Callable[[], bool] | None = None,
+) -> tuple[int, bool]:
+    """Return the exit code, and whether it is the body's own: what it answers, or what a script exits with."""
+    torch.set_num_threads(threads)
+    configure_malloc(os.environ)
+    stop_flag.install(asked=asked)
+    _watch_threads(tell)
+    try:
+        return body(), True
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
+        if code in (int(ExitCode.DONE), run_finish.code):
+            return code, True
+        tell(called_exit(error) if code == ExitCode.STOPPED else error)
+        return code, False
+    except BaseException as error:
+        tell(error)
+        print_traceback(error)
+        return int(getattr(error, "exit_code", ExitCode.FAILED)), False
+
+
+def _watch_threads(tell: Callable[[BaseException], None]) -> None:
+    """An exception in a thread is written down too; it does not end the process by itself."""
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value or args.exc_type()
+        error.__traceback__ = _or_none(args.exc_traceback)
+        tell(error)
+        print_traceback(error)
+
+    threading.excepthook = hook
+
+
+def _or_none(trace: TracebackType | None) -> TracebackType | None:
+    return trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedEnd:
+    """How an entry ended in a process that another launcher made; `error` is what it failed of."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> JoinedEnd:
+    """Run `entry` in a process that another launcher made."""
+    die_with_launcher(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
+    configure_malloc(os.environ)
+    if payload.get("verb") in _LOOPING:  # nobody else asks whether to stop: there a signal ends the process at once
+        stop_flag.install()
+    try:
+        return JoinedEnd(code=_entered(entry, payload))
+    except BaseException as error:
+        return JoinedEnd(code=int(getattr(error, "exit_code", ExitCode.FAILED)), error=error)

@@ -1,0 +1,332 @@
+"""What a failing rank leaves behind before it goes: one small file, whole or not there."""
+
+import errno
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.console.formatting import format_size
+from paceline.console.output import flush
+from paceline.errors import (
+    DataError,
+    ExitCode,
+    MachineError,
+    OutOfMemory,
+    PacelineError,
+    Problems,
+    RunError,
+    SaveError,
+    on_a_screen,
+    user_line,
+)
+from paceline.filesystem.atomic_files import write_text
+from paceline.filesystem.disk_full import explain_refusal, is_full
+from paceline.launch.environment_owner import ATTEMPT_FOLDER, own_rank
+from paceline.launch.failures.oom_detection import explain_lack, is_out_of_memory, out_of_memory, own_of, tightest_room
+from paceline.launch.failures.shared_status import read_slate, write_slate
+from paceline.user_code import is_users_own
+
+_FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk says that takes no more, to whoever writes first; all else may be of the user's own doing."""
+END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
+"""On a line of its own in a rank's log, which the console shows until there; no job prints that by chance."""
+STARTER = -1
+FIRST_FAILURE = "first-failure.json"
+_WIDTH = 400
+_DOING = "this rank "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception.
+
+    `step` is the number of the step in which it was, 0 before the first. `told_by` is the rank whose log has the
+    full text where that is another one. `said` is what an error of ours says, by key. `doing` is how far the rank was.
+    `is_users_own`: the user's own code has raised it, so whatever it says it is no echo of another rank's end.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    where: str = ""
+    source: str = ""
+    screen: str = ""
+    exit_code: int = 1
+    monotonic_ns: int = 0
+    step: int = 0
+    told_by: int | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    doing: str = ""
+    is_users_own: bool = False
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether memory could not be had, or the kernel took this rank's."""
+        return self.said.get("error") == OutOfMemory.__name__
+
+
+def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
+    """Write down what happened on this rank: in its file, or on the slate where a full disk takes none."""
+    failure = failure_of(error, rank=rank, step=step)
+    try:
+        write_text(_path(folder, rank), json.dumps(asdict(failure)))
+    except OSError:
+        if slate is None:
+            return
+        short = replace(failure, message=failure.message[:_WIDTH], screen="", source="", said={})
+        with suppress(OSError):
+            if not write_slate(slate, rank=rank, text=json.dumps(asdict(failure))):
+                write_slate(slate, rank=rank, text=json.dumps(asdict(short)))
+
+
+def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
+    """What happened on this rank, and in which step."""
+    step = step or step_of(error)
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    error = _in_our_words(error)
+    line = user_line(error)
+    return Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=_message(error),
+        where=str(line) if line else "",
+        source=line.text if line else "",
+        screen=_screen(error) if isinstance(error, PacelineError) else "",
+        exit_code=int(error.exit_code) if isinstance(error, PacelineError) else 1,
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+        said=error.as_json() if isinstance(error, PacelineError) else {},
+        is_users_own=is_users_own(error),
+        doing=next((note.removeprefix(_DOING) for note in notes if note.startswith(_DOING)), ""),
+    )
+
+
+@contextmanager
+def at_step(number: int) -> Iterator[None]:
+    """An exception that leaves this block carries the step's number, for the screen and for its traceback."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"at step {number}")
+        raise
+
+
+@contextmanager
+def annotate_progress(told: Callable[[], str]) -> Iterator[None]:
+    """An exception that leaves this block carries how far this rank was, for the case that others were elsewhere."""
+    try:
+        yield
+    except BaseException as error:
+        text = told()
+        if text:
+            error.add_note(f"{_DOING}{text}")
+        raise
+
+
+def step_of(error: BaseException) -> int:
+    """The number of the step that an exception comes from; 0 where it comes from none."""
+    found = [re.fullmatch(r"at step (\d+)", str(note)) for note in getattr(error, "__notes__", ())]
+    return next((int(match[1]) for match in found if match), 0)
+
+
+def _message(error: BaseException) -> str:
+    """What it says, and in which replica it was where a process has several."""
+    text = error.what if isinstance(error, PacelineError) else _text(error)
+    where = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
+    return f"{text} ({where[0]})" if where else text
+
+
+def _screen(error: PacelineError) -> str:
+    """What it says in one line, then all the rest."""
+    return f"{error.what}.\n{error}" if isinstance(error, Problems) else str(error)
+
+
+def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failure | None:
+    """What a rank left, if it left something whole."""
+    try:
+        return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    try:
+        return Failure(**json.loads(read_slate(slate, rank=rank))) if slate is not None else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = False) -> Failure:
+    """A failure without an exception: a signal, or an exit code. `for_memory`: the kernel has killed for that."""
+    if for_memory and status == -signal.SIGKILL:
+        room = tightest_room()
+        error = OutOfMemory(
+            "SIGKILL (killed by the kernel: memory had run out).",
+            cause="" if room is None else f"{room.name} ends at {format_size(room.limit_bytes)}",
+            held={},
+            limit_bytes=None if room is None else room.limit_bytes,
+        )
+        return Failure(
+            rank=rank, kind="signal", message=error.what.rstrip("."), screen=str(error), said=error.as_json(),
+            monotonic_ns=time.monotonic_ns(), step=step,
+        )  # fmt: skip
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+        causes: dict[int, str] = {
+            signal.SIGKILL: "killed from outside: the kernel when memory runs out, a scheduler, or a person",
+            signal.SIGSEGV: "a crash in native code",
+            signal.SIGABRT: "native code gave up: the log's end says why. gloo does where ranks do different things at "
+            "once: one evaluates, saves or leaves the loop alone",
+        }
+        cause = causes.get(-status, "ended by a signal")
+        return Failure(
+            rank=rank, kind="signal", message=f"{name} ({cause})", monotonic_ns=time.monotonic_ns(), step=step
+        )
+    if status in (int(ExitCode.DONE), int(ExitCode.STOPPED)):
+        return left_early(rank, status=status, step=step)
+    return Failure(
+        rank=rank,
+        kind="exit",
+        message=f"the process left with exit code {status} without an exception",
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+    )
+
+
+def without_log(rank: int, *, log: Path) -> Failure | None:
+    """Return the failure of a rank that could not make its log, which is the first thing that it does; else None."""
+    try:
+        log.open("x").close()
+    except FileExistsError:
+        return None
+    except OSError as error:
+        cause, hint = explain_refusal(error, log.parent)
+        what = f"the log {log.name} can't be made: {error.strerror}."
+        lost = MachineError(what, where=str(log.parent), cause=cause, hint=hint)
+        return failure_of(lost, rank=rank)
+    log.unlink()
+    return None
+
+
+def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
+    """Return the failure of a rank that left as if all were done, or saved, without having said so."""
+    error = RunError(
+        f"the process left with exit code {status} before the run was over.",
+        cause="something in the job called os._exit, or exit() in native code; only the run itself says that it is "
+        + ("done" if status == int(ExitCode.DONE) else "saved"),
+        hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
+    )
+    return Failure(
+        rank=rank, kind="exit", message=error.what, screen=str(error), monotonic_ns=time.monotonic_ns(), step=step,
+        said={**error.as_json(), "error": "exit"},
+    )  # fmt: skip
+
+
+def exited_early(rank: int, *, waiter: Failure) -> Failure:
+    """A rank that ended as if all were done while another still waited for it."""
+    error = RunError(
+        f"the process left with exit code 0 while rank {waiter.rank} still waited for it.",
+        cause="only this rank left the loop, or its code called exit: every rank does the same steps",
+        hint="decide from values that all ranks have alike, as run.step()'s result",
+    )
+    return replace(
+        waiter, rank=rank, kind="exit", message=error.what, screen=str(error), where="", source="",
+        said={**error.as_json(), "error": "exit"},
+    )  # fmt: skip
+
+
+def starter_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
+    """The process that starts the ranks has gone before them, and took them with it; `said` is its own log's end."""
+    how = from_status(STARTER, status=status)
+    end = f"was ended by {how.message}" if how.kind == "signal" else f"left with exit code {status}"
+    what = f"the process that starts the ranks (PID {pid}) {end}; the ranks went with it."
+    screen = "\n".join([what, *(f"  {line}" for line in said.splitlines())])
+    return Failure(rank=STARTER, kind=how.kind, message=what, screen=screen, step=step, monotonic_ns=how.monotonic_ns)
+
+
+def print_traceback(error: BaseException) -> None:
+    """The full text, for the rank's own log; the console stops before it, since the agent says it shorter.
+
+    The mark begins a line, whatever the job has left unfinished, and goes where no stream of the job's is in the way.
+    """
+    flush()
+    with suppress(OSError):  # a full disk has no room for it
+        os.write(1, f"\n{END_OF_TALK}\n".encode())
+        try:
+            traceback.print_exception(error)
+        except OSError:
+            raise
+        except Exception:
+            traceback.print_tb(error.__traceback__)
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says, at most a screen of it; some can't even say that."""
+    try:
+        text = str(error)
+    except Exception as worse:
+        return f"(its own text can't be had: {type(worse).__name__})"
+    return on_a_screen(text)
+
+
+def _place_of(error: OSError) -> tuple[Path, str]:
+    """Return the folder that took no more, and how it is told; a file that is open already has no name.
+
+    Then it is the run's where that has no room, else the temporary one.
+    """
+    if error.filename:
+        path = Path(os.fsdecode(error.filename))
+        return path.parent, str(path)
+    if error.errno == errno.EFBIG:
+        return Path(), ""
+    places = [Path(found) for found in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if found]
+    for place in places:
+        with suppress(OSError):
+            if is_full(place):
+                return place, str(place)
+    return Path(), ""
+
+
+def _in_our_words(error: BaseException) -> BaseException:
+    """torch tells of a dead data worker from a signal handler, wherever the rank happens to be; of memory everybody
+    tells otherwise; a limit on the size of files meets whatever is written first, as a log."""
+    if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
+        cause, hint = explain_lack(_text(error)) or (
+            "it was killed, perhaps for memory, or a library in it crashed",
+            "--data.workers 0 shows the error in the rank itself",
+        )
+        return DataError(f"a data worker died: {error}", cause=cause, hint=hint)
+    if type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in _text(error)):
+        asked = "input()" if isinstance(error, EOFError) else "a debugger, pdb or breakpoint(),"
+        wants = RunError(
+            f"{asked} waits for words from a terminal, and a rank has none.",
+            cause="ranks are processes of their own, and print into a log",
+            hint="pl.Run(job, ranks=1) in a script, which keeps the terminal; or remote-pdb, in any rank",
+        )
+        wants.__notes__ = list(getattr(error, "__notes__", ()))
+        return wants.with_traceback(error.__traceback__)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        folder, where = _place_of(error)
+        cause, hint = explain_refusal(error, folder)
+        full = SaveError(f"a file could not be written: {error.strerror}.", where=where, cause=cause, hint=hint)
+        full.__notes__ = list(getattr(error, "__notes__", ()))
+        return full.with_traceback(error.__traceback__)
+    if is_out_of_memory(error) and not isinstance(error, OutOfMemory):
+        room = tightest_room()
+        return out_of_memory(error, held={"this process": own_of(room)}, room=room)
+    return error
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def current_rank() -> int:
+    """This process's rank, for what is written before a world exists."""
+    return own_rank(os.environ)

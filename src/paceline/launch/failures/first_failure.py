@@ -1,0 +1,54 @@
+"""Who failed first, decided from what is known and from nothing else."""
+
+from collections.abc import Mapping, Sequence
+
+from paceline.errors import PeerError
+from paceline.launch.failures.failure_record import Failure
+
+_NOTICED_LATE_NS = 50_000_000
+_LOST = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "timed out waiting",
+    "pair closure",
+    "recvValue failed".lower(),
+    "socket",
+    "peer",
+    "gloo",
+    "nccl",
+    "did not meet the others",
+)
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that caused the others.
+
+    A lost connection is what the others see when the culprit has gone: it comes last. A signal that we did not send
+    comes before an exception, since its victim could write nothing and its end is noticed a moment later; unless the
+    exception was there well before.
+    """
+    if not failures:
+        return None
+    return min(failures, key=lambda f: (is_lost_connection(f), _when(f)))
+
+
+def _when(failure: Failure) -> int:
+    return failure.monotonic_ns - (_NOTICED_LATE_NS if failure.kind == "signal" else 0)
+
+
+def is_lost_connection(failure: Failure) -> bool:
+    """Whether this is only the echo of another rank's end."""
+    if failure.kind.startswith("Dist") or failure.kind == PeerError.__name__:
+        return True
+    if failure.is_users_own or failure.kind not in ("RuntimeError", "MachineError"):
+        return False
+    text = failure.message.lower()
+    return any(word in text for word in _LOST)
+
+
+def exit_code(statuses: Mapping[int, int], first: Failure | None) -> int:
+    """Return the run's exit code: the failure's own, 75 where any rank stopped early and saved, else 0."""
+    if first is not None:
+        return first.exit_code
+    return max(statuses.values(), default=0)

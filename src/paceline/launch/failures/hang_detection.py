@@ -1,0 +1,200 @@
+"""A rank that the others wait for in vain: its last sign of life, and what the kernel says of its process."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.console.formatting import plural
+from paceline.errors import MachineError, RunError
+from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.stack_dumps import Stack, ask_stack, forks_of, process_state
+
+TIMEOUT, APART = "timeout", "apart"
+_MOST_ASKED = 16
+_STATES = {
+    "T": "is stopped (state T)",
+    "t": "is stopped by a debugger (state t)",
+    "D": "waits for a disk or a device (state D)",
+    "R": "is computing (state R)",
+    "S": "is waiting for something (state S)",
+    "Z": "has ended (state Z)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilentRank:
+    """A living rank of which nothing has come; `step` is the last one it finished."""
+
+    rank: int
+    pid: int
+    step: int
+    seconds: float
+    state: str
+    place: str = ""
+    stack: Stack = field(default_factory=Stack)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it can do nothing until somebody lets it."""
+        return self.state in ("T", "t")
+
+    def __str__(self) -> str:
+        last = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not one step"
+        said = f"; its process {self.pid} {_STATES[self.state]}" if self.state in _STATES else ""
+        return f"nothing from it {last}{said}{self.place}"
+
+
+def find_silent(folder: Path, pids: Mapping[int, int], *, slate: int | None = None) -> list[SilentRank]:
+    """The ranks that stand behind: those that are stopped, else those whose last finished step is the oldest.
+
+    With a `slate` each says where it is, and of these the ranks that only wait for others are left out.
+    """
+    found = [_look(folder, rank, pid) for rank, pid in sorted(pids.items())]
+    stopped = [silent for silent in found if silent.is_stopped]
+    oldest = min((silent.step for silent in found), default=0)
+    behind = stopped or [silent for silent in found if silent.step == oldest]
+    if slate is None:
+        return behind
+    placed = [with_place(silent, slate) if number < _MOST_ASKED else silent for number, silent in enumerate(behind)]
+    return [silent for silent in placed if not silent.stack.waits_for_ranks] or placed
+
+
+def with_place(silent: SilentRank, slate: int) -> SilentRank:
+    """Return it with the line of the job's own code that it is in, or the data worker that it waits for."""
+    if silent.is_stopped:
+        return silent
+    stack = ask_stack(silent.pid, slate)
+    place = f", in {stack.own[0]}" if stack.own else ""
+    if stack.waits_for_data or not stack.own:
+        place = _worker_of(silent.pid, slate) or place
+    return replace(silent, place=place, stack=stack)
+
+
+def _worker_of(pid: int, slate: int) -> str:
+    """Which of its data workers it waits for: one that is stopped, or is in the job's code."""
+    for worker in forks_of(pid)[:_MOST_ASKED]:
+        state = process_state(worker)
+        stack = Stack() if state in ("T", "t") else ask_stack(worker, slate)
+        if state in ("T", "t") or stack.own:
+            where = f", in {stack.own[0]}" if stack.own else ""
+            return f"; it waits for its data worker {worker}, which {_STATES.get(state, 'does not answer')}{where}"
+    return ""
+
+
+def is_timeout(failure: Failure) -> bool:
+    """Whether this rank waited for another until its patience ended."""
+    text = failure.message.lower()
+    return is_lost_connection(failure) and ("timed out" in text or "timeout" in text)
+
+
+def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> Failure:
+    """The failure of whom the others waited for, in words of ours; what the library said stays in a waiter's log.
+
+    Of several exchanges that run at once only the one that timed out says after how long.
+    """
+    waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
+    first = silent[0]
+    ranks = " and ".join(f"rank {one.rank}" for one in silent)
+    limit = _limit(waiter.message)
+    what = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
+    has_met = int(waiter.kind != MachineError.__name__)  # else it was before the first step
+    longer = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
+    error = RunError(what, cause=_cause(first), hint=_hint(first, longer))
+    said = {**error.as_json(), "error": TIMEOUT}
+    return replace(
+        waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + has_met,
+        told_by=waiter.rank, said=said,
+    )  # fmt: skip
+
+
+def all_silent(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
+    """Return the failure of a run of which every rank has come to stand at one place of its own code."""
+    first = silent[0]
+    told = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
+    error = RunError(
+        f"not one rank has answered for {seconds:.0f} s. {told}.",
+        cause="code that never ends, a lock that is never free, or data that do not come, on every rank",
+        hint=f"--train.timeout_seconds {2 * seconds:.0f} if they are only slow",
+    )
+    said = {**error.as_json(), "error": TIMEOUT}
+    return Failure(
+        rank=first.rank, kind=TIMEOUT, message=error.what, screen=str(error), step=first.step + 1,
+        monotonic_ns=time.monotonic_ns(), said=said, where=str(next(iter(first.stack.own), "")).partition(" ")[0],
+    )  # fmt: skip
+
+
+def divergence_failure(failures: Sequence[Failure]) -> Failure:
+    """Where every rank waited for another until the patience of one ended: they wait in different places."""
+    waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
+    limit = _limit(waiter.message)
+    told = [f"rank {failure.rank} {failure.doing}" for failure in failures if failure.doing]
+    what = f"the ranks waited for each other in different places{f', for {limit:g} s' if limit else ''}"
+    error = RunError(
+        f"{what}: {'; '.join(told[:4])}." if told else f"{what}.",
+        cause="a block that only some ranks run (layer drop, a branch on the samples), or other code for one rank",
+        hint="--layout zero2 or ddp, where each rank may run other blocks"
+        if told
+        else "run the same code on every rank",
+    )
+    said = {**error.as_json(), "error": APART}
+    return replace(waiter, kind=APART, message=error.what, screen=str(error), said=said)
+
+
+def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
+    """For whoever asked to stop and sees nothing happen."""
+    if not silent:
+        return f"not one rank has begun after {seconds:.0f} s; Ctrl-C again stops at once"
+    again = "Ctrl-C again stops at once and loses the steps since the last save"
+    stopped = [one for one in silent if one.is_stopped]
+    if stopped:
+        again = f"kill -CONT {' '.join(str(one.pid) for one in stopped)} lets it finish; {again}"
+    told = _rows(silent)
+    return f"still waiting for {plural(len(silent), 'rank')} after {seconds:.0f} s:\n{told}\n{again}"
+
+
+def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
+    """Return what to say of ranks of which nothing has come for so long, while the run goes on."""
+    stopped = [str(one.pid) for one in silent if one.is_stopped]
+    wakes = f"kill -CONT {' '.join(stopped)} lets them go on; " if stopped else ""
+    return (
+        f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n{wakes}Ctrl-C asks to stop"
+    )
+
+
+def _rows(silent: Sequence[SilentRank]) -> str:
+    return "\n".join(f"  rank {one.rank}: {one}" for one in silent[:4])
+
+
+def _look(folder: Path, rank: int, pid: int) -> SilentRank:
+    beat = read_pulse(folder / f"pulse-{rank}")
+    known = beat is not None and beat.monotonic_ns
+    seconds = (time.monotonic_ns() - beat.monotonic_ns) / 1e9 if beat is not None and known else 0.0
+    step = beat.step if beat is not None and known else 0
+    return SilentRank(rank=rank, pid=pid, step=step, seconds=seconds, state=process_state(pid))
+
+
+def _limit(text: str) -> float:
+    """How long it waited, from what the library says; 0 where it does not."""
+    for pattern, unit in ((r"(\d+) ?ms\b", 1000), (r"(\d+) ?milliseconds", 1000), (r"after (\d+) seconds", 1)):
+        found = re.search(pattern, text)
+        if found:
+            return int(found[1]) / unit
+    return 0.0
+
+
+def _cause(silent: SilentRank) -> str:
+    if silent.is_stopped:
+        return "Ctrl-Z, kill -STOP, a debugger, or a scheduler that pauses"
+    if silent.state == "D":
+        return "a disk, a network folder or a device that does not answer"
+    return "code that only this rank runs, data that take long to read, or a lock that is never free"
+
+
+def _hint(silent: SilentRank, longer: str) -> str:
+    if silent.is_stopped:
+        return f"let it run (kill -CONT PID wakes a stopped process), or {longer} to wait longer"
+    return f"{longer} if it is only slow"

@@ -1,0 +1,54 @@
+"""A place in memory for the ranks' last words: where the run's disk is full, no file can carry them."""
+
+import os
+import tempfile
+
+SLATE = "PACELINE_SLATE"
+_BYTES = 1 << 15
+_WORD_BYTES, _STOP_BYTES = 15, 1
+_TEXT_BYTES = _BYTES - _WORD_BYTES - _STOP_BYTES
+
+
+def make_failure_buffer() -> int:
+    """A handle that the agent makes and all ranks are forked with; it goes with the last of them."""
+    in_memory = getattr(os, "memfd_create", None)
+    if in_memory is not None:
+        return int(in_memory("paceline-last-words"))
+    handle, path = tempfile.mkstemp(prefix="paceline-last-words-")
+    os.unlink(path)  # noqa: PTH108  the handle is all that is wanted of it
+    return handle
+
+
+def write_slate(slate: int, *, rank: int, text: str) -> bool:
+    """Put a rank's words in its own place; False where they are too long for it."""
+    data = text.encode()
+    if len(data) > _TEXT_BYTES:
+        return False
+    return os.pwrite(slate, data.ljust(_TEXT_BYTES, b"\0"), rank * _BYTES) == _TEXT_BYTES
+
+
+def read_slate(slate: int, *, rank: int) -> str:
+    """What a rank has put there; empty where that is nothing."""
+    return os.pread(slate, _TEXT_BYTES, rank * _BYTES).rstrip(b"\0").decode(errors="replace")
+
+
+def write_end(slate: int, *, rank: int, code: int) -> None:
+    """Record that this rank's entry came to its own end, with this exit code. No exit from elsewhere does that."""
+    os.pwrite(slate, f"ended {code}".encode().ljust(_WORD_BYTES, b"\0"), rank * _BYTES + _TEXT_BYTES)
+
+
+def read_end(slate: int, *, rank: int) -> int | None:
+    """Return the exit code with which a rank's entry came to its own end, or None if it never did."""
+    word = os.pread(slate, _WORD_BYTES, rank * _BYTES + _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
+    code = word.removeprefix("ended ")
+    return int(code) if word.startswith("ended ") and code.isdecimal() else None
+
+
+def write_stop(slate: int, *, rank: int) -> None:
+    """Ask this rank to stop, whatever it does with signals."""
+    os.pwrite(slate, b"s", (rank + 1) * _BYTES - _STOP_BYTES)
+
+
+def read_stop(slate: int, *, rank: int) -> bool:
+    """Return whether this rank was asked to stop."""
+    return os.pread(slate, _STOP_BYTES, (rank + 1) * _BYTES - _STOP_BYTES) == b"s"

@@ -1,0 +1,77 @@
+"""What the agent sees of ranks that live and say nothing, where no rank waits for another and gives up."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.hang_detection import SilentRank, all_silent, find_silent, silence_notice
+
+_LOOK_SECONDS = 1.0
+_LEAST_SECONDS = 2.0
+_SHARE = 1.1  # ranks that wait for each other give up first, and say more
+_OVER, _BUSY = "over", ("on_eval", "save")
+DEFAULT_SECONDS = 600.0
+
+
+class Watcher:
+    """Counts for each rank how long its pulse stands still, by the agent's own looks.
+
+    A clock would also count the time in which the whole machine, and the agent with it, was stopped.
+    """
+
+    def __init__(self, folder: Path, *, slate: int, seconds: float = DEFAULT_SECONDS) -> None:
+        self._folder = folder
+        self._slate = slate
+        self._seconds = seconds
+        self._quiet: dict[int, float] = {}
+        self._beats: dict[int, int] = {}
+        self._looked = time.monotonic()
+        self._told_after = 0.0
+        self._last: dict[int, SilentRank] = {}
+
+    def look(self, pids: Mapping[int, int]) -> tuple[str, Failure | None]:
+        """Return what there is to say, and the failure of a run of which every rank stands still in its own code.
+
+        One rank alone may be slow, and is left to go on. Several that stand at the same place at two looks are not:
+        the others would have given up, had one of them been waiting.
+        """
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return "", None
+        passed, self._looked = min(now - self._looked, 2 * _LOOK_SECONDS), now
+        patience, phases = self._count(pids, passed)
+        late = {rank: pid for rank, pid in pids.items() if self._quiet[rank] > patience and phases[rank] != _OVER}
+        if not late:
+            self._told_after, self._last = 0.0, {}
+            return "", None
+        seconds = min(self._quiet[rank] for rank in late)
+        if seconds < self._told_after:
+            return "", None
+        self._told_after = 2 * seconds if self._told_after else patience + seconds
+        silent = find_silent(self._folder, late, slate=self._slate)
+        is_same = self._is_where_it_was(silent)
+        self._last = {one.rank: one for one in silent}
+        all_late = len(late) == len(pids) > 1 and len(silent) == len(pids)
+        if all_late and is_same and not any(phase in _BUSY for phase in phases.values()):
+            return "", all_silent(silent, seconds=seconds)
+        return silence_notice(silent, seconds=seconds), None
+
+    def _count(self, pids: Mapping[int, int], passed: float) -> tuple[float, dict[int, str]]:
+        patience, phases = self._seconds, {}
+        for rank in pids:
+            beat = read_pulse(self._folder / f"pulse-{rank}")
+            moment = beat.monotonic_ns if beat is not None else 0
+            is_new = self._beats.get(rank) != moment
+            self._beats[rank] = moment
+            self._quiet[rank] = 0.0 if is_new else self._quiet.get(rank, 0.0) + passed
+            phases[rank] = beat.phase if beat is not None else ""
+            if beat is not None and beat.patience:
+                patience = beat.patience
+        return max(patience * _SHARE, patience + _LEAST_SECONDS), phases
+
+    def _is_where_it_was(self, silent: list[SilentRank]) -> bool:
+        """Whether each has the same stack as at the look before; one that is stopped, or did not answer, has none."""
+        before = self._last
+        return all(one.stack.frames and one.rank in before and before[one.rank].stack == one.stack for one in silent)

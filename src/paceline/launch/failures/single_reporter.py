@@ -1,0 +1,117 @@
+"""Which rank of a world that a launcher made says why it failed: the first on its machine, for all of them.
+
+Each of them sees an error, and no agent of ours reads what they say. They have one parent process, the launcher, so a
+file in its name is the place where the first one says that it speaks.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.filesystem.run_lock import birth_of
+from paceline.launch.environments import detect
+from paceline.launch.rendezvous import home_folder
+
+_SHARED_BY_RANKS = ("torchrun", "mpirun", "mpiexec", "srun")  # what these start ends with them: no later world's parent
+_CAUSE, _ECHO = "cause", "echo"
+_WIDTH = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportTurn:
+    """What a failing process has to say: all of it, one line, or nothing, since another rank has said the same."""
+
+    tells_all: bool = False
+    tells_line: bool = False
+    is_told: bool = False
+    """Whether another rank has said what happened."""
+
+
+def claim_turn(text: str, *, environ: Mapping[str, str], is_echo: bool = False) -> ReportTurn:
+    """Return what this process has to say of a failure, which other ranks may say too.
+
+    Args:
+        text: what happened; a rank that failed of something else than the first one says so in a line.
+        is_echo: this rank only lost another one. Of those one speaks, and tells all only where no other rank did.
+    """
+    key = _key(environ)
+    if key is None:
+        return ReportTurn(tells_all=True)
+    rank, stem = key
+    if not is_echo:
+        first = _claim(f"{stem}-{_CAUSE}", rank, text)
+        return ReportTurn(
+            tells_all=first is None, tells_line=first not in (None, text[:_WIDTH]), is_told=first is not None
+        )
+    is_told = _read(f"{stem}-{_CAUSE}", rank) is not None
+    is_first = _claim(f"{stem}-{_ECHO}", rank, text) is None
+    return ReportTurn(tells_all=is_first and not is_told, tells_line=is_first, is_told=is_told)
+
+
+def _key(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """This process's rank, and the world's name on this machine; None where it is not known who else is in it."""
+    try:
+        joined = detect(environ)
+    except PacelineError:
+        return None
+    parent = os.getppid()
+    born = birth_of(parent)
+    if joined is None or joined.world_size == 1 or joined.kind not in _SHARED_BY_RANKS or born is None:
+        return None
+    return joined.rank, f"told-{parent}-{born}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _claim(name: str, rank: int, text: str) -> str | None:
+    """Return None where this process is the first, else what the first one says.
+
+    What another process of this very rank has left there is of an earlier world: a wrapper starts one after another.
+    """
+    told = _read(name, rank)
+    if told is not None:
+        return told
+    try:
+        path = home_folder() / name
+        _remove_old(path.parent)
+        found = _found(path)
+        if found.get("rank") == rank and found.get("pid") != os.getpid():
+            path.unlink(missing_ok=True)
+        whole = path.with_name(f".{name}-{rank}")
+        whole.write_text(json.dumps({"rank": rank, "pid": os.getpid(), "text": text[:_WIDTH]}), encoding="utf-8")
+        try:
+            path.hardlink_to(whole)
+        finally:
+            whole.unlink()
+    except FileExistsError:
+        return _read(name, rank)
+    except (OSError, PacelineError):
+        pass  # then all speak
+    return None
+
+
+def _read(name: str, rank: int) -> str | None:
+    """What another rank of this world says there."""
+    try:
+        found = _found(home_folder() / name)
+    except (OSError, PacelineError):
+        return None
+    return None if found.get("rank") in (None, rank) else str(found.get("text", ""))
+
+
+def _found(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _remove_old(home: Path) -> None:
+    """What worlds have left whose launcher is gone."""
+    for path in home.glob("told-*"):
+        _, pid, born, *rest = [*path.name.split("-"), "", ""]
+        if len(rest) > 2 and pid.isdecimal() and birth_of(int(pid)) != born:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,130 @@
+"""Where a process is that says nothing: each rank, and each data worker that it forks, writes its stack when asked.
+
+`faulthandler` does it from a signal handler in C, so that a deadlock and an endless loop answer as well. What they
+write goes behind the ranks' places on the slate, in memory that the agent reads.
+"""
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.user_code import is_users
+
+_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
+_PLACE = 1 << 32  # on the slate, behind 2^17 ranks
+_ANSWER_SECONDS, _POLL_SECONDS = 1.0, 0.02
+_MOST_BYTES, _WIDTH = 1 << 20, 100
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_DATA = "/torch/utils/data/dataloader.py"
+_WAITING = ("/torch/distributed/", "/paceline/comm/process_group.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()[:_WIDTH]
+        return f"{self.file}:{self.line} ({self.function})" + (f": {text}" if text else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The frames of a process's own thread, the innermost first; none where it did not answer."""
+
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def own(self) -> tuple[Frame, ...]:
+        """Those in the user's own code."""
+        return tuple(frame for frame in self.frames if is_users(frame.file))
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether it is inside an exchange with other ranks."""
+        inside = any(part in frame.file for frame in self.frames[:12] for part in _WAITING)
+        first = self.frames[0].file if self.frames else ""
+        return inside or ("/paceline/" in first and "/paceline/data/" not in first and not is_users(first))
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether it is where a data worker's answer is waited for."""
+        return any(frame.file.endswith(_DATA) for frame in self.frames[:12])
+
+
+def answer_with_stack(slate: int) -> None:
+    """Write this process's stack, and those of its forks, behind the slate's places whenever the agent asks."""
+    if _SIGNAL:
+        with suppress(OSError, RuntimeError, ValueError):
+            faulthandler.register(_SIGNAL, file=slate, all_threads=True)
+
+
+def begin_stacks(slate: int) -> None:
+    """Let what is written to the slate without a place begin behind all places; all ranks share where they are."""
+    os.lseek(slate, _PLACE, os.SEEK_SET)
+
+
+def ask_stack(pid: int, slate: int) -> Stack:
+    """Ask a process for its stack and wait for a second at most; without an answer the stack is empty."""
+    if not _SIGNAL or not has_signal_handler(pid, _SIGNAL):
+        return Stack()
+    start = os.lseek(slate, 0, os.SEEK_CUR)
+    try:
+        os.kill(pid, _SIGNAL)
+    except ProcessLookupError:
+        return Stack()
+    end, deadline = start, time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        now = os.lseek(slate, 0, os.SEEK_CUR)
+        if now == end > start:
+            break
+        end = now
+    return read_stack(os.pread(slate, min(end - start, _MOST_BYTES), start).decode(errors="replace"))
+
+
+def read_stack(text: str) -> Stack:
+    """Read what `faulthandler` writes: of its threads the one that got the signal, which is the main one."""
+    blocks = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text) if block.strip()]
+    mine = next((block for block in blocks if block.startswith("Current thread")), blocks[-1] if blocks else "")
+    found = [_FRAME.match(line) for line in mine.splitlines()]
+    frames = [Frame(file=m["file"], line=int(m["line"]), function=m["function"]) for m in found if m is not None]
+    return Stack(frames=tuple(frames))
+
+
+def has_signal_handler(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; True where the kernel does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return True
+    return bool(mask >> (number - 1) & 1)
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for what a process does; empty where it is unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def forks_of(pid: int) -> list[int]:
+    """Return the children of a process that would answer with their stack: its forks, as data workers are."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            if int(entry.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(entry.parent.name))
+    return sorted(one for one in found if process_state(one) not in ("Z", "X", "") and has_signal_handler(one, _SIGNAL))

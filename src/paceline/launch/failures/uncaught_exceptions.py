@@ -1,0 +1,174 @@
+"""What is said of an exception that nobody catches, around `pl.Run`, `pl.place` and the verbs as functions.
+
+One rank tells what happened, in the user's own lines, and the others say a line at most; torchrun reads the same in
+its error file. Our own launcher needs none of it: its agent reads what each rank has left.
+"""
+
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, PeerError, called_exit
+from paceline.filesystem.atomic_files import write_text
+from paceline.launch.environment_owner import attempt_folder, own_environ
+from paceline.launch.failures.failure_record import Failure, current_rank, failure_of
+from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.hang_detection import is_timeout
+from paceline.launch.failures.single_reporter import ReportTurn, claim_turn
+from paceline.user_code import hide_own_frames
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_LEFT = "_paceline_left"  # among an error's attributes
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class UncaughtHook:
+    """Stands before the hook for uncaught exceptions that it found, which hears each of them as well.
+
+    Of the ranks that have nothing to tell, what that hook would print is left out. A hook of the user's own gets the
+    whole traceback, with our frames.
+    """
+
+    def __init__(self, before: Hook) -> None:
+        self._before = before
+        self.is_on = True
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Say it, and go on with the hook that was there before."""
+        if not (self.is_on or _has_left(error)) or not isinstance(error, Exception):
+            self._before(kind, error, trace)
+            return
+        failure, turn = report(error)
+        is_pythons = self._before is sys.__excepthook__
+        if is_pythons or str(getattr(self._before, "__module__", "")).startswith("torch."):  # which leads to Python's
+            hide_own_frames(error)
+        if turn.tells_all and is_pythons and failure.said:
+            print_line(failure_sentence(failure, turn), sys.stderr)
+        elif turn.tells_all and not is_echo(failure):
+            self._before(kind, error, error.__traceback__)
+        else:
+            if not is_pythons:
+                with redirect_stderr(io.StringIO()):
+                    self._before(kind, error, error.__traceback__)
+            if turn.tells_line or turn.tells_all:
+                print_line(failure_sentence(failure, turn), sys.stderr)
+
+    def remove(self) -> None:
+        """Put back the hook that was there; where another stands before this one by now, this one only passes on."""
+        self.is_on = False
+        if sys.excepthook is self:
+            sys.excepthook = self._before
+
+    def remove_but_for(self, error: BaseException) -> None:
+        """Tell only this error from here on, and what comes of it: whether somebody catches it shows later."""
+        vars(error)[_LEFT] = True
+        self.is_on = False
+
+
+@contextmanager
+def told_while_open(hook: UncaughtHook | None) -> Iterator[None]:
+    """Remove the hook at the end of a block; an error that leaves the block is still told."""
+    try:
+        yield
+    except BaseException as error:
+        if hook is not None:
+            hook.remove_but_for(error)
+        raise
+    if hook is not None:
+        hook.remove()
+
+
+def _has_left(error: BaseException | None) -> bool:
+    """Whether it has left a block of ours, or one that it came of has."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if _LEFT in vars(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def watch_uncaught() -> UncaughtHook | None:
+    """Stand before the hook that is there now, until the answer is removed.
+
+    None where one of ours stands there already, and in a rank of our own launcher, whose agent says it.
+    """
+    found = sys.excepthook
+    if attempt_folder(os.environ) is not None or (isinstance(found, UncaughtHook) and found.is_on):
+        return None
+    if isinstance(found, UncaughtHook):
+        found.is_on = True
+        return found
+    sys.excepthook = made = UncaughtHook(found)
+    return made
+
+
+def report(error: BaseException) -> tuple[Failure, ReportTurn]:
+    """Return what happened on this rank and what it has to say of that; torchrun reads it in its error file."""
+    failure = failure_of(error, rank=current_rank())
+    turn = turn_of(failure)
+    write_error_file(failure, turn, whole="".join(traceback.format_exception(error)))
+    return failure, turn
+
+
+def report_exit(error: SystemExit) -> None:
+    """Say that the script left a run of several ranks by `sys.exit`, whose other ranks lose this one."""
+    exit_error = called_exit(error)
+    where = f"rank {current_rank()} left the run: {exit_error.what}"
+    if attempt_folder(os.environ) is None and claim_turn(exit_error.what, environ=os.environ).tells_all:
+        print_line(where.replace("the job called", "the script called"), sys.stderr)
+
+
+def is_echo(failure: Failure) -> bool:
+    """Return whether a rank of a world that others made has only lost another one."""
+    return failure.exit_code == ExitCode.FAILED and is_lost_connection(failure)
+
+
+def turn_of(failure: Failure) -> ReportTurn:
+    """Return what this process has to say of its failure."""
+    return claim_turn(f"{failure.kind}: {failure.message}", environ=os.environ, is_echo=is_echo(failure))
+
+
+def failure_sentence(failure: Failure, turn: ReportTurn) -> str:
+    """Return a rank's own words; those of one that only lost another do not look as if it had failed."""
+    at = f" at step {failure.step}" if failure.step else ""
+    if is_echo(failure):
+        if failure.kind == PeerError.__name__:
+            return failure.message
+        if turn.is_told:
+            return f"rank {failure.rank} stopped{at} because another rank left; that rank's own output says why"
+        why = "did not answer in time" if is_timeout(failure) else "left; that rank's own output may say why"
+        return f"rank {failure.rank} stopped{at} because another rank {why} ({failure.kind}: {failure.message})"
+    who = f"rank {failure.rank}" if int(own_environ(os.environ).get("WORLD_SIZE", 1)) > 1 else ""
+    if not turn.tells_all:
+        return f"{who or 'this process'}: {failure.kind}: {failure.message}"
+    if failure.exit_code != ExitCode.FAILED:
+        what, *rest = failure.screen.splitlines()
+        if failure.where and not any(line.startswith("  where: ") for line in rest):
+            rest = [f"  where: {failure.where}", *rest]
+        return "\n".join([f"{who if who and failure.exit_code != ExitCode.REFUSED else 'error'}: {what}", *rest])
+    place = ", ".join(filter(None, [who, failure.where, f"{failure.kind}: {failure.message}"]))
+    return "\n".join([f"FAILED{at}. {place}", *(f"  {line}" for line in failure.screen.splitlines()[1:])])
+
+
+def write_error_file(failure: Failure, turn: ReportTurn, *, whole: str) -> None:
+    """Leave a failure where torchrun reads it; of all ranks' it shows the one with the smallest second as the cause."""
+    path = own_environ(os.environ).get(ERROR_FILE)
+    if not path:
+        return
+    later = int(is_echo(failure)) + 2 * int(not turn.tells_all)  # they come in the same second as who tells it
+    second = int(time.time()) + later
+    extra = {"timestamp": str(second), "py_callstack": failure_sentence(failure, turn), "traceback": whole}
+    message = {"message": failure_sentence(failure, turn), "errorCode": failure.exit_code, "extraInfo": extra}
+    with suppress(OSError):
+        write_text(Path(path), json.dumps({"message": message}))

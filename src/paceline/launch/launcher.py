@@ -1,0 +1,286 @@
+"""A task and a plan to running processes. Whatever starts processes goes through here; only files cross."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of, was_saved
+from paceline.config.secret_settings import holds_secret
+from paceline.console.formatting import plural
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, PeerError, UsageError
+from paceline.filesystem.atomic_files import write_json, writing
+from paceline.filesystem.run_lock import RunLock, lock_run_folder
+from paceline.launch.agent.supervisor import Agent, nursery_command
+from paceline.launch.failures.failure_record import FIRST_FAILURE, STARTER, Failure
+from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.hang_detection import APART, TIMEOUT
+from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS
+from paceline.run_folder.run_folder import RunFolder
+
+_MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+EXACT_KERNELS = "MKL_CBWR"
+CHOSEN_KERNELS = "AVX2"
+_MOST_AGAIN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
+
+    With `saves` one signal lets it finish its step and save, and it has its run folder for itself; without, one
+    signal ends it. Where the first ranks are `servers`, a lost one of the others is started again, alone.
+    """
+
+    ranks: int
+    run: RunFolder
+    entry: str = ""
+    payload: dict[str, Any] | None = None
+    script: list[str] | None = None
+    threads: int = 1
+    exact: bool = False
+    saves: bool = True
+    servers: int = 0
+    begins_in: str = ""
+    """The folder in which the ranks begin; empty: this process's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOutcome:
+    """How it ended."""
+
+    exit_code: int
+    failure: Failure | None
+    attempt_folder: Path
+    seconds: float
+    ranks: int
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the same words go on with it."""
+        return can_go_on(self.attempt_folder.parents[1], self.exit_code, self.failure)
+
+
+def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
+    """Return whether the words that started a run go on with it.
+
+    A refusal says itself what to change: they would be refused again. An error in the job would come again at the same
+    place, unless a checkpoint is there, from which a mended job goes on.
+    """
+    if exit_code in (ExitCode.DONE, ExitCode.REFUSED):
+        return False
+    if failure is None or exit_code == ExitCode.MACHINE or is_from_outside(failure):
+        return True
+    return was_saved(RunFolder(run).checkpoints)
+
+
+def is_from_outside(failure: Failure) -> bool:
+    """Return whether it may be no fault of the job: a signal, memory, a rank that is slow, or what starts the ranks."""
+    named = failure.kind in ("signal", TIMEOUT) or failure.rank == STARTER
+    return named or failure.is_short_of_memory or is_lost_connection(failure)
+
+
+def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
+    """Run one attempt to its end. `on_start(attempt_folder)` gives what is called every 50 ms meanwhile.
+
+    Raises:
+        UsageError: it saves, and another run writes into the same folder.
+    """
+    held = lock_run_folder(request.run.path, wait=print_line) if request.saves else None
+    try:
+        outcome = _run(request, on_start, held)
+        for _ in range(_MOST_AGAIN):
+            if not _lost_server(outcome, request):
+                break
+            request = _again(request, outcome)
+            outcome = _run(request, on_start, held)
+        return outcome
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _run(
+    request: LaunchRequest, on_start: Callable[[Path], Callable[[], None]] | None, held: RunLock | None
+) -> LaunchOutcome:
+    began = time.monotonic()
+    attempt = request.run.next_attempt()
+    folder = request.run.attempt_folder(attempt)
+    payload = {**(request.payload or {}), "attempt": attempt}
+    with writing(request.run.path):
+        folder.mkdir(parents=True)
+        write_json(
+            folder / "request.json",
+            {
+                "entry": request.entry,
+                "payload": payload,
+                "script": request.script,
+                "ranks": request.ranks,
+                "threads": request.threads,
+                "folder": str(folder.resolve()),
+                "servers": request.servers,
+            },
+            private=holds_secret(payload.get("settings", ())),
+        )
+    tick = on_start(folder) if on_start else _nothing
+    agent = Agent(
+        command=nursery_command((folder / "request.json").resolve()),
+        begins_in=request.begins_in,
+        environ=_environ(request),
+        folder=folder,
+        ranks=request.ranks,
+        saves=request.saves,
+        inherited=_inherited(held, payload),
+        patience=_patience(request),
+    )
+    code, failure = agent.run(tick)
+    tick()
+    if failure is not None:
+        with suppress(OSError):
+            write_json(folder / FIRST_FAILURE, asdict(failure))
+    seconds = time.monotonic() - began
+    return LaunchOutcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
+
+
+def _inherited(held: RunLock | None, payload: Mapping[str, Any]) -> list[int]:
+    """Return the open files that the ranks keep: the run's lock, and a job that was given as an object."""
+    handles = [None if held is None else held.handle, payload.get("job_handle")]
+    return [handle for handle in handles if handle is not None]
+
+
+def _patience(request: LaunchRequest) -> float:
+    """How long ranks wait for each other, as far as it was given; what a job sets itself its ranks say."""
+    given = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        return DEFAULT_SECONDS
+
+
+def _lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
+    """Whether a server was killed from outside, which is nobody's mistake: its checkpoint has all of it."""
+    failure = outcome.failure
+    return failure is not None and failure.kind == "signal" and 0 <= failure.rank < request.servers
+
+
+def _again(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
+    """From the newest checkpoint; what is lost is said."""
+    assert outcome.failure is not None
+    newest, step = pointed_checkpoint(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
+    who = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
+    if newest is None:
+        print_line(
+            f"{who} after step {step}, and nothing had been saved: all {plural(step, 'step')} are done again",
+            sys.stderr,
+        )
+        return request
+    lost = max(0, step - step_of(newest))
+    print_line(
+        f"{who} after step {step}. Going on from {newest.name}: {plural(lost, 'step')} are done again", sys.stderr
+    )
+    return replace(request, payload={**(request.payload or {}), "resume": None})
+
+
+def _environ(request: LaunchRequest) -> dict[str, str]:
+    """The nursery imports numerical libraries with one thread, since it forks; workers then set their own."""
+    environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
+    if request.exact:
+        environ[EXACT_KERNELS] = environ.get(EXACT_KERNELS) or CHOSEN_KERNELS
+    environ["PYTHONUNBUFFERED"] = "1"
+    return environ
+
+
+def kernel_fingerprint() -> str:
+    """Whose bits this process computes: a condition of every digest."""
+    return os.environ.get(EXACT_KERNELS) or "default"
+
+
+def choose_kernels() -> bool:
+    """Exact mode's, for a process that has no torch yet; False where nothing was chosen and it is too late."""
+    if not os.environ.get(EXACT_KERNELS) and "torch" not in sys.modules:
+        os.environ[EXACT_KERNELS] = CHOSEN_KERNELS
+    return bool(os.environ.get(EXACT_KERNELS))
+
+
+def too_late(cause: str, *, hint: str = "") -> UsageError:
+    """Exact mode was asked for where torch has its kernels already."""
+    return UsageError(
+        f"exact mode needs kernels that {EXACT_KERNELS} chooses before torch is imported; here torch was first.",
+        cause=cause,
+        hint=hint or f"export {EXACT_KERNELS}={CHOSEN_KERNELS}, then the same command",
+    )
+
+
+def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) -> str:
+    """What is said last where it did not end well; `go_on` is the command that does, empty where there is none."""
+    if outcome.failure is not None:
+        return failure_screen(outcome, go_on=go_on if outcome.goes_on else "", more=more)
+    if outcome.exit_code == ExitCode.STOPPED:
+        return f"Stopped and saved. Go on: {go_on}"
+    if outcome.exit_code:
+        saved = was_saved(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
+        return "Stopped at once." + (f" Go on{' from the last save' if saved else ''}: {go_on}" if go_on else "")
+    return ""
+
+
+def failure_keys(outcome: LaunchOutcome, *, go_on: str = "") -> dict[str, Any]:
+    """What the failure screen says, by key: those of a refusal, then who, when, the log and what goes on."""
+    failure = outcome.failure
+    if failure is None:
+        return {"go_on": go_on} if go_on else {}
+    return {**_said_by_key(failure), "log": str(_log_of(outcome, failure)), "go_on": go_on}
+
+
+def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
+    """The same of a rank of a world that others made: it keeps no log of its own, and may only have lost another."""
+    said = _said_by_key(failure)
+    if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
+        what = f"rank {failure.rank} could not go on because another rank left or did not answer: {failure.message}"
+        said |= {"error": PeerError.__name__, "what": what, "where": ""}
+    return {**said, "log": "", "go_on": go_on}
+
+
+def _said_by_key(failure: Failure) -> dict[str, Any]:
+    said = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
+    said |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
+    return {**said, "rank": None if failure.rank == STARTER else failure.rank, "step": failure.step}
+
+
+def _log_of(outcome: LaunchOutcome, failure: Failure) -> Path:
+    """Where the full text is; of what starts the ranks, beside theirs."""
+    teller = failure.rank if failure.told_by is None else failure.told_by
+    return outcome.attempt_folder if failure.rank == STARTER else outcome.attempt_folder / f"rank-{teller}.log"
+
+
+def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[str] = ()) -> str:
+    """One screen: who failed first, where, why, what `more` there is to say, and the command that goes on."""
+    failure = outcome.failure
+    if failure is None:
+        return ""
+    again = [f"Go on: {go_on}"] if go_on else []
+    log = _log_of(outcome, failure)
+    if failure.rank == STARTER:
+        return "\n".join([f"FAILED: {failure.screen}", f"What the ranks said: {log}", *again])
+    at = f" at step {failure.step}" if failure.step else ""
+    place = f"{failure.where}, " if failure.where else ""
+    what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
+    lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]
+    if failure.kind in (TIMEOUT, APART):
+        lines = [f"FAILED{at}: {failure.message}"]
+    elif failure.source:
+        lines.append(f"    {failure.source}")
+    lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
+    others, left = outcome.ranks - 1, "did not answer" if failure.kind == TIMEOUT else "left"
+    if others and failure.kind != APART:
+        lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
+    lines += [*more, f"Full text: {log}"]
+    return "\n".join([*lines, *again])
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,145 @@
+"""A meeting point on one machine for launchers that name none: rank 0 listens, and says where in a file."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import MachineError, UsageError
+from paceline.filesystem.atomic_files import read_json, write_json
+from paceline.filesystem.run_lock import is_holder_alive, this_process
+from paceline.launch.environment_owner import drop_inherited, mark_owner
+from paceline.launch.environments import JoinedWorld, is_loopback
+
+_WAIT_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+_INVITATION = "invitation.json"
+
+
+def adopt_launcher_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
+    """Write the launcher's numbers under the names that torch reads.
+
+    Raises:
+        UsageError: several machines and no MASTER_ADDR.
+        MachineError: rank 0 did not say where it listens.
+    """
+    drop_inherited(environ)
+    _put(joined, environ)
+    mark_owner(environ)
+
+
+def _put(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
+    environ["RANK"] = str(joined.rank)
+    environ["WORLD_SIZE"] = str(joined.world_size)
+    environ["LOCAL_RANK"] = str(joined.local_rank)
+    environ["LOCAL_WORLD_SIZE"] = str(joined.local_world_size)
+    if joined.is_one_node and (joined.counts_node or is_loopback(joined.address or "127.0.0.1")):
+        _listen_here(environ)
+    if joined.world_size == 1 or (joined.address and joined.port):
+        return
+    if not joined.is_one_node:
+        raise UsageError(
+            f"{joined.kind} started ranks on several machines and MASTER_ADDR or MASTER_PORT is not set.",
+            hint="export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>",
+        )
+    environ["MASTER_ADDR"] = "127.0.0.1"
+    folder = _meeting_folder(joined)
+    if joined.rank == 0:
+        listener = listen_on_free_port()
+        environ["MASTER_PORT"] = str(listener.getsockname()[1])
+        environ["PACELINE_LISTEN_FD"] = str(listener.detach())
+        _invite(folder, port=int(environ["MASTER_PORT"]))
+    else:
+        environ["PACELINE_LISTEN_FD"] = ""
+        environ["MASTER_PORT"] = str(_wait_for(folder, joined))
+
+
+def _listen_here(environ: MutableMapping[str, str]) -> None:
+    """Where all ranks are on this machine nobody on the network need reach them."""
+    if Path("/sys/class/net/lo").exists():
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def listen_on_free_port() -> socket.socket:
+    """A socket that listens on a free port of this machine only."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    listener.set_inheritable(True)
+    return listener
+
+
+def _meeting_folder(joined: JoinedWorld) -> Path:
+    """The same for all ranks of a world and for no other: by the launcher's name of it, or by session and command.
+
+    A wrapper around each rank makes it another parent, so that the parent says nothing.
+    """
+    session = os.getsid(0)
+    told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
+    words = [joined.kind, *told, socket.gethostname(), joined.world_size, str(Path.cwd()), *sys.argv]
+    return home_folder() / f"meet-{sha256(json.dumps(words).encode()).hexdigest()[:24]}"
+
+
+def home_folder() -> Path:
+    """A folder of this user's on this machine, for files by which ranks find each other.
+
+    Raises:
+        MachineError: somebody else has made it.
+    """
+    home = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    home.mkdir(mode=0o700, exist_ok=True)
+    if home.lstat().st_uid != os.getuid() or home.is_symlink():
+        raise MachineError(f"{home} belongs to somebody else.", hint="export MASTER_ADDR and MASTER_PORT")
+    return home
+
+
+def _invite(folder: Path, *, port: int) -> None:
+    """Say where rank 0 listens. What an earlier world left is removed; one that still waits there is not disturbed."""
+    found = _invitation(folder)
+    if found is not None and found["holder"]["pid"] != os.getpid():
+        raise UsageError(
+            f"process {found['holder']['pid']} waits for the other ranks of a world of the same command.",
+            where=str(folder),
+            cause="the same command was started twice at once, or ranks of an earlier start are missing",
+            hint=f"export MASTER_ADDR=127.0.0.1 MASTER_PORT=<free port>, or kill {found['holder']['pid']}",
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    write_json(folder / _INVITATION, {"port": port, "holder": this_process()})
+
+
+def _invitation(folder: Path) -> dict[str, Any] | None:
+    """What a rank 0 that is alive says there; what one that is gone has left says nothing."""
+    try:
+        found = read_json(folder / _INVITATION)
+        return found if is_holder_alive(found["holder"]) and isinstance(found["port"], int) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _wait_for(folder: Path, joined: JoinedWorld) -> int:
+    """Where rank 0 listens. The last one that has heard it removes the folder, so that the next world finds none."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        found = _invitation(folder)
+        if found is not None:
+            with suppress(OSError):
+                (folder / f"heard-{joined.rank}").touch()
+                if len(list(folder.glob("heard-*"))) == joined.world_size - 1:
+                    shutil.rmtree(folder, ignore_errors=True)
+            return int(found["port"])
+        time.sleep(_POLL_SECONDS)
+    raise MachineError(
+        f"rank 0 did not say where it listens within {_WAIT_SECONDS:.0f} s.",
+        where=str(folder),
+        cause="rank 0 did not start, or in another folder or with other words than this rank",
+        hint="export MASTER_ADDR=127.0.0.1 MASTER_PORT=<free port>",
+    )

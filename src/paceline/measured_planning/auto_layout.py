@@ -1,0 +1,202 @@
+"""`--layout auto`: a plan for a run's machine, made before its workers start, and what to do if it was wrong.
+
+Needs no torch: the plan itself is made by `auto_run`, in a process of its own or in the script that opens a `pl.Run`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, was_saved
+from paceline.config.auto_layout_word import AUTO, is_auto
+from paceline.config.compression import parse_compress
+from paceline.config.loading import as_typed, settings_from_text
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateKind, parse_update
+from paceline.console.formatting import format_duration, format_size
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
+from paceline.filesystem.atomic_files import read_json
+from paceline.launch.environment_owner import attempt_folder
+from paceline.launch.environments import detect
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
+from paceline.planner.layout.host_resources import usable_cores
+from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
+from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, machine_here
+from paceline.run_folder.run_folder import RunFolder, run_of
+
+ENTRY = "paceline.measured_planning.auto_worker:write_choice"
+ANSWER = "auto.json"
+SECONDS = 20.0
+ORIGIN = "auto"
+CUT = "micro_batch_size"  # what a checkpoint has to be told that it may change
+_MICRO = f"train.{CUT}"
+
+
+def refuse_auto(*, update: str, compress: str) -> None:
+    """What a plan knows nothing of.
+
+    Raises:
+        UsageError, LayoutError, Problems
+    """
+    problems: list[PacelineError] = []
+    if parse_update(update).kind is not UpdateKind.SYNC:
+        cause = "plans are of one update at a time, summed over all replicas"
+        what = f"--layout auto with --update {update}: nothing is known of its time."
+        problems.append(LayoutError(what, cause=cause, hint=f"--update {update} alone chooses its layout"))
+    if str(parse_compress(compress)) != "none":
+        what = f"--layout auto with --compress {compress}: it is a way to send gradients of ddp."
+        problems.append(LayoutError(what, hint=f"--layout ddp --compress {compress}"))
+    joined = None if attempt_folder(os.environ) else detect(os.environ)
+    if joined is not None and joined.world_size > 1:
+        problems.append(
+            UsageError(
+                f"--layout auto in a world that {joined.kind} made: it is there before the plan would be.",
+                cause="a plan is made in one process, before the ranks start",
+                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with what it recommends",
+            )
+        )
+    raise_all(problems)
+
+
+def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, LaunchOutcome | None]:
+    """The task with a layout: the run's own where it goes on on as many ranks, else the plan's, which is told.
+
+    Where the plan failed, how that ended.
+    """
+    kept = as_before(task, quiet=quiet)
+    if kept is not None:
+        return kept, None
+    here = machine_here(ranks=task.ranks, device=task.device)
+    folder = RunFolder(Path(task.run) / AUTO)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if not quiet:
+        print_line("auto: planning: the model's numbers, the search, the best one replayed", sys.stderr)
+    own = replace(to_plan(task), run=str(folder.path), options={"fleet": here.fleet.as_json(), "seconds": SECONDS})
+    outcome = start(LaunchRequest(
+        ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves=False
+    ))  # fmt: skip
+    if outcome.exit_code:
+        return task, outcome
+    return announce_choice(task, read_json(folder.path / ANSWER), here, quiet=quiet), None
+
+
+def to_plan(task: Task) -> Task:
+    """As one process plans it; a run that goes on on other ranks keeps its microbatches."""
+    settings = {**task.settings}
+    if (begun := _begun(task)) is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            settings.setdefault(_MICRO, read_json(begun / "plan.json")["micro_batch_size"])
+    return replace(task, verb="plan", layout="single", ranks=1, device="cpu", faults="", resume=None, settings=settings)
+
+
+def announce_choice(task: Task, answer: Mapping[str, Any], here: LocalMachine, *, quiet: bool = False) -> Task:
+    """Three lines, and the task as they say."""
+    rungs = [FallbackLayout(**rung) for rung in answer["rungs"]]
+    cost = f"planned in {format_duration(answer['seconds'])}"
+    cost += f", after {format_duration(here.seconds)} for measuring this machine" if here.seconds else ""
+    if rungs[0].source == TIMED:
+        cost += "; its steps were timed here by paceline plan"
+    elif rungs[0].longer != 1:
+        cost += f"; times as steps here took, {rungs[0].longer:.2f} times the reckoned"
+    else:
+        cost += "; its steps are reckoned: paceline plan times them"
+    doubt = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
+    lines = [
+        f"auto: {rungs[0]}, on {here.fleet}{doubt}",
+        f"why: {answer['why']}; {cost}",
+        f"second: {answer['second']}",
+    ]
+    _say(lines, quiet=quiet)
+    found = on_rung(task, rungs)
+    return replace(found, options={**found.options, "auto": lines})
+
+
+def on_rung(task: Task, rungs: Sequence[FallbackLayout]) -> Task:
+    """The task with the first of these, which wins over what was asked for, and the others to fall back to."""
+    first, *rest = rungs
+    own_settings = settings_from_text(first.settings)
+    gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(own_settings)
+    own = {name: value for name, value in task.settings.items() if name not in gone}
+    return replace(
+        task,
+        layout=first.layout,
+        settings={**own, **own_settings},
+        origins={
+            **{name: task.origins[name] for name in own if name in task.origins},
+            **dict.fromkeys(own_settings, ORIGIN),
+        },
+        options={**task.options, **_remembered(first, rest)},
+    )
+
+
+def _remembered(first: FallbackLayout, rest: Sequence[FallbackLayout]) -> dict[str, Any]:
+    return {"forecast": first.as_json(), "rungs": [rung.as_json() for rung in rest]}
+
+
+def fallen_back(task: Task, failure: Failure | None) -> Task | None:
+    """The task on its next rung, from its newest checkpoint, where memory was short; None where nothing is left.
+
+    A rung that is refused is passed over.
+    """
+    rungs = [FallbackLayout(**rung) for rung in task.options.get("rungs", ())]
+    if failure is None or not rungs:
+        return None
+    is_refused = failure.exit_code == ExitCode.REFUSED and not task.options["forecast"]["replayed"]
+    if not (failure.is_short_of_memory or is_refused):
+        return None
+    first, run = rungs[0], RunFolder(Path(task.run))
+    before = task.options["forecast"]["peak_bytes"]
+    newest = pointed_checkpoint(run.checkpoints, LATEST)
+    place = f"from {newest.name}" if newest is not None else "from the first step, since nothing had been saved"
+    why = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
+    at = f" at step {failure.step}" if failure.step else ""
+    print_line(
+        f"rank {failure.rank}{at}: {why}. auto: going on {place} with {first}, which is forecast to need "
+        f"{format_size(first.peak_bytes)} in place of {format_size(before)}",
+        sys.stderr,
+    )
+    found = on_rung(task, rungs)
+    if not was_saved(run.checkpoints):
+        return replace(found, resume=None)
+    return replace(found, resume="newest", allow=tuple(dict.fromkeys([*task.allow, CUT])))
+
+
+def _say(lines: Sequence[str], *, quiet: bool) -> None:
+    """Where the standard output is a script's, on the other one."""
+    print_line("\n".join(lines), sys.stderr if quiet else None)
+
+
+def as_before(task: Task, *, quiet: bool = False) -> Task | None:
+    """The task as the run that it goes on with had it, where that was on as many ranks."""
+    if (folder := _begun(task)) is None:
+        return None
+    try:
+        before = Task.from_json(read_json(RunFolder(folder).task))
+    except (OSError, ValueError, TypeError):
+        return None
+    if before.ranks != task.ranks or is_auto(before.layout):
+        return None
+    options: dict[str, Any] = {name: before.options[name] for name in ("forecast", "rungs") if name in before.options}
+    own = {n: v for n, v in before.settings.items() if before.origins.get(n) == ORIGIN and n not in task.settings}
+    words = [f"--{name} {as_typed(value)}" for name, value in own.items()]
+    _say([f"auto: {' '.join([f'--layout {before.layout}', *words])}, as this run had it"], quiet=quiet)
+    return replace(
+        task,
+        layout=before.layout,
+        settings={**task.settings, **own},
+        origins={**task.origins, **dict.fromkeys(own, ORIGIN)},
+        options={**task.options, **options},
+    )
+
+
+def _begun(task: Task) -> Path | None:
+    """The folder of the run that it goes on with."""
+    if task.resume is None:
+        return None
+    return Path(task.run) if task.resume == "newest" else run_of(Path(task.resume)).path

@@ -1,0 +1,99 @@
+"""What `--layout auto` runs before there are workers: the plan, and what a run may fall back to."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config.task import Task
+from paceline.console.formatting import format_size
+from paceline.filesystem.atomic_files import write_json
+from paceline.job import Job
+from paceline.measured_planning.auto_layout import ANSWER, ORIGIN, SECONDS, announce_choice, as_before, to_plan
+from paceline.measured_planning.choose_layout import decide
+from paceline.measured_planning.finalist_replay import CandidateChecker
+from paceline.measured_planning.plan_cache import store_plan
+from paceline.measured_planning.plan_local import profile_for_plan as learn_job
+from paceline.measured_planning.profile.probe_job import grid_of
+from paceline.measured_planning.timing.timing_cache import timed_here
+from paceline.planner.advice.recommendations import Advice
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.search.fallbacks import fallback_layouts, rung_here
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.profiling.machine_benchmarks.this_machine import machine_here
+from paceline.trainer.setup.prepare import PreparedJob, prepare
+
+
+def write_choice(payload: Mapping[str, Any]) -> int:
+    """Write the answer into the folder that the task names."""
+    task = Task.from_json(payload)
+    fleet, seconds = fleet_of(task.options["fleet"]), float(task.options["seconds"])
+    write_json(Path(task.run) / ANSWER, layout_choice(prepare(task), fleet, seconds=seconds))
+    return 0
+
+
+def write_model_profile(payload: Mapping[str, Any]) -> int:
+    """The model's numbers alone."""
+    task = Task.from_json(payload)
+    ready = prepare(task)
+    write_json(Path(task.run) / ANSWER, learnt_here(ready, most_ranks=int(task.options["most_ranks"])))
+    return 0
+
+
+def learnt_here(ready: PreparedJob, *, most_ranks: int) -> dict[str, Any]:
+    """The same in this process."""
+    return {"facts": learn_job(ready, most_ranks=most_ranks).facts.as_json()}
+
+
+def settled_here(task: Task, *, job: Job) -> Task:
+    """The task of a `pl.Run` with a layout, planned in this process: a job that a script has made is only here."""
+    kept = as_before(task)
+    if kept is not None:
+        return kept
+    here = machine_here(ranks=task.ranks, device=task.device)
+    return announce_choice(task, layout_choice(prepare(to_plan(task), job=job), here.fleet, seconds=SECONDS), here)
+
+
+def layout_choice(ready: PreparedJob, fleet: Cluster, *, seconds: float) -> dict[str, Any]:
+    """The rungs, the first of which is recommended, with why; nothing is replayed any more after so many seconds.
+
+    Raises:
+        LayoutError: nothing fits.
+        UsageError: the job's settings leave nothing to choose.
+    """
+    began = time.monotonic()
+    grid = grid_of(ready.settings, asked="--layout auto")
+    learnt = learn_job(ready, most_ranks=fleet.ranks)
+    rehearsal = CandidateChecker(ready=learnt.ready, real=ready)
+    known = timed_here(ready, CostModel(facts=learnt.facts, fleet=fleet), grid=grid)
+    chosen = decide(rehearsal, known.forecast, grid=grid, until=began + seconds, options=known.options)
+    best, facts = chosen.advice.recommended, chosen.forecast.facts
+    counted = None
+    if chosen.best is not None:
+        counted = (chosen.best.peak_bytes, chosen.best.parts or {})
+        store_plan(learnt.ready, facts, fleet, replayed={str(best.candidate): counted})
+    below = known.of(fallback_layouts(chosen.forecast, best, grid=grid))
+    rungs = [rung_here(best, known.forecast, source=ORIGIN, replayed=counted)]
+    rungs += [rung_here(one, known.forecast, source=ORIGIN) for one in below]
+    return {
+        "rungs": [rung.as_json() for rung in rungs],
+        "case": chosen.advice.case.number,
+        "why": "; ".join([chosen.advice.rows[0].why, *learnt.notes]),
+        "second": _second(chosen.advice, rungs),
+        "unreplayed": chosen.advice.unreplayed,
+        "seconds": time.monotonic() - began,
+        "facts": facts.as_json(),
+        "cluster": fleet.as_json(),
+    }
+
+
+def _second(advice: Advice, rungs: list[FallbackLayout]) -> str:
+    """What came second, and by how much; of no other family one that needs less."""
+    others = [row for row in advice.rows[1:] if row.estimate.fits]
+    if others:
+        return f"{others[0].estimate.candidate}, {others[0].why}"
+    if len(rungs) > 1:
+        times = rungs[1].step_seconds / rungs[0].step_seconds
+        return f"{rungs[1]}, {times:.2f} times as long, {format_size(rungs[1].peak_bytes)} at most"
+    return "nothing else fits"

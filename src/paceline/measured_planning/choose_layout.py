@@ -1,0 +1,280 @@
+"""What is recommended was replayed and fits: what is refused, or may not fit, gives way to the next of its family."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import LayoutError
+from paceline.launch.failures.oom_detection import only_new
+from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
+from paceline.planner.advice.asked_layouts import NamedLayouts, judge_asked_layouts
+from paceline.planner.advice.recommendations import Advice, PlanRow, advice_of, advise
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.cost.layout_candidate import MICRO, MODEL_AXES, Candidate
+from paceline.planner.search.branch_and_bound import search
+from paceline.planner.search.search_space import FAMILY, SearchSpace, is_lost, is_refused, words_of
+from paceline.planner.search.shortlist import RejectedLayout, as_timed, usual_ratio
+
+_SEEN = 3  # samples of a microbatch, which learning has tried
+_SHORTLIST = 3  # of a family that are replayed; of two that are refused in the same words no third
+_MOST_REFUSED = 12  # after which, once time is over, the next is recommended as it is forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenLayout:
+    """`seen` is what was replayed on the way, by candidate: the recommended one too, unless `advice.unreplayed`."""
+
+    forecast: CostModel
+    advice: Advice
+    seen: Mapping[str, CheckedCandidate]
+
+    @property
+    def best(self) -> CheckedCandidate | None:
+        """Of the recommended one."""
+        return self.seen.get(str(self.advice.recommended.candidate))
+
+
+@only_new()
+def decide(
+    rehearsal: CandidateChecker,
+    forecast: CostModel,
+    *,
+    grid: SearchSpace,
+    until: float,
+    options: Sequence[Estimate] = (),
+    lost: Mapping[Candidate, RejectedLayout] | None = None,
+    others: bool = False,
+) -> ChosenLayout:
+    """The best of `options`, or of the whole grid where none of them is left; `lost` are known to be refused.
+
+    What is recommended is replayed however long that takes: after `until` it is recommended as it is forecast only
+    where a dozen before it were refused, and the advice says so. With `others` the best of the other families are
+    replayed too, as many as time allows. What is refused gives way to the next of its family.
+
+    Raises:
+        LayoutError: nothing fits.
+    """
+    known = _Known(rehearsal, forecast, grid, options)
+    for candidate, own in sorted((lost or {}).items(), key=lambda one: _has_model_axes(one[0])):
+        if _is_left(candidate, known.forecast):  # after what was learnt of one before it
+            known.lose(candidate, own)
+    case = None
+    while True:
+        advice = known.advice()
+        case = case or advice.case
+        row = _next(advice, known, until=until, others=others)
+        if row is None:
+            break
+        known.replay(row.estimate)
+    first = str(advice.recommended.candidate)
+    late = f"{known.num_refused} before it were refused when they were replayed, and time was over"
+    advice = replace(advice, case=case, unreplayed="" if first in known.seen else late)
+    return ChosenLayout(forecast=known.forecast, advice=advice, seen=known.seen)
+
+
+def decide_named(
+    rehearsal: CandidateChecker, forecast: CostModel, layouts: Sequence[str], *, until: float,
+    micro_batch_size: int | None = None, options: Sequence[Estimate] = (),
+) -> tuple[NamedLayouts, dict[str, CheckedCandidate]]:  # fmt: skip
+    """The layouts that were named, in the order in which they were; the quickest of those that fit is replayed, and of
+    the others what time allows.
+
+    Where no size of microbatch was given, one that is refused or does not fit gives way to a smaller one.
+    """
+    known, most = _Known(rehearsal, forecast, SearchSpace(), ()), dict[str, int]()
+    while True:
+        found = judge_asked_layouts(
+            known.forecast, layouts, micro_batch_size=micro_batch_size, timed=options, most=most
+        )
+        rows = [row_seen(row, known.seen, forecast.fleet.device) for row in found.rows]
+        shown = replace(found, rows=tuple(rows), unreplayed="")
+        wanted = [*([] if shown.first is None else [shown.first]), *(row for row in rows if known.has_time(row, until))]
+        row = next((one for one in wanted if str(one.estimate.candidate) not in known.seen), None)
+        if row is None:
+            return shown, known.seen
+        known.rehearse(row.estimate)
+        size, is_short = row.estimate.candidate.micro_batch_size, not known.seen[str(row.estimate.candidate)].error
+        is_short = is_short and not row_seen(row, known.seen, forecast.fleet.device).fits
+        if micro_batch_size is None and is_short and size > 1:
+            most[found.names[rows.index(row)]] = size - 1
+
+
+def _next(advice: Advice, known: "_Known", *, until: float, others: bool) -> PlanRow | None:
+    """What to replay before this advice is given: the recommended one, then the others while there is time."""
+    first, *rest = advice.rows
+    if str(first.estimate.candidate) not in known.seen:
+        is_late = known.num_refused >= _MOST_REFUSED and time.monotonic() > until
+        return None if is_late else first
+    return next((row for row in rest if others and known.has_time(row, until)), None)
+
+
+class _Known:
+    """What is learnt by replays on the way to a recommendation."""
+
+    def __init__(
+        self, rehearsal: CandidateChecker, forecast: CostModel, grid: SearchSpace, options: Sequence[Estimate]
+    ) -> None:
+        self.forecast = forecast
+        self.seen: dict[str, CheckedCandidate] = {}
+        self.num_refused = 0
+        self._rehearsal = rehearsal
+        self._grid = grid
+        self._options = list(options)
+        self._families = {one.candidate.family for one in options}
+        self._misfits = Counter[str]()
+        self._reasons: dict[str, list[str]] = {}
+
+    def advice(self) -> Advice:
+        """Of what is left."""
+        options = self._left()
+        if options:
+            return advice_of(self.forecast, options, grid=self._grid)
+        return advise(self.forecast, grid=self._grid)
+
+    def has_time(self, row: PlanRow, until: float) -> bool:
+        """Whether a row is to be replayed, and its replay ends in time, by how long the others took."""
+        candidate = row.estimate.candidate
+        if str(candidate) in self.seen or not row.fits or self._misfits[candidate.family] >= _SHORTLIST:
+            return False
+        each = max((one.seconds / max(1, one.work) for one in self.seen.values()), default=0.0)
+        work = self._rehearsal.work(candidate, row.estimate.stages, self.forecast)
+        return each * work < until - time.monotonic()
+
+    def rehearse(self, estimate: Estimate) -> CheckedCandidate:
+        """Replay it, and keep what that says of other sizes of microbatch."""
+        found = self.seen[str(estimate.candidate)] = self._rehearsal.replayed(estimate, self.forecast)
+        if found.error and found.is_jobs:
+            self._learn(self._alone_refused(estimate.candidate))
+        return found
+
+    def replay(self, estimate: Estimate) -> None:
+        """Replay it; what is refused, or is not sure to fit, is taken out of what is left."""
+        found, candidate = self.rehearse(estimate), estimate.candidate
+        if found.error:
+            self.num_refused += 1
+            self.refuse(candidate, found.error)
+            return
+        row = row_seen(PlanRow(family=candidate.family, estimate=estimate), self.seen, self.forecast.fleet.device)
+        if not row.fits:
+            self.num_refused += 1
+            self._misfits[candidate.family] += 1
+            reckoned = self.forecast.estimate(candidate)
+            times = found.peak_bytes / (reckoned.peak_bytes - reckoned.memory.reserve)
+            self.forecast = self.forecast.fuller(candidate.family, max(1.0, times))
+            self._options = [one for one in self._options if one.candidate != candidate]
+
+    def lose(self, candidate: Candidate, why: RejectedLayout) -> None:
+        """Take out what was refused where it was to be timed."""
+        self._families.add(candidate.family)
+        if why.is_jobs and not _has_model_axes(candidate):  # a replica's code is as in one process
+            self._learn({_micro(candidate): why.why})
+        elif why.is_jobs and (sizes := self._alone_refused(candidate)):
+            self._learn(sizes)
+        else:
+            self.refuse(candidate, why.why)
+
+    def refuse(self, candidate: Candidate, error: str) -> None:
+        """Take out what is to blame: its size of microbatch, a part of the layout that is refused alone, or itself."""
+        if not _is_left(candidate, self.forecast):
+            return
+        parts = dict(_parts(candidate))
+        if not parts:
+            raise LayoutError(error, hint="--layout single says all of it")
+        axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
+        if len(axes) == 1 and self._rehearsal.is_of_parts(candidate, error):
+            refused = dict.fromkeys(axes, error)  # whatever else it has
+        else:
+            refused = self._refused_alone(axes, parts) or self._refused_alone(parts, parts)
+        for word, why in refused.items():
+            self._learn({word: why})
+            self._count(word.partition("=")[0], why)
+        if not refused:
+            self._learn({str(candidate): error})
+            self._count(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
+
+    def _refused_alone(self, wanted: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
+        """Which of several parts are refused without the others."""
+        if len(parts) == 1:
+            return {}
+        why = {word: self._rehearsal.refusal(one, self.forecast) for word, one in wanted.items()}
+        return {word: said for word, said in why.items() if said}
+
+    def _count(self, word: str, error: str) -> None:
+        """A size is out after two layouts that were refused in the same words, or three; and so is an axis after sizes,
+        a family after its layouts."""
+        reasons = self._reasons.setdefault(word, [])
+        reasons.append(re.sub(r"\d+", "", error))
+        if len(reasons) < _SHORTLIST and reasons.count(reasons[-1]) < 2:
+            return
+        self._learn({word: error})
+        axis, _, size = word.partition("=")
+        if axis in MODEL_AXES and size:
+            self._count(axis, error)
+
+    def _alone_refused(self, candidate: Candidate) -> dict[str, str]:
+        """That the job's own code takes no microbatch of that size, in one process either; of few it was seen."""
+        if candidate.micro_batch_size <= _SEEN:
+            return {}
+        plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
+        why = self._rehearsal.refusal(plain, self.forecast)
+        return {_micro(candidate): why} if why else {}
+
+    def _learn(self, refused: Mapping[str, str]) -> None:
+        facts = self.forecast.facts
+        if refused:
+            self.forecast = self.forecast.of(replace(facts, refused={**facts.refused, **refused}))
+
+    def _is_left(self, candidate: Candidate) -> bool:
+        fits = str(candidate) in self.seen or self.forecast.estimate(candidate).fits
+        return fits and _is_left(candidate, self.forecast)
+
+    def _left(self) -> list[Estimate]:
+        """Those options that were not refused, and for a family that has lost all of its own the next one."""
+        left = [one for one in self._options if self._is_left(one.candidate)]
+        if not left:
+            return []
+        if gone := self._families - {one.candidate.family for one in left}:
+            timed = {str(one.candidate): one.timed for one in self._options if one.timed is not None}
+            plain = [self.forecast.estimate(one.candidate) for one in self._options if one.timed is not None]
+            usual, best = usual_ratio(plain, timed), search(self.forecast, grid=self._grid).best
+            left += [as_timed(best[family], {}, usual=usual) for family in sorted(gone) if family in best]
+        return left
+
+
+def _is_left(candidate: Candidate, forecast: CostModel) -> bool:
+    facts = forecast.facts
+    return not (is_refused(candidate, facts) or is_lost(candidate, facts) or _micro(candidate) in facts.refused)
+
+
+def _has_model_axes(candidate: Candidate) -> bool:
+    return any(axis in words_of(candidate) for axis in MODEL_AXES)
+
+
+def _micro(candidate: Candidate) -> str:
+    return f"{MICRO}={candidate.micro_batch_size}"
+
+
+def _parts(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """The word for each axis and option that it has, with a candidate that has that alone, and what it stands on."""
+    c = candidate
+    plain = Candidate(micro_batch_size=c.micro_batch_size, precision=c.precision)
+    for axis in MODEL_AXES:
+        size = getattr(c, axis)
+        if size > 1:  # experts are spread over replicas
+            yield f"{axis}={size}", replace(plain, **{axis: size}, **({"dp_replicate": size} if axis == "ep" else {}))
+    shards = replace(plain, dp_shard=c.dp_shard, zero=c.zero, params=c.params)
+    if c.dp_shard > 1:
+        yield f"zero={c.zero}", shards
+    if c.remat != "none":
+        yield f"remat={c.remat}", replace(plain, remat=c.remat)
+    if c.sequence:
+        yield "sequence", replace(plain, tp=c.tp, sequence=True)
+    if c.pp > 1 and c.schedule != "1f1b":
+        yield f"schedule={c.schedule}", replace(plain, pp=c.pp, schedule=c.schedule, virtual=c.virtual)
+    if c.offload:
+        yield "offload", replace(shards, offload=c.offload)
+    if c.dp_replicate > 1 and c.ranks == c.dp_replicate and c.ep == 1 and c.remat == "none":
+        yield f"{FAMILY}={c.family}", replace(plain, dp_replicate=c.dp_replicate)

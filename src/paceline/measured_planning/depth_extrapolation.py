@@ -1,0 +1,207 @@
+"""A deep model's step, by replays of it with few blocks in each stage: as exact, and in a fraction of the time."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from paceline.config.settings import Settings
+from paceline.config.update_rule import UpdateKind
+from paceline.job import Job
+from paceline.launch.failures.oom_detection import is_out_of_memory
+from paceline.measured_planning.helper_process import Helper, NoAnswer
+from paceline.measured_planning.memory_replay import StageMemory, replay
+from paceline.measured_planning.profile.sample_batches import FEW, plan_of
+from paceline.measured_planning.profile.truncated_model import largest_of_each, with_blocks
+from paceline.parallel.initialization.pretrained import PretrainedModel
+from paceline.parallel.module_access.parameters import LARGE_BYTES
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.pipeline_options import is_file
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, peak_of
+from paceline.profiling.model_tracing.memory_tracker import MemoryByKind
+from paceline.schedule.registry import schedule_named
+
+_KEPT = 4  # blocks of a stage: two at each end see what comes before and after the chain
+_WORTH = 0.7  # of the blocks of a whole replay
+FEWEST = int((2 * _KEPT + 1) / _WORTH) + 1  # blocks, of which a replay of few, and one of one more, is worth it
+_Run = tuple[list[MemoryTimeline], list[StageMemory]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """`groups` of a pipeline's stages get a block more together, each in a replay of its own."""
+
+    stages_of: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DepthExtrapolation:
+    """A job as a chain of like blocks, of which few may tell of all; what was asked of it once is remembered.
+
+    Its model is built on memory without numbers (`built_once`). A `helper` has a chain of the same job.
+    """
+
+    job: Job
+    settings: Settings
+    helper: Helper | None = None
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest tensor that each of its blocks trains; 0 where not all are in one list, alike."""
+        return 0 if isinstance(self.job.model, PretrainedModel) else largest_of_each(self.job, _KEPT)
+
+    @cached_property
+    def tells(self) -> bool:
+        """Whether few of its blocks tell of all of them."""
+        with suppress(NoAnswer):
+            return bool(self._begun("told")())
+        try:
+            return tells_of_all(self.job, self.settings)
+        except Exception as error:  # the whole replay says what there is to say
+            if is_out_of_memory(error):
+                raise
+            return False
+
+    def told(self) -> bool:
+        """The same, for whom this helps."""
+        return self.tells
+
+    def replay(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> list[StageMemory]:
+        """As `replay`, with so many blocks in each stage; of the whole model where few are not enough, or not less.
+
+        Raises:
+            PacelineError: what the run itself would refuse.
+        """
+        way = self.way(settings, plan, blocks)
+        try:
+            found = None if way is None else self._carried_on(settings, plan, blocks, way)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            found = None
+        return replay(self.job, settings, plan) if found is None else found
+
+    def replayed(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> int:
+        """How many blocks run in `replay`: of all stages, each time."""
+        way = self.way(settings, plan, blocks)
+        return sum(blocks) if way is None else sum(map(sum, _depths(way)))
+
+    def way(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way | None:
+        """None where the whole is replayed."""
+        way = _way(settings, plan, blocks)
+        return way if way is not None and self.largest > _least(plan) and self.tells else None
+
+    def _carried_on(
+        self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int], way: _Way
+    ) -> list[StageMemory] | None:
+        """None where few are not enough after all. A helper has the deeper half of the replays."""
+        depths = _depths(way)
+        half = (len(depths) + 1) // 2 if self.helper else len(depths)
+        far = self._begun("runs", settings, plan, depths[half:]) if depths[half:] else list
+        runs = self.runs(settings, plan, depths[:half])
+        try:
+            runs += far()
+        except NoAnswer:
+            runs += self.runs(settings, plan, depths[half:])
+        return _joined([run for run in runs if run], blocks, way) if all(runs) else None
+
+    def runs(self, settings: Settings, plan: ExecutionPlan, every: Sequence[tuple[int, ...]]) -> list[_Run | None]:
+        """With so many blocks in each stage, each time; None where the job can't be had so."""
+        found: list[_Run | None] = []
+        for depths in every:
+            short, journals = with_blocks(self.job, sum(depths)), [MemoryTimeline() for _ in range(plan.mesh.pp)]
+            run = None if short is None else replay(short[0], _cut(settings, depths), plan, journals=journals)
+            found.append(None if run is None else (journals, run))
+        return found
+
+    def _begun(self, name: str, *given: Any) -> Callable[[], Any]:
+        """What the helper answers."""
+
+        def nobody() -> Any:
+            raise NoAnswer
+
+        try:
+            return nobody if self.helper is None else self.helper.begin(name, *given)
+        except NoAnswer:
+            return nobody
+
+
+def tells_of_all(job: Job, settings: Settings) -> bool:
+    """Whether few of the blocks tell of all of them, operation by operation: in one process, of one microbatch.
+
+    They do not where blocks differ by their place (another activation, some without gradients), or where what one gives
+    to the next grows as they go.
+    """
+    alone = plan_of(settings, "single", 1, samples=FEW)
+    few, more = with_blocks(job, _KEPT), with_blocks(job, _KEPT + 1)
+    if few is None or more is None:
+        return False
+    journals = []
+    for each in (few[0], more[0], job):
+        journals.append(MemoryTimeline())
+        replay(each, _cut(settings, ()), alone, journals=journals[-1:], warm=False)
+    found = extrapolate(journals[0], journals[1], few[1] - _KEPT)
+    return found is not None and found.parts == journals[2].parts
+
+
+def _way(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way | None:
+    ranks, how = plan.mesh.pp, settings.place
+    if plan.rule.kind is not UpdateKind.SYNC or how.blocks or how.cut == "export" or is_file(plan.asked.schedule):
+        return None
+    if plan.asked.remat.startswith("every"):  # of so few blocks, none or all
+        return None
+    owners: tuple[int, ...] = (0,)
+    if ranks > 1:
+        rule = schedule_named(plan.asked.schedule)
+        owners = rule.placement(ranks=ranks, virtual=plan.asked.virtual or rule.virtual)
+    if len(blocks) != len(owners) or min(blocks) < _KEPT:
+        return None
+    stages_of = tuple(tuple(s for s, owner in enumerate(owners) if owner == rank) for rank in range(ranks))
+    if all(len({blocks[stage] for stage in own}) == 1 for own in stages_of):
+        together = [tuple(range(len(owners)))]
+    else:
+        together = list(zip(*stages_of, strict=True))
+    way = _Way(stages_of=stages_of, groups=tuple(together))
+    return way if sum(map(sum, _depths(way))) < _WORTH * sum(blocks) else None
+
+
+def _depths(way: _Way) -> list[tuple[int, ...]]:
+    """Blocks in each stage, of every replay."""
+    stages = range(sum(map(len, way.stages_of)))
+    return [tuple(_KEPT + (stage in group) for stage in stages) for group in ((), *way.groups)]
+
+
+def _joined(runs: Sequence[_Run], blocks: Sequence[int], way: _Way) -> list[StageMemory] | None:
+    found = []
+    for rank, own in enumerate(way.stages_of):
+        base, *more = [(journals[rank], seen[rank]) for journals, seen in runs]
+        further = [next(blocks[stage] for stage in own if stage in group) - _KEPT for group in way.groups]
+        peak = peak_of(base[0], [(journal, n) for (journal, _), n in zip(more, further, strict=True)])
+        if peak is None:
+            return None
+        between = _sum(base[1].between, [(seen.between, n) for (_, seen), n in zip(more, further, strict=True)])
+        found.append(StageMemory(between=between, peak=peak))
+    return found
+
+
+def _least(plan: ExecutionPlan) -> int:
+    """Elements of a tensor that travels alone: where a block has one, what travels together ends in every block."""
+    item = 2 if plan.asked.params == "bf16" else 4
+    return LARGE_BYTES // item * plan.mesh.tp * plan.mesh.ep
+
+
+def _cut(settings: Settings, depths: tuple[int, ...]) -> Settings:
+    """With these stages, and no weights of others."""
+    stages = depths if len(depths) > 1 else ()
+    return replace(settings, place=replace(settings.place, stages=stages))
+
+
+def _sum(base: MemoryByKind, more: Sequence[tuple[MemoryByKind, int]]) -> MemoryByKind:
+    def carried(kind: str) -> int:
+        own: int = getattr(base, kind)
+        further: int = sum((getattr(held, kind) - own) * blocks for held, blocks in more)
+        return own + further
+
+    return MemoryByKind(**{each.name: carried(each.name) for each in fields(MemoryByKind)})

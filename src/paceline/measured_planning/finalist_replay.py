@@ -1,0 +1,158 @@
+"""Finalists of a plan as they would run: the run's own step without numbers, and what only numbers can tell."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from paceline.config.settings import Settings
+from paceline.config.update_rule import parse_update
+from paceline.errors import DataError, LayoutError, PacelineError, as_refused
+from paceline.launch.failures.oom_detection import is_out_of_memory
+from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
+from paceline.measured_planning.helper_process import Helper
+from paceline.measured_planning.memory_replay import StageMemory, shorten_plan
+from paceline.measured_planning.split_trial import refuse_parts
+from paceline.planner.advice.recommendations import PlanRow
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.cost.forecast_margins import bytes_margin
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.cost.memory import PARTS, Memory
+from paceline.planner.hardware.cluster import Device
+from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
+from paceline.planner.model_costs.model_profile import ModelProfile
+from paceline.trainer.setup.prepare import PreparedJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedCandidate:
+    """A finalist as it was replayed: its fullest stage; `error` where it would be refused, `is_jobs` if the job's own
+    code raised it.
+    """
+
+    layout: str
+    peak_bytes: int = 0
+    parts: Mapping[str, int] | None = None
+    error: str = ""
+    is_jobs: bool = False
+    seconds: float = 0.0
+    work: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateChecker:
+    """`ready` has a model without numbers, `real` the job as it is. What was asked once is remembered."""
+
+    ready: PreparedJob
+    real: PreparedJob
+    helper: Helper | None = None
+    known: dict[str, CheckedCandidate] = field(default_factory=dict)
+    parts: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    @cached_property
+    def chain(self) -> DepthExtrapolation:
+        return DepthExtrapolation(self.ready.job, self.ready.settings, self.helper)
+
+    def replayed(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
+        """As this estimate would be placed on a device of the forecast's machines."""
+        name = f"{estimate.candidate} {estimate.stages}"
+        if name not in self.known:
+            self.known[name] = self._replayed(estimate.candidate, estimate.stages, forecast, estimate.timed is not None)
+        return self.known[name]
+
+    def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
+        """Why it can't be had, or nothing."""
+        return self._replayed(candidate, (), forecast, False).error
+
+    def is_of_parts(self, candidate: Candidate, error: str) -> bool:
+        """Whether that is what parts of its sequences, or its experts elsewhere, gave: in any microbatch and layout."""
+        return bool(error) and self.parts.get((candidate.cp, candidate.ep)) == error
+
+    def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
+        """How many blocks run in its replay, all stages together."""
+        plan = shorten_plan(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
+        blocks = _blocks(candidate, cut, forecast.facts)
+        return plan.num_micro // plan.replicas * max(1, self.chain.replayed(self.ready.settings, plan, blocks))
+
+    def _replayed(
+        self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel, has_run: bool
+    ) -> CheckedCandidate:
+        began, facts = time.monotonic(), forecast.facts
+        try:
+            if not has_run:
+                self._refuse_parts(candidate, facts)
+            plan = settled_plan(candidate, facts, forecast.fleet.device.kind)
+            settings = with_stages(self.ready.settings, cut)
+            blocks = _blocks(candidate, cut, facts)
+            stages = self.chain.replay(settings, plan, blocks)
+        except DataError:
+            raise
+        except PacelineError as error:
+            return CheckedCandidate(layout=candidate.layout, error=error.what)
+        except Exception as error:  # of the job's own code, which goes on without this layout
+            if is_out_of_memory(error):
+                raise
+            return CheckedCandidate(layout=candidate.layout, error=as_refused(error), is_jobs=True)
+        fullest: StageMemory = max(stages, key=lambda stage: stage.peak.total)
+        return CheckedCandidate(
+            layout=candidate.layout,
+            peak_bytes=fullest.peak.total,
+            parts=fullest.peak.as_json(),
+            seconds=time.monotonic() - began,
+            work=self.work(candidate, cut, forecast),
+        )
+
+    def _refuse_parts(self, candidate: Candidate, facts: ModelProfile) -> None:
+        """Raises: LayoutError, where parts of sequences, or experts elsewhere, give something else than the whole."""
+        key = (candidate.cp, candidate.ep)
+        if key == (1, 1):
+            return
+        if key not in self.parts:
+            self.parts[key] = ""
+            try:
+                refuse_parts(self.real, cp=candidate.cp, ep=candidate.ep, elements=facts.parameters)
+            except LayoutError as error:
+                self.parts[key] = error.what
+        if self.parts[key]:
+            raise LayoutError(self.parts[key])
+
+
+def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device) -> PlanRow:
+    """Return the row with what its replay counted in place of what was forecast, or with why it was refused."""
+    found = seen.get(str(row.estimate.candidate))
+    if found is None:
+        return row
+    if found.error:
+        return replace(row, refused=found.error)
+    counted = {name: float(value) for name, value in (found.parts or {}).items() if name in PARTS}
+    memory = Memory(**counted, reserve=device.reserve_bytes, host_bytes=row.estimate.memory.host_bytes)
+    estimate = replace(
+        row.estimate,
+        memory=memory,
+        margin_bytes=bytes_margin(memory, device, is_replayed=True),
+        limit_bytes=device.memory_bytes,
+    )
+    return replace(row, estimate=estimate, replayed=True)
+
+
+def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
+    """As a run of it would be planned."""
+    return make_execution_plan(
+        layout=candidate.asked,
+        update=parse_update("sync"),
+        cluster=Resources(ranks=candidate.ranks, device=device),
+        facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
+    )
+
+
+def _blocks(candidate: Candidate, cut: tuple[int, ...], facts: ModelProfile) -> tuple[int, ...]:
+    """Of each stage: as it is cut, or about as a run would cut it."""
+    stages = candidate.pp * candidate.virtual
+    each, more = divmod(len(facts.blocks), stages)
+    return cut or tuple(each + (stage < more) for stage in range(stages))
+
+
+def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
+    """With as many blocks in each stage as the forecast has, where a run would cut otherwise by itself."""
+    return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))

@@ -1,0 +1,194 @@
+"""A run's own step, placed as it would be, on memory without numbers and ranks that are not there: what it holds."""
+
+import gc
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from paceline.comm.rank_threads import PeerFailed
+from paceline.config.settings import Settings
+from paceline.config.update_rule import UpdateKind
+from paceline.data.types import StepInput
+from paceline.job import Job
+from paceline.launch.failures.oom_detection import trim_heap
+from paceline.measured_planning.simulated_ranks import SimulatedRanks
+from paceline.planner.cost.pipeline_formulas import max_in_flight
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.pipeline_options import is_file
+from paceline.profiling.cpu_workspace.operator_workspace import gloo_copies, moment_bytes
+from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline
+from paceline.profiling.model_tracing.memory_tracker import (
+    MemoryByKind,
+    MemoryTracker,
+    StorageTracker,
+    elements,
+    memory_at_rest,
+)
+from paceline.schedule.registry import schedule_named
+from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
+from paceline.torch_internals.dispatch_modes import fake_process_group
+from paceline.torch_internals.pytree import tensor_leaves
+from paceline.torch_internals.rng import preserve_rng
+from paceline.trainer.loop import kept_batches
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.trainer.setup.job_data import cut_for, read_first
+
+_MOST_MICRO = 2  # beside the stages of a pipeline: from the second one on all are alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Of one stage: what lies between steps, the most at once and what that was."""
+
+    between: MemoryByKind
+    peak: MemoryByKind
+
+
+def replay(
+    job: Job, settings: Settings, plan: ExecutionPlan, *, journals: Sequence[MemoryTimeline] = (), warm: bool = True
+) -> list[StageMemory]:
+    """Two steps of every stage, the second one under watch; a journal for each, or none.
+
+    Without `warm`, for one stage, it is the first one, which makes gradients and state.
+
+    Raises:
+        PacelineError: what the run itself would refuse.
+    """
+    scene = SimulatedRanks(mesh=plan.mesh)
+    alone = plan.mesh.ranks == 1
+    with nullcontext() if alone else fake_process_group(plan.mesh.ranks), preserve_rng():
+        if plan.mesh.pp == 1:
+            with scene.baton:
+                return [_stage(job, settings, plan, scene, 0, *journals, warm=warm)]
+        return _together(job, settings, plan, scene, journals)
+
+
+def _together(
+    job: Job, settings: Settings, plan: ExecutionPlan, scene: SimulatedRanks, journals: Sequence[MemoryTimeline]
+) -> list[StageMemory]:
+    found: dict[int, StageMemory | BaseException] = {}
+
+    def run(stage: int) -> None:
+        try:
+            with scene.baton:
+                found[stage] = _stage(job, settings, plan, scene, stage, *journals[stage : stage + 1])
+        except BaseException as error:
+            found[stage] = error
+            scene.leave()
+
+    threads = [threading.Thread(target=run, args=(stage,), daemon=True) for stage in range(plan.mesh.pp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [found[stage] for stage in sorted(found) if isinstance(found[stage], BaseException)]
+    first = next((error for error in errors if not isinstance(error, PeerFailed)), None)
+    if isinstance(first, BaseException):
+        raise first
+    return [one for stage in sorted(found) if isinstance(one := found[stage], StageMemory)]
+
+
+def _stage(
+    job: Job,
+    settings: Settings,
+    whole: ExecutionPlan,
+    scene: SimulatedRanks,
+    stage: int,
+    journal: MemoryTimeline | None = None,
+    *,
+    warm: bool = True,
+) -> StageMemory:
+    plan = shorten_plan(whole)
+    world = scene.world(stage, backend=plan.backend)
+    made = StorageTracker()
+    hollow = FakeExecutionMode(
+        emptied=scene.emptied, see=made.see, copies=gloo_copies if plan.backend == "gloo" else None
+    )
+    with hollow:
+        hollow.holds = False
+        built = build_training_setup(job=job, settings=settings, plan=plan, world=world)
+        hollow.holds = True
+        shares = [member.parameter for member in built.named]
+        optimizers = built.update.optimizers
+        given = _batches(built, plan, 2 if plan.rule.has_servers else kept_batches(built))
+        first = _first(plan)
+        if warm:
+            built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])
+        left_out = _left_out_bytes(given, whole, plan)
+        gc.collect()  # what is in cycles goes sooner or later, and is no part of the step
+        watch = MemoryTracker(
+            model=built.model,
+            optimizers=optimizers,
+            shares=shares,
+            others=made.storages(),
+            moment=partial(moment_bytes, threads=plan.threads),
+            beside=lambda: hollow.copied_bytes + left_out,
+            note=None if journal is None else journal.note,
+            turn=None if journal is None else journal.turn,
+        )
+        with watch, _in_parts(built, journal):
+            built.step.run(given[-1])
+        between = memory_at_rest(model=built.model, optimizers=optimizers, shares=shares)
+        built.close()
+    trim_heap()
+    return StageMemory(between=between, peak=watch.peak)
+
+
+def _batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[StepInput]:
+    cut = cut_for(plan, built.settings, built.worlds.data)
+    return read_first(built.data, built.settings, cut=cut, count=count)
+
+
+def _in_parts(built: TrainingSetup, journal: MemoryTimeline | None) -> AbstractContextManager[None]:
+    """Where stages go on from one microbatch to another, the journal's next part begins."""
+    passes = built.step.passes
+    if journal is None or not isinstance(passes, PipelineForwardBackward):
+        return nullcontext()
+    return passes.watched(lambda *_: journal.turn())
+
+
+def _first(plan: ExecutionPlan) -> ExecutionPlan | None:
+    """A step that leaves what later ones find, gradients to be added to and the optimizer's state.
+
+    None where it is as long as the others: gloo keeps what was sent in it, and other rules end in the middle of one.
+    """
+    return None if plan.backend == "gloo" or plan.rule.kind is not UpdateKind.SYNC else _of_rounds(plan, 1)
+
+
+def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: ExecutionPlan) -> int:
+    """The data of microbatches that were left out: on a CPU of all batches that are kept, on a device of one."""
+    there, every = (-(-one.num_micro // one.replicas) for one in (short, whole))
+    each = elements([t for t in tensor_leaves([one.data for one in given[-1].micro[-1:]]) if t.layout is torch.strided])
+    batches = len(given)
+    return each * max(0, batches * (every - there) if whole.device == "cpu" else every - batches * there)
+
+
+def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
+    """The same with fewer microbatches, where more of them hold nothing more."""
+    rounds = -(-plan.num_micro // plan.replicas)
+    return _of_rounds(plan, min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds))
+
+
+def _of_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
+    num_micro = rounds * plan.replicas
+    return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
+
+
+def _filled(plan: ExecutionPlan, rounds: int) -> int:
+    """As many as fill the pipeline: from there on every rank holds as much at its fullest."""
+    if is_file(plan.asked.schedule) or plan.backend == "gloo":  # which keeps what it sent to the end of the step
+        return rounds
+    rule, ranks = schedule_named(plan.asked.schedule), plan.mesh.pp
+    virtual = plan.asked.virtual or rule.virtual
+
+    def held(micro: int) -> list[int]:
+        places = range(ranks)
+        return [max_in_flight(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=place) for place in places]
+
+    fewest, by = (ranks + 2, 1) if rule.name == "1f1b" else (2 * ranks, ranks)
+    return next((micro for micro in range(fewest, rounds, by) if held(micro) == held(rounds)), rounds)

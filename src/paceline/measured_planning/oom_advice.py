@@ -1,0 +1,138 @@
+"""After memory was short: what would need less, with its price in time, each as the line to type. Needs no torch."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config.layout import parse_layout
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateKind, parse_update
+from paceline.console.formatting import format_duration, format_size, plural
+from paceline.console.output import print_line
+from paceline.errors import PacelineError
+from paceline.filesystem.atomic_files import read_json
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.measured_planning.auto_layout import ANSWER, to_plan
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import Candidate, candidate_of
+from paceline.planner.hardware.cluster import Cluster, Device, Link
+from paceline.planner.layout.host_resources import usable_cores
+from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
+from paceline.planner.search.fallbacks import rung_of
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.neighbors import Change, cheapest_changes
+from paceline.planner.search.search_space import SearchSpace
+from paceline.profiling.machine_benchmarks.this_machine import kept_here
+from paceline.run_folder.run_folder import RunFolder
+
+LEARN = "paceline.measured_planning.auto_worker:write_model_profile"
+_PART = 0.9  # of what was too much, to be worth another start
+_LIBRARIES_BYTES = 64 << 20  # what a process comes to need once it trains: threads' stacks, buffers of libraries
+_USUAL = Device(  # of a core: only relations between its rates are used, and the page says so
+    name="a usual processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
+)
+_LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomAdvice:
+    """The three cheapest changes after which it would fit, and lines that say so; `first` is what to go on with."""
+
+    lines: tuple[str, ...] = ()
+    first: FallbackLayout | None = None
+
+
+def cheaper_layouts(
+    task: Task, failure: Failure, *, learn: Callable[[Task], Mapping[str, Any]], typed: Callable[[FallbackLayout], str]
+) -> OomAdvice:
+    """Of a run that failed so; nothing where its model can't be reckoned. `typed` is the line for a layout."""
+    if parse_update(task.update).kind is not UpdateKind.SYNC:
+        return OomAdvice()
+    try:
+        facts = read_facts(learn(task)["facts"])
+        candidate = _candidate(task, facts)
+        fleet = kept_here(ranks=task.ranks, device=task.device)
+        forecast = _short(CostModel(facts=facts, fleet=fleet or _usual(task)), candidate, failure)
+        changes = cheapest_changes(forecast, forecast.estimate(candidate), grid=SearchSpace())
+    except (PacelineError, OSError, ValueError, KeyError, TypeError):
+        return OomAdvice()
+    rungs = [rung_of(change.estimate) for change in changes]
+    lines = [*_breakdown(forecast, candidate, failure), *_told(changes, rungs, forecast, candidate, fleet, typed)]
+    return OomAdvice(lines=tuple(lines), first=rungs[0] if rungs else None)
+
+
+def model_profile_of_run(task: Task) -> Mapping[str, Any]:
+    """The model's numbers: as the run's own plan had them, else found by a process that is started for that."""
+    folder = RunFolder(Path(task.run) / "auto")
+    with suppress(OSError, ValueError):
+        return dict(read_json(folder.path / ANSWER))
+    folder.path.mkdir(parents=True, exist_ok=True)
+    print_line("memory was short: looking for what needs less", sys.stderr)
+    own = replace(to_plan(task), run=str(folder.path), options={"most_ranks": task.ranks})
+    start(LaunchRequest(ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves=False))
+    return dict(read_json(folder.path / ANSWER))
+
+
+def _candidate(task: Task, facts: ModelProfile) -> Candidate:
+    layout = parse_layout(task.layout)
+    mesh = mesh_of(layout, ranks=task.ranks, problems=[])
+    given = task.settings.get("train.micro_batch_size")
+    with suppress(OSError, ValueError, KeyError):
+        given = read_json(Path(task.run) / "plan.json")["micro_batch_size"]
+    share = -(-facts.global_batch_size // mesh.replicas)
+    micro = int(given or share)
+    return candidate_of(layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles)
+
+
+def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
+    """On devices of which the model may have what it had here, by the measure in which the forecast was too low."""
+    reserve = forecast.fleet.device.reserve_bytes
+    forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
+    held: Mapping[str, int] = failure.said.get("held") or {}
+    limit, beside = failure.said.get("limit_bytes"), sum(held.get(name, 0) for name in ("rest", "other processes"))
+    room = forecast_bytes
+    if limit is not None and "rest" in held:
+        needed = sum(held.values()) - beside
+        own = 0 if forecast.fleet.device.is_accelerator else _LIBRARIES_BYTES
+        room = min(room, max(0.0, limit - beside - own) / max(1.0, (needed - own) / forecast_bytes))
+    return forecast.below(reserve + _PART * room)
+
+
+def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
+    """By the forecast, of a process that could say nothing any more."""
+    if "parameters" in (failure.said.get("held") or {}):
+        return
+    parts = forecast.estimate(candidate).memory.parts
+    yield "forecast for the fullest rank, since it could not be measured any more:"
+    yield from (f"  {name}: {value / 2**20:,.1f} MiB" for name, value in parts.items() if value)
+
+
+def _told(
+    changes: Sequence[Change],
+    rungs: Sequence[FallbackLayout],
+    forecast: CostModel,
+    candidate: Candidate,
+    fleet: Cluster | None,
+    typed: Callable[[FallbackLayout], str],
+) -> Iterator[str]:
+    before = forecast.estimate(candidate)
+    if not changes:
+        yield f"No layout of {plural(forecast.fleet.ranks, 'rank')} that is two changes away would fit."
+        return
+    usual = "" if fleet is not None else " (times are of a usual machine: this one was not measured yet)"
+    yield f"The cheapest changes, by forecast{usual}:"
+    for number, (change, rung) in enumerate(zip(changes, rungs, strict=True), 1):
+        less = format_size(round(before.peak_bytes - change.estimate.peak_bytes))
+        longer = f"{change.seconds / before.step_seconds:+.0%} time"
+        price = f" ({format_duration(abs(change.seconds))} a step)" if fleet is not None else ""
+        yield f"  {number}. {change.says}: {less} less, {longer}{price}"
+        yield f"     {typed(rung)}"
+
+
+def _usual(task: Task) -> Cluster:
+    return Cluster(device=_USUAL, devices=task.ranks, inside=_LINK, between=_LINK, host=_LINK, name="usual")

@@ -1,0 +1,54 @@
+"""Plans of jobs that are kept for their runs: written by whoever plans, and read as a forecast of one layout."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.measured_planning.timing.timing_cache import as_timed_here
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.layout_candidate import candidate_of
+from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
+from paceline.planner.search.fallbacks import rung_here
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.profiling.calibration_store import keep_plan
+from paceline.profiling.machine_benchmarks.this_machine import kept_here
+from paceline.trainer.diagnostics.forecast_lookup import key_of
+from paceline.trainer.setup.prepare import PreparedJob
+
+SOURCE = "plan"
+Counted = tuple[int, Mapping[str, int]]
+
+
+def store_plan(ready: PreparedJob, facts: ModelProfile, fleet: Cluster, *, replayed: Mapping[str, Counted]) -> None:
+    """The model's numbers, the machines, and what of its layouts was replayed there: bytes, and their parts."""
+    with suppress(PacelineError, OSError):  # the job of a script has no file of its own
+        keep_plan(key_of(ready), {"facts": facts.as_json(), "cluster": fleet.as_json(), "replayed": replayed})
+
+
+def estimate_for_run(found: Mapping[str, Any], ready: PreparedJob, *, parameters: int) -> FallbackLayout | None:
+    """Of the layout that runs, for this machine where it was measured, else for the one that was planned for; by steps
+    that were timed here, where they were."""
+    plan, facts, fleet = ready.plan, read_facts(found["facts"]), fleet_of(found["cluster"])
+    trained = facts.parameters - sum(part.frozen_parameters for part in facts.parts)
+    if trained != parameters or facts.global_batch_size != plan.global_batch_size:
+        return None
+    if (here := kept_here(ranks=plan.mesh.ranks, device=plan.device)) is not None:
+        counted = found["replayed"] if fleet.device.kind == here.device.kind else {}
+        fleet = here
+    elif fleet.device.kind == plan.device and fleet.ranks == plan.mesh.ranks:
+        counted = found["replayed"]
+    else:
+        return None
+    precision, forecast = ready.settings.train.precision, CostModel(facts=facts, fleet=fleet)
+    candidate = candidate_of(
+        plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=facts.compiles
+    )
+    own = counted.get(str(candidate))
+    return rung_here(
+        as_timed_here(ready, forecast, forecast.estimate(candidate)),
+        forecast,
+        source=SOURCE,
+        replayed=None if own is None else (int(own[0]), own[1]),
+    )

@@ -1,0 +1,165 @@
+"""A plan for the machines that this runs on: what a probe finds of them, and what steps take there."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.errors import JobError, PacelineError, as_refused, user_line
+from paceline.launch.failures.oom_detection import is_out_of_memory, only_new
+from paceline.measured_planning.depth_extrapolation import FEWEST
+from paceline.measured_planning.helper_process import Helper, NoAnswer
+from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
+from paceline.measured_planning.profile.profile_job import profile_model
+from paceline.measured_planning.profile.truncated_model import truncate_depth
+from paceline.measured_planning.timing.layout_timing import can_be_cut, time_layouts
+from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate, MeasuredTime
+from paceline.planner.cost.layout_candidate import Candidate
+from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.hardware.local_cluster import fleet_here
+from paceline.planner.model_costs.model_profile import ModelProfile
+from paceline.planner.search.search_space import SearchSpace
+from paceline.planner.search.shortlist import RejectedLayout, TimingTrial, in_turn, retimed, shortlist, try_of
+from paceline.profiling.cpu_contention import most_of_others, read_cpu_times
+from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint
+from paceline.profiling.machine_benchmarks.benchmark_worker import probe_world
+from paceline.run_folder.run_folder import ROOT
+from paceline.trainer.setup.prepare import PreparedJob, join_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMachineRequest:
+    """Seconds to time layouts; and the machines, as a `Cluster`'s JSON, or what is left to do to know them.
+
+    That is seconds of a probe by all ranks, `ranks_per_node` of them, and the bytes that a node or each GPU has.
+    """
+
+    seconds: float
+    fleet: Mapping[str, Any] | None = None
+    probe_seconds: float = 0.0
+    ranks_per_node: int = 1
+    node_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledJob:
+    """A job as it is (`real`) and as it can be replayed, its numbers, the lengths of its lists of like blocks, and what
+    there is to say of it."""
+
+    real: PreparedJob
+    ready: PreparedJob
+    facts: ModelProfile
+    depths: Sequence[int]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayouts:
+    """What is forecast of a job, and the layouts among which to choose, each of which should fit.
+
+    `lost` are those that were refused where they were to be timed, with why; `others` is the share of the cores that
+    other programs had meanwhile.
+    """
+
+    learnt: ProfiledJob
+    forecast: CostModel
+    grid: SearchSpace
+    options: Sequence[Estimate]
+    lost: Mapping[Candidate, RejectedLayout] = field(default_factory=dict)
+    others: float = 0.0
+
+
+@only_new()
+def profile_for_plan(ready: PreparedJob, *, most_ranks: int, helper: Helper | None = None) -> ProfiledJob:
+    """Without a device and without the model's memory. A `helper` begins with what a deep model's replay will ask.
+
+    Raises:
+        PacelineError: the job can't be run even so.
+    """
+    real = ready
+    try:
+        ready, notes = forecast_job(ready)
+        depths = truncate_depth(ready.job)[1]
+        if helper is not None and sum(depths) >= FEWEST:
+            with suppress(NoAnswer):
+                helper.begin("told")
+        facts = profile_model(ready.job, ready.settings, most_ranks=most_ranks)
+    except PacelineError:
+        raise
+    except Exception as error:  # of the job's own code
+        if is_out_of_memory(error):
+            raise
+        raise _unplanned(error) from error
+    return ProfiledJob(real=real, ready=ready, facts=facts, depths=depths if can_be_cut(ready) else [], notes=notes)
+
+
+def _unplanned(error: Exception) -> JobError:
+    return JobError(
+        f"the job can't be looked at without its numbers: {as_refused(error)}",
+        where=str(user_line(error) or ""),
+        cause="to plan, it runs on memory without numbers, where every comparison of numbers holds and a number is 1; "
+        "or it fails with numbers too",
+        hint="a layout by name, which asks for no plan: paceline train JOB --layout ddp",
+    )
+
+
+def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Sequence[str] = ()) -> PlannedLayouts | None:
+    """Rank 0 learns what the job is, and chooses what all of them time, or takes what was named; the others get
+    nothing. Every rank calls this.
+
+    Ranks that have numbers and those that have none are never in one process group: so learning comes first.
+    """
+    place, grid = LaunchInfo.read(os.environ), grid_of(ready.settings, asked="paceline plan")
+    learnt = profile_for_plan(ready, most_ranks=place.world_size) if place.rank == 0 else None
+    world = join_world(ready)  # closed at the end alone: after an error others would see its end before they hear why
+    fleet = _fleet(ready, here, world)
+    found = None
+    if learnt is None:
+        if here.seconds:
+            _timed(ready, [], (), world=world, seconds=here.seconds)
+    else:
+        forecast = CostModel(facts=learnt.facts, fleet=fleet)
+        options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
+        lost: dict[Candidate, RejectedLayout] = {}
+        others = 0.0
+        if here.seconds:
+            options, lost, others = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
+        found = PlannedLayouts(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost, others=others)
+    world.close()
+    return found
+
+
+def _named(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
+    """Those that are of all ranks, and fit."""
+    found = judge_asked_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
+    own = [row.estimate for row in found.rows]
+    return [one for one in own if one.fits and one.candidate.ranks == forecast.fleet.ranks]
+
+
+def _fleet(ready: PreparedJob, here: LocalMachineRequest, world: World) -> Cluster:
+    if here.fleet is not None:
+        return fleet_of(here.fleet)
+    ranks, local = world.world_size, here.ranks_per_node
+    mark = fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=local)
+    probe = probe_world(world, mark, seconds=here.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=local)
+    nodes = ranks / local if ready.plan.device == "cpu" else 1
+    return fleet_here(probe, ranks=ranks, memory_bytes=nodes * here.node_bytes)
+
+
+def _timed(
+    ready: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
+) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
+    """Those of rank 0's options that can be had, with what their steps took; the others, with why; and the share of the
+    cores that other programs had meanwhile."""
+    told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
+    before = read_cpu_times()
+    found = time_layouts(ready, [TimingTrial(**one) for one in told], depths=depths, world=world, seconds=seconds)
+    others = most_of_others([before, read_cpu_times()], world)
+    lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), RejectedLayout)}
+    had = [one for one in options if one.candidate not in lost]
+    return retimed(had, {name: one for name, one in found.items() if isinstance(one, MeasuredTime)}), lost, others

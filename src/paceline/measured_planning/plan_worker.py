@@ -1,0 +1,191 @@
+"""What runs for `plan`, in one process: the job's numbers, the search, and the finalists replayed as they would run."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.config.task import Task
+from paceline.console.formatting import format_size, plural
+from paceline.filesystem.atomic_files import write_json
+from paceline.measured_planning.choose_layout import decide, decide_named
+from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
+from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
+from paceline.measured_planning.helper_process import Helper, start_helper
+from paceline.measured_planning.plan_cache import store_plan
+from paceline.measured_planning.plan_local import LocalMachineRequest, PlannedLayouts, chosen_here, profile_for_plan
+from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
+from paceline.measured_planning.timing import timing_cache as timed_here
+from paceline.planner.advice.asked_layouts import NamedLayouts
+from paceline.planner.advice.numeric_options import numerics_options, option_lines
+from paceline.planner.advice.recommendations import Advice, PlanRow
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate
+from paceline.planner.hardware.assumed_rates import assumption_lines, assumptions
+from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.model_costs.model_profile import ModelProfile
+from paceline.run_folder.plan_file import write_advice, write_doing
+from paceline.trainer.checks.parallel_checks import is_small
+from paceline.trainer.setup.prepare import PreparedJob, prepare
+
+_MOST_SECONDS = 30.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
+_OF_NAMED = 15.0  # at least, of replays: they were asked for
+
+
+def plan(payload: Mapping[str, Any]) -> int:
+    """Write the answer beside the run's other files. Where the cluster is what this runs on, every rank calls this."""
+    task = Task.from_json(payload)
+    ready = prepare(task)
+    alone = nullcontext() if "here" in task.options else start_helper(partial(_chain_of, ready))
+    with alone as helper:
+        _plan(task, ready, helper)
+    return 0
+
+
+def _chain_of(ready: PreparedJob) -> DepthExtrapolation:
+    """What a helper has."""
+    return DepthExtrapolation(forecast_job(ready)[0].job, ready.settings)
+
+
+def _plan(task: Task, ready: PreparedJob, helper: Helper | None) -> None:
+    names = list(task.options.get("layouts", ()))
+    began = time.monotonic()
+    write_doing(Path(task.run), "what the model computes and holds is found out, and which layouts can have it")
+    if "here" in task.options:
+        found = chosen_here(ready, LocalMachineRequest(**task.options["here"]), layouts=names)
+        began = time.monotonic()  # what it has taken was given for it
+    else:
+        fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
+        learnt = profile_for_plan(ready, most_ranks=fleet.ranks, helper=helper)
+        forecast = CostModel(facts=learnt.facts, fleet=fleet)
+        found = PlannedLayouts(learnt=learnt, forecast=forecast, grid=grid, options=())
+    if found is not None:
+        ranks = found.forecast.fleet.ranks
+        write_doing(Path(task.run), f"layouts of {plural(ranks, 'rank')} are searched, and the best replayed")
+        until = began + _MOST_SECONDS
+        decided = partial(_judged, layouts=names) if names else _decided
+        found, advice, seen = decided(found, helper=helper, until=until)
+        answer = _answer(advice, seen, found)
+        answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
+        answer["others"] = found.others
+        write_advice(Path(task.run), answer)
+        write_json(Path(task.run) / "answer-plan.json", answer)
+        counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
+        store_plan(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
+        timed_here.store_timings(ready, found.forecast, found.options, disturbed=found.others > 0)
+        write_doing(Path(task.run), "")
+
+
+def write_job_profile(payload: Mapping[str, Any]) -> int:
+    """The job's numbers alone, for `simulate`."""
+    task = Task.from_json(payload)
+    found = profile_for_plan(prepare(task), most_ranks=int(task.options["ranks"])).facts
+    write_json(Path(task.run) / f"answer-{task.verb}.json", found.as_json())
+    return 0
+
+
+def _decided(
+    chosen: PlannedLayouts, *, helper: Helper | None, until: float
+) -> tuple[PlannedLayouts, Advice, dict[str, CheckedCandidate]]:
+    """What is recommended has been replayed, and fits; and what time allows of the other rows."""
+    rehearsal = CandidateChecker(ready=chosen.learnt.ready, real=chosen.learnt.real, helper=helper)
+    found = decide(
+        rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost, others=True
+    )
+    return replace(chosen, forecast=chosen.forecast.of(found.forecast.facts)), found.advice, dict(found.seen)
+
+
+def _judged(
+    chosen: PlannedLayouts, *, layouts: Sequence[str], helper: Helper | None, until: float
+) -> tuple[PlannedLayouts, NamedLayouts, dict[str, CheckedCandidate]]:
+    """The layouts that were named, with what was timed of them; the recommended one is replayed, and of the others what
+    time allows."""
+    ready = chosen.learnt.ready
+    found, seen = decide_named(
+        CandidateChecker(ready=ready, real=chosen.learnt.real, helper=helper),
+        chosen.forecast,
+        layouts,
+        until=max(until, time.monotonic() + _OF_NAMED),
+        micro_batch_size=ready.settings.train.micro_batch_size,
+        options=chosen.options,
+    )
+    return chosen, found, seen
+
+
+def _as_timed(estimate: Estimate) -> dict[str, Any]:
+    """One layout that was timed here, whether or not it is the best of its family."""
+    assert estimate.timed is not None
+    return {
+        "layout": estimate.layout,
+        "settings": estimate.settings,
+        "step_seconds": estimate.step_seconds,
+        **asdict(estimate.timed),
+    }
+
+
+def _answer(
+    advice: Advice | NamedLayouts, seen: Mapping[str, CheckedCandidate], chosen: PlannedLayouts
+) -> dict[str, Any]:
+    forecast, facts, fleet = chosen.forecast, chosen.forecast.facts, chosen.forecast.fleet
+    rows = [row_seen(row, seen, fleet.device) for row in advice.rows]
+    if isinstance(advice, Advice):  # what was named stays in its order
+        rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
+    advice = replace(advice, rows=tuple(rows))
+    lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}"]
+    lines += [*chosen.learnt.notes, *advice.lines()]
+    told = {str(row.estimate.candidate) for row in rows}
+    lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
+    lines += [f"  {candidate} can't be had: {one.why}" for candidate, one in chosen.lost.items()]
+    lines += _disturbed(chosen.others)
+    options = numerics_options(forecast, advice.recommended, chosen.grid) if isinstance(advice, Advice) else []
+    lines += option_lines(options)
+    lines += assumption_lines(fleet, precision=facts.precision, is_offloaded=_is_offloaded(rows))
+    lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
+    return {
+        **advice.as_json(),
+        "facts": facts.as_json(),
+        "efficiency": forecast.efficiency.as_json(),
+        "cluster": fleet.as_json(),
+        "options": [option.as_json() for option in options],
+        **assumptions(fleet, precision=facts.precision),
+        "lines": lines,
+    }
+
+
+def _is_offloaded(rows: Sequence[PlanRow]) -> bool:
+    return any(row.estimate.candidate.offload for row in rows)
+
+
+def _disturbed(others: float) -> Iterator[str]:
+    """That forecasts of time are of a busy machine."""
+    if others:
+        yield f"note: other programs had {others:.0%} of the cores while layouts were timed: without them steps may be"
+        yield "  shorter, and another layout the quickest"
+        yield "  to do: plan again once they have ended"
+
+
+def _doubts(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
+    """What was not found out of the recommended layout."""
+    best = next((row for row in rows if row.fits), None)
+    if best is None:
+        return
+    if not best.replayed:
+        yield f"note: {best.estimate.layout} was not replayed: its bytes are reckoned"
+    parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
+    if parts and not is_small(facts.parameters) and not best.estimate.timed:
+        yield f"note: a model of this size is not tried with its numbers here, and {parts} may change what it computes"
+        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller one of its kind"
+
+
+def _lost(name: str, seen: CheckedCandidate, fleet: Cluster) -> str:
+    """What was looked at on the way to the recommended one."""
+    if seen.error:
+        return f"  {name} can't be had: {seen.error}"
+    held, limit = (
+        format_size(round(seen.peak_bytes + fleet.device.reserve_bytes)),
+        format_size(round(fleet.device.memory_bytes)),
+    )
+    return f"  {name} is not sure to fit: {held} of {limit} when it was replayed"

@@ -1,0 +1,142 @@
+"""A job whose model is built once, and is as deep as it must be for its numbers: of like blocks three are kept."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.job import Job
+from paceline.parallel.initialization.pretrained import PretrainedModel
+from paceline.parallel.module_access.blocks import find_blocks, has_blocks
+from paceline.parallel.module_access.model_copy import copy_model
+from paceline.planner.model_costs.model_profile import LayerProfile
+from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
+from paceline.torch_internals.rng import preserve_rng
+from paceline.trainer.setup.build_training_setup import build_model
+
+KEPT = 3  # of like blocks
+
+
+def built_once(job: Job, *, seed: int) -> Job:
+    """The same job, whose model is a copy of one that was built on memory without numbers."""
+    if isinstance(job.model, PretrainedModel):
+        return job
+    with FakeExecutionMode() as hollow, preserve_rng():
+        hollow.holds = False
+        model = build_model(job, seed=seed)
+    return _copied(job, model)
+
+
+class ModelCopies:
+    """A copy each time of a model that was built once, and what was found out of them, which are all alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.found: dict[Hashable, Any] = {}
+
+    def __call__(self) -> nn.Module:
+        """Another one."""
+        return copy_model(self._model)
+
+
+def _copied(job: Job, model: nn.Module) -> Job:
+    """Itself where its model can't be copied."""
+    copies = ModelCopies(model)
+    try:
+        with FakeExecutionMode():
+            copies()
+    except Exception:
+        return job
+    return replace(job, model=copies)
+
+
+def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iterator[LayerProfile]:
+    """The middle one of what was kept of a list stands for all that were left out."""
+    rest = list(blocks)
+    for depth in depths:
+        kept, rest = rest[: min(depth, KEPT)], rest[min(depth, KEPT) :]
+        home = kept[0].name.rpartition(".")[0]
+        every = kept if depth <= KEPT else [kept[0], *[kept[1]] * (depth - 2), kept[2]]
+        yield from (replace(part, name=f"{home}.{place}") for place, part in enumerate(every))
+
+
+def truncate_depth(job: Job) -> tuple[Job, list[int]]:
+    """The job with few of each list of like blocks, and how many there were; itself where nothing is left out."""
+    if isinstance(job.model, PretrainedModel):
+        return job, []
+    with FakeExecutionMode() as hollow, preserve_rng():
+        hollow.holds = False
+        model = job.model()
+        depths = truncate_block_lists(model, KEPT)
+    return (_copied(job, model), depths) if depths else (job, [])
+
+
+def with_blocks(job: Job, count: int) -> tuple[Job, int] | None:
+    """The job with so many blocks of the one list that it has, all alike, and how many there were; None where it has
+    others, or no more than that."""
+    model, depths = _shortened(job, count)
+    found = _copied(job, model)
+    return None if len(depths) != 1 or found is job else (found, depths[0])
+
+
+def largest_of_each(job: Job, count: int) -> int:
+    """Elements of the largest tensor that each block trains; 0 where `with_blocks` has no job of so many."""
+    model, depths = _shortened(job, count)
+    blocks = blocks_of(model).values() if len(depths) == 1 else ()
+    return min((max((p.numel() for p in b.parameters() if p.requires_grad), default=0) for b in blocks), default=0)
+
+
+def _shortened(job: Job, count: int) -> tuple[nn.Module, list[int]]:
+    with FakeExecutionMode() as hollow, preserve_rng():
+        hollow.holds = False
+        model = job.model()
+        return model, truncate_block_lists(model, count)
+
+
+def truncate_block_lists(model: nn.Module, most: int) -> list[int]:
+    """Leave at most so many of each list of like blocks, its first and last among them; how many there were.
+
+    Nothing is left out, and none are told, where blocks are not alike or stand in no list of their own.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    for name, block in blocks_of(model).items():
+        lists.setdefault(name.rpartition(".")[0], []).append(block)
+    depths = [len(blocks) for blocks in lists.values()]
+    homes: dict[str, Any] = {name: model.get_submodule(name) for name in lists}
+    can_be_left = all(
+        isinstance(homes[name], nn.ModuleList | nn.Sequential)
+        and len(homes[name]) == len(blocks)
+        and (len(blocks) <= most or _are_alike(blocks))
+        for name, blocks in lists.items()
+    )
+    if not can_be_left or max(depths, default=0) <= most:
+        return []
+    for name, depth in zip(lists, depths, strict=True):
+        del homes[name][most - 1 : depth - 1]
+    return depths
+
+
+def _are_alike(blocks: Sequence[nn.Module]) -> bool:
+    forms = {
+        repr(
+            [
+                type(block),
+                *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()),
+                *((n, b.shape, b.dtype) for n, b in block.named_buffers()),
+            ]
+        )
+        for block in blocks
+    }
+    return len(forms) == 1
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The chain of blocks by name; none where there is no chain."""
+    if not has_blocks(model):
+        return {}
+    try:
+        return {block.name: block.module for block in find_blocks(model)}
+    except LayoutError:
+        return {}

@@ -1,0 +1,68 @@
+"""A script that opened a `pl.Run` of several ranks, started as those ranks, and once more where memory was short."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config.task import Task
+from paceline.config.update_rule import parse_update
+from paceline.job import Job
+from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
+from paceline.measured_planning.auto_layout import fallen_back, to_plan
+from paceline.measured_planning.auto_worker import learnt_here
+from paceline.measured_planning.oom_advice import cheaper_layouts
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.plugins import START_FOLDER
+from paceline.reporting.sinks.log_tail import Tail
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.script_restart import processes_of, threads_of
+from paceline.trainer.setup.prepare import prepare
+
+
+def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tuple[LaunchOutcome, tuple[str, ...]]:
+    """Start them and wait; how the last attempt ended and, where memory was short, what would need less."""
+    outcome = _started(task, script, exact=exact)
+    while (then := fallen_back(task, outcome.failure)) is not None:
+        task = then
+        outcome = _started(task, script, exact=exact)
+    return outcome, _needing_less(task, outcome, job)
+
+
+def _needing_less(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str, ...]:
+    """As words for the `pl.Run`."""
+    failure = outcome.failure
+    if failure is None or not failure.is_short_of_memory:
+        return ()
+
+    def learn(task: Task) -> Mapping[str, Any]:
+        return learnt_here(prepare(to_plan(task), job=job), most_ranks=task.ranks)
+
+    def typed(rung: FallbackLayout) -> str:
+        settings = {name: int(value) if value.isdigit() else value for name, value in rung.settings.items()}
+        return f"pl.Run(..., layout={rung.layout!r}, settings={settings})"
+
+    return cheaper_layouts(task, failure, learn=learn, typed=typed).lines
+
+
+def _started(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
+    tails: list[Tail] = []
+
+    def follow(folder: Path) -> Tail:
+        for tail in tails[-1:]:
+            tail.close()
+        tails.append(Tail(folder))
+        return tails[-1]
+
+    request = LaunchRequest(
+        ranks=processes_of(task),
+        run=RunFolder(Path(task.run)),
+        script=script,
+        begins_in=START_FOLDER,
+        payload=task.as_json(),
+        threads=threads_of(task, exact=exact),
+        exact=exact,
+        servers=parse_update(task.update).servers,
+    )
+    outcome = start(request, on_start=follow)
+    tails[-1].close()
+    return outcome

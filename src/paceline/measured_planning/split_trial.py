@@ -1,0 +1,41 @@
+"""What `cp` and `ep` ask of a model with its numbers, before there is a run: does it give the same in parts?"""
+
+import torch
+
+from paceline.config.layout import parse_layout
+from paceline.config.update_rule import parse_update
+from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.torch_internals.rng import preserve_rng
+from paceline.trainer.checks.example_batch import FEW, ExampleBatch
+from paceline.trainer.checks.parallel_checks import is_small, try_context, try_experts
+from paceline.trainer.setup.build_training_setup import build_model
+from paceline.trainer.setup.prepare import PreparedJob
+
+
+def refuse_parts(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
+    """Ask what a run's start would, of as few samples, in this process; of a large model that asks nobody.
+
+    Raises:
+        LayoutError: it gives something else.
+    """
+    if not is_small(elements):
+        return
+    job, settings = ready.job, ready.settings
+    plan = make_execution_plan(
+        layout=parse_layout("single"),
+        update=parse_update("sync"),
+        cluster=Resources(ranks=1),
+        facts=JobFacts(global_batch_size=FEW, micro_batch_size=FEW),
+    )
+    with preserve_rng():
+        model = build_model(job, seed=settings.seed)
+        contract = LossContract(job=job, model=model)
+        example = ExampleBatch(
+            job=job, settings=settings, plan=plan, model=model, contract=contract, device=torch.device("cpu")
+        )
+        example.learn()
+        if cp > 1:
+            try_context(job, model=model, contract=contract, ranks=cp, example=example)
+        if ep > 1:
+            try_experts(model=model, contract=contract, example=example)

@@ -1,0 +1,1 @@
+"""Layouts and schedules that are timed on this machine, and the kept answers."""

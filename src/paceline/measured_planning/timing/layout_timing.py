@@ -1,0 +1,286 @@
+"""Layouts timed where they would run: the run's own placed step, of a model that may have fewer of its like blocks."""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import inf
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.collective_errors import all_arrived_within
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.data.types import StepInput
+from paceline.errors import DataError, JobError, PacelineError, as_refused
+from paceline.job import Job
+from paceline.launch.failures.oom_detection import is_out_of_memory
+from paceline.measured_planning.profile.truncated_model import truncate_block_lists
+from paceline.measured_planning.timing.timing_summary import summarize_timings
+from paceline.parallel.initialization.pretrained import PretrainedModel
+from paceline.planner.cost.estimate import MeasuredTime
+from paceline.planner.search.shortlist import RejectedLayout, TimingTrial
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.trainer.setup.job_data import cut_for, feed_for
+from paceline.trainer.setup.prepare import PreparedJob, make_plan
+
+Clock = Callable[[], float]
+_ROOM = 0.5  # of a rank's memory, for all that is timed together
+_BUILD_SHARE = 0.5  # of the seconds, to make what is timed
+_OVER = 2  # times the seconds, after which nothing more is begun
+_VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
+_LONG = 0.2  # seconds of a step to which it is all one what the caches hold
+_ON_END = 4  # steps without a word between, over a link: stages of a pipeline are in two steps at once
+_FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
+_FAR = (4.0, 2.5)  # times as long as another, in its first steps: no further one
+_SOON, _MANY = 2 / 3, 24  # of the seconds, after which so many steps of each that is not hopeless are enough
+_HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
+_LIKELY = 1.2  # times as long as what is not hopeless, by the forecast: a second look at what was so the first time
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, of those that count, the first
+    of them after the time `since`.
+    """
+
+    candidate: str
+    blocks: int
+    built: TrainingSetup
+    batches: Iterator[StepInput]
+    said: float = 0.0
+    usual: float = 0.0
+    since: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    clock: Clock
+
+    def step(self) -> float:
+        """One, with the reading of its batch."""
+        began = self.clock()
+        self.built.step.run(next(self.batches))
+        if self.built.world.device.type == "cuda":
+            torch.cuda.synchronize(self.built.world.device)
+        return self.clock() - began
+
+    def begin(self, quickest: float) -> None:
+        """Steps until its memory is laid out as in a run, and the first that count; of what is far behind the
+        `quickest` one alone, which says so."""
+        for far in _FAR:
+            self.since = self.clock()
+            self.usual = self.step()
+            if self.built.world.share_json(self.usual > far * quickest):
+                self.seconds = [self.usual]
+                return
+        self.since = self.clock()
+        self.visit()
+
+    def visit(self) -> None:
+        """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
+        place, share = LaunchInfo.read(os.environ), self.built.world.share_json
+        if place.local_world_size < place.world_size:
+            self.step()
+            self.usual = fmean(self.step() for _ in range(_ON_END))
+            self.seconds.append(self.usual)
+            return
+        if share(self.usual < _LONG):
+            self.usual = self.step()
+        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.usual)))
+        self.seconds += [self.step() for _ in range(int(share(more)))]
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.built.close()
+        del self.built, self.batches
+
+
+def time_layouts(
+    ready: PreparedJob, tries: Sequence[TimingTrial], *, depths: Sequence[int], world: World, seconds: float,
+    clock: Clock = time.perf_counter,
+) -> dict[str, MeasuredTime | RejectedLayout]:  # fmt: skip
+    """What a step takes in each by the `clock`, by its candidate's name; or why it can't be had. Every rank calls this.
+
+    `depths` are the lengths of the model's lists of like blocks, none where nothing can be left out of them. As many
+    layouts as have room beside each other take their turns, so that what disturbs the machine disturbs all of them.
+    They are made in their order; what is not ready within its part of `seconds` is left out. Where steps are short it
+    ends sooner.
+
+    Raises:
+        JobError: the job's own code refuses every one of them.
+    """
+    found: dict[str, MeasuredTime | RejectedLayout] = {}
+    began, groups = clock(), list(_groups(tries))
+    for group in groups:
+        if found and world.share_json(clock() - began > _OVER * seconds):
+            break
+        found |= _timed_together(ready, group, depths, world=world, seconds=seconds / len(groups), clock=clock)
+    own = [one for one in found.values() if isinstance(one, RejectedLayout) and one.is_jobs]
+    if own and len(own) == len(found):
+        raise JobError(
+            f"none of {len(own)} layouts can be timed, in any size of microbatch that was tried: {own[0].why}",
+            cause="the job's own code raises it on every rank, with numbers where it does not without",
+            hint="mend that line; where one size alone is refused, --train.micro_batch_size with another",
+        )
+    return found
+
+
+def _groups(tries: Sequence[TimingTrial]) -> Iterator[list[TimingTrial]]:
+    """What has room beside each other, in turn: of all what stays, of one, which steps, everything."""
+    group: list[TimingTrial] = []
+    for one in tries:
+        wider = [*group, one]
+        if group and sum(each.stays for each in wider) + max(each.share - each.stays for each in wider) > _ROOM:
+            yield group
+            wider = [one]
+        group = wider
+    if group:
+        yield group
+
+
+def _timed_together(
+    ready: PreparedJob,
+    tries: Sequence[TimingTrial],
+    depths: Sequence[int],
+    *,
+    world: World,
+    seconds: float,
+    clock: Clock,
+) -> dict[str, MeasuredTime | RejectedLayout]:
+    began, trials = clock(), list[_Trial]()
+    epoch = time.time() - began  # by which `between` is told
+    errors: dict[str, MeasuredTime | RejectedLayout] = {}
+    for one in tries:
+        if trials and world.share_json(clock() - began > _BUILD_SHARE * seconds):
+            break
+        try:
+            trials += list(_made(ready, one, depths, world=world, before=trials, clock=clock))  # both depths or none
+        except DataError:  # of one rank alone, and no word about the layout
+            raise
+        except PacelineError as error:  # of every rank, which sees the same words
+            errors[one.candidate] = RejectedLayout(why=error.what)
+        except Exception as error:
+            errors[one.candidate] = _refused(error, one.candidate, world)
+    soon, ends = began + _SOON * seconds, began + seconds
+    errors |= _take_turns(trials, depths, world=world, soon=soon, ends=ends, clock=clock)
+    kept = [trial for trial in trials if trial.candidate not in errors]
+    every = world.gather_json([trial.seconds for trial in kept])
+    steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
+    looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(kept, steps, strict=True)]
+    since, until = {trial.candidate: epoch + trial.since for trial in reversed(trials)}, epoch + clock()
+    for trial in trials:  # not after an error: the others would see connections end before they hear of it
+        trial.close()
+    gc.collect()
+    found = summarize_timings(looked, depths)
+    return {name: replace(one, between=(since[name], until)) for name, one in found.items()} | errors
+
+
+def _refused(error: Exception, candidate: str, world: World) -> RejectedLayout:
+    """What an error of its steps says of this layout: the others go on, where every rank has met it.
+
+    It is raised where not, and where it says nothing of a layout: data that can't be read, memory that can't be had.
+    """
+    if isinstance(error, DataError) or is_out_of_memory(error) or not all_arrived_within(world, candidate):
+        raise error
+    return RejectedLayout(why=as_refused(error), is_jobs=True)
+
+
+def _take_turns(
+    trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float, clock: Clock
+) -> dict[str, MeasuredTime | RejectedLayout]:
+    """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more, but where
+    what is left has steps enough. What seems so by its first visit alone, and is forecast to be as quick as the
+    quickest, has another in place of that: the machine may have been busy meanwhile. What is refused in a later step,
+    as by a model that fails at its twelfth, is left out, and told.
+    """
+    refused: dict[str, MeasuredTime | RejectedLayout] = {}
+    for visits in count():
+        trials = [trial for trial in trials if trial.candidate not in refused]
+        found = summarize_timings([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
+        quickest = min((one.seconds for one in found.values()), default=0.0)
+        most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
+        alive = [name for name, one in found.items() if one.seconds <= most]
+        anew = [] if visits else _surprising(trials, alive)
+        alive, anew = world.share_json([alive + anew, anew])
+        going = [trial for trial in trials if trial.candidate in alive]
+        until = ends
+        if all(len(trial.seconds) >= _MANY for trial in going):
+            near = world.share_json([name for name, one in found.items() if one.seconds <= _HOPELESS[0] * quickest])
+            rest = [trial for trial in trials if trial.candidate in near and len(trial.seconds) < _MANY]
+            going, until = (rest, ends) if rest else (going, soon)
+        for trial in going:
+            if world.share_json(clock() > until):
+                return refused
+            if trial.candidate in refused:
+                continue
+            before = len(trial.seconds) if trial.candidate in anew else 0
+            try:
+                trial.visit()
+            except Exception as error:
+                refused[trial.candidate] = _refused(error, trial.candidate, world)
+            del trial.seconds[:before]
+        if not going:
+            break
+    return refused
+
+
+def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
+    """Candidates that are not alive, but whose forecast is near those that are."""
+    said = {trial.candidate: trial.said for trial in trials}
+    most = _LIKELY * min((said[name] for name in alive), default=0.0)
+    return [name for name, own in said.items() if name not in alive and 0 < own <= most]
+
+
+def _made(
+    ready: PreparedJob, one: TimingTrial, depths: Sequence[int], *, world: World, before: Sequence[_Trial], clock: Clock
+) -> Iterator[_Trial]:
+    """At the whole model, or at two that are cut to fewer blocks; each has been visited once."""
+    task = replace(ready.task, layout=one.layout)
+    plan = make_plan(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
+    for most in kept_blocks(one, depths):
+        job = ready.job if most is None else replace(ready.job, model=_shorter(ready.job, most))
+        settings = ready.settings
+        if most is None and one.stages:
+            place = replace(settings.place, stages=tuple(map(int, one.stages.split(","))))
+            settings = replace(settings, place=place)
+        blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
+        built = build_training_setup(job=job, settings=settings, plan=plan, world=world)
+        trial = _Trial(
+            candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built), said=one.seconds, clock=clock
+        )
+        trial.begin(min((other.usual for other in before if other.blocks == blocks), default=inf))
+        yield trial
+
+
+def kept_blocks(one: TimingTrial, depths: Sequence[int]) -> list[int | None]:
+    """Of each list of like blocks: two lengths to draw a line through, or None for the whole model.
+
+    The line goes on to about three times the longer one: what is wrong with both comes in some four times. So models
+    of few blocks, or pipelines of many stages, are run whole.
+    """
+    fewest, depth = -(-one.least_blocks // max(1, len(depths))), min(depths, default=0)
+    few, more = max(fewest, -(-depth // _FEW)), max(2 * fewest, -(-depth // _MORE))
+    return [few, more] if depth > _FEW and 2 * more <= depth else [None]
+
+
+def can_be_cut(ready: PreparedJob) -> bool:
+    """Whether its lists of blocks may be shortened: not where settings name them, or values come from files."""
+    place = ready.settings.place
+    return not (place.blocks or place.stages or place.tensor_plan or isinstance(ready.job.model, PretrainedModel))
+
+
+def _shorter(job: Job, most: int) -> Any:
+    def model() -> nn.Module:
+        found = job.model()
+        truncate_block_lists(found, most)
+        return found
+
+    return model
+
+
+def _batches(built: TrainingSetup) -> Iterator[StepInput]:
+    cut = cut_for(built.plan, built.settings, built.worlds.data)
+    while True:
+        yield from feed_for(built.data, built.settings, cut=cut, agree=built.world.gather_json)

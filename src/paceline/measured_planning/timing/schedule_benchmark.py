@@ -1,0 +1,104 @@
+"""A pipeline's schedule as it was run, beside the same schedule as planned with the seconds that its computes took."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from paceline.schedule.action_walk import Costs
+from paceline.schedule.program import Action, Op, Program
+from paceline.schedule.program_simulation import simulate
+from paceline.schedule.program_svg import draw
+from paceline.schedule.timeline import Span, Timeline
+from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
+from paceline.trainer.session import Session
+
+STEPS = 3
+_MS = 1e3
+_Heard = list[list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """`bubble` as measured, `planned` with stages of equal length; `picture` is an SVG of one step."""
+
+    bubble: float
+    planned: float
+    picture: str
+
+
+def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | None:
+    """Watch a few steps; on rank 0 the one whose bubble is the middle one. None where nothing is scheduled.
+
+    Ranks are processes of one machine, so that `time.perf_counter` is one clock for all.
+    """
+    passes, world = session.built.step.passes, session.world
+    if not isinstance(passes, PipelineForwardBackward):
+        return None
+    own: list[_Heard] = []
+    for _ in range(STEPS):
+        heard: _Heard = []
+
+        def hear(action: Action, start: float, stop: float, heard: _Heard = heard) -> None:
+            if action.op.is_compute:
+                heard.append([str(action.op), action.stage, action.microbatch, start * _MS, stop * _MS])
+
+        with passes.watched(hear):
+            session.loop.step(next(batches))
+        own.append(heard)
+    everybody = world.gather_json(own)
+    if not world.is_main:
+        return None
+    chain = session.ready.plan.mesh.group(world.rank, axes=("pp",))
+    return median_schedule([[everybody[rank][at] for rank in chain] for at in range(STEPS)], passes)
+
+
+def median_schedule(steps: Sequence[Sequence[_Heard]], passes: PipelineForwardBackward) -> Schedule | None:
+    """Of several steps, each with what every rank heard, the one in the middle."""
+    num_micro = 1 + max((one[2] for step in steps for rank in step for one in rank), default=-1)
+    if not num_micro:
+        return None
+    program = passes.program(num_micro)
+    lines = sorted((timeline(step, name=f"{program.name} as measured") for step in steps), key=lambda t: t.bubble)
+    middle = lines[len(lines) // 2]
+    planned = simulate(program, costs=median_costs(middle, program))
+    named = Timeline(
+        name=f"{program.name} as planned with these times", num_ranks=planned.num_ranks, spans=planned.spans
+    )
+    picture = draw(named, measured=middle, unit="ms")
+    return Schedule(bubble=middle.bubble, planned=simulate(program).bubble, picture=picture)
+
+
+def timeline(ranks: Sequence[_Heard], *, name: str) -> Timeline:
+    """What every rank heard, from the moment when the first began."""
+    began = min(one[3] for rank in ranks for one in rank)
+    spans = [
+        Span(
+            rank=at,
+            action=Action(op=Op(op), stage=stage, microbatch=micro),
+            start=start - began,
+            stop=stop - began,
+        )
+        for at, rank in enumerate(ranks)
+        for op, stage, micro, start, stop in rank
+    ]
+    return Timeline(name=name, num_ranks=len(ranks), spans=tuple(spans))
+
+
+def median_costs(measured: Timeline, program: Program) -> Costs:
+    """The middle of what each operation took at each stage; messages take nothing."""
+
+    def of(op: Op) -> list[float]:
+        found: list[list[float]] = [[] for _ in range(program.num_stages)]
+        for span in measured.computes:
+            if span.action.op is op:
+                found[span.action.stage].append(span.seconds)
+        return [median(each) if each else 0.0 for each in found]
+
+    has_whole = any(span.action.op is Op.BACKWARD for span in measured.computes)
+    return Costs(
+        forward=of(Op.FORWARD),
+        input=of(Op.INPUT),
+        weight=of(Op.WEIGHT),
+        backward=of(Op.BACKWARD) if has_whole else None,
+    )

@@ -1,0 +1,123 @@
+"""Steps that a plan has timed here are kept: `--layout auto` then chooses what that plan did, and a run's forecast is
+what was timed.
+
+Kept by job, ranks, machine, Paceline's version and the settings that a step's time follows. They hold as long as the
+model's numbers are the same ones; of ranks on several machines nothing is kept, as links come and go.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from statistics import median
+
+from paceline.comm.process_group import LaunchInfo
+from paceline.errors import PacelineError
+from paceline.planner.cost.cost_model import CostModel
+from paceline.planner.cost.estimate import Estimate, MeasuredTime
+from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
+from paceline.planner.search.search_space import SearchSpace
+from paceline.planner.search.shortlist import as_timed, read_kept, retimed, shortlist, usual_ratio
+from paceline.profiling.calibration_store import keep_timed, read_timed
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint
+from paceline.trainer.diagnostics.forecast_lookup import key_of
+from paceline.trainer.setup.prepare import PreparedJob
+
+_NOT_OF_STEPS = ("steps", "epochs", "samples", "tokens", "micro_batch_size", "check_every", "timeout_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedTimings:
+    """A forecast that knows what was refused when it was timed, and the options with the seconds that were found: none
+    where nothing was.
+    """
+
+    forecast: CostModel
+    options: Sequence[Estimate] = ()
+    timed: Mapping[str, MeasuredTime] = field(default_factory=dict)
+    usual: float = 1.0
+
+    def of(self, estimates: Iterable[Estimate]) -> list[Estimate]:
+        """Others with their seconds, or as wrong as is usual, in their order."""
+        return [as_timed(one, self.timed, usual=self.usual) for one in estimates]
+
+
+def store_timings(
+    ready: PreparedJob, forecast: CostModel, options: Sequence[Estimate], *, disturbed: bool = False
+) -> None:
+    """What of a plan's options was timed, beside what is kept of others; `forecast` knows what was refused. What was
+    timed while others had the cores (`disturbed`) does not go over what is there.
+    """
+    timed, place = (
+        {str(one.candidate): one.timed for one in options if one.timed is not None},
+        LaunchInfo.read(os.environ),
+    )
+    if not timed or place.local_world_size < place.world_size:
+        return
+    facts, before = forecast.facts, _read(ready, forecast)
+    if before is not None:
+        facts = replace(facts, refused={**before[0].refused, **facts.refused})
+        timed = _joined(timed, before[1]) if disturbed else _joined(before[1], timed)
+    with suppress(PacelineError, OSError):  # the job of a script has no file of its own
+        found = {"facts": facts.as_json(), "cluster": forecast.fleet.as_json()}
+        found |= {"timed": {name: asdict(one) for name, one in timed.items()}}
+        keep_timed(_key(ready, forecast.fleet), found)
+
+
+def _joined(under: Mapping[str, MeasuredTime], over: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
+    """Both, at the pace of `over`: what is in both says how much quicker the machine was in one than in the other."""
+    ratios = [over[name].seconds / own.seconds for name, own in under.items() if name in over]
+    pace = median(ratios) if ratios else 1.0
+    return {**{name: replace(own, seconds=pace * own.seconds) for name, own in under.items()}, **over}
+
+
+def timed_here(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
+    """What earlier plans of this job have timed on this machine, of what fits and may be chosen now."""
+    found = _read(ready, forecast)
+    if found is None:
+        return CachedTimings(forecast=forecast)
+    before, timed = found
+    forecast = forecast.of(replace(forecast.facts, refused={**before.refused, **forecast.facts.refused}))
+    options = shortlist(forecast, grid=grid, also=timed)
+    known = retimed(options, timed)
+    if not any(one.timed for one in known):
+        return CachedTimings(forecast=forecast)
+    return CachedTimings(forecast=forecast, options=known, timed=timed, usual=usual_ratio(options, timed))
+
+
+def as_timed_here(ready: PreparedJob, forecast: CostModel, estimate: Estimate) -> Estimate:
+    """With the seconds that an earlier plan of this job has timed on this machine, where it did."""
+    found = _read(ready, forecast)
+    timed = {} if found is None else found[1]
+    return as_timed(estimate, timed, usual=1.0)
+
+
+def _read(ready: PreparedJob, forecast: CostModel) -> tuple[ModelProfile, dict[str, MeasuredTime]] | None:
+    """The model's numbers as they were then, and what was timed; None where they, or the machine, are others now."""
+    try:
+        found = read_timed(_key(ready, forecast.fleet))
+        if found is None:
+            return None
+        facts, fleet, timed = read_facts(found["facts"]), fleet_of(found["cluster"]), read_kept(found["timed"])
+    except (PacelineError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    is_job = replace(facts, refused={}) == replace(forecast.facts, refused={})
+    return (facts, timed) if is_job and _is_same(fleet, forecast.fleet) else None
+
+
+def _is_same(one: Cluster, other: Cluster) -> bool:
+    """Steps that were timed hold whatever a probe says of rates, now or then."""
+    return all(getattr(one.device, name) == getattr(other.device, name) for name in ("name", "kind", "memory_bytes"))
+
+
+def _key(ready: PreparedJob, fleet: Cluster) -> str:
+    settings = ready.settings
+    train = {name: value for name, value in asdict(settings.train).items() if name not in _NOT_OF_STEPS}
+    rest = [train, asdict(settings.place), asdict(settings.data), settings.log.statistics]
+    mark = cache_file(fingerprint(ranks=fleet.ranks, device=fleet.device.kind)).name
+    text = json.dumps([key_of(ready), mark, version("paceline"), rest])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

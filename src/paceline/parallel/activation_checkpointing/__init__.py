@@ -1,0 +1,1 @@
+"""Activation checkpointing: which operations are recomputed in backward."""

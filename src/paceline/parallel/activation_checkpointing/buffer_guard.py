@@ -1,0 +1,114 @@
+"""A forward that is run again must neither read nor write what the first run has left in its buffers.
+
+BatchNorm would count its batch twice; a spectral norm would go on from other vectors than it had. While a block is
+run again, each buffer that its forward writes is a copy of what it was when the first run began.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.parallel.module_access.tensor_access import equal_tensors
+from paceline.torch_internals.dispatch_modes import hide_from_modes
+from paceline.torch_internals.private_api import NormBase, tensor_version
+
+_MARK = "paceline_stand_in"
+_Key = tuple[nn.Module, str]
+
+
+def is_stand_in(buffer: Tensor | None) -> bool:
+    """Whether what is written to it is thrown away."""
+    return getattr(buffer, _MARK, False)
+
+
+class BufferSnapshot:
+    """The buffers of a block as one call found them."""
+
+    def __init__(self, block: "BlockBuffers") -> None:
+        self._block = block
+        self._found = {key: (buffer, tensor_version(buffer)) for key, buffer in block.present()}
+        copied = self._found if block.written is None else (block.written | block.norms) & self._found.keys()
+        self._copies = {key: self._found[key][0].detach().clone() for key in copied}
+
+    def leave(self) -> list[str]:
+        """The first run has ended: learn what it has written, and forget the other copies.
+
+        Returns the names of written buffers that are no statistics of a normalisation.
+
+        Raises:
+            JobError: it has written what no call before it wrote, and the old value is lost.
+        """
+        now = dict(self._block.present())
+        replaced = {key for key, (old, _) in self._found.items() if now.get(key) is not old}
+        written = {
+            key for key, (old, before) in self._found.items() if tensor_version(old) != before or self._moved(key, old)
+        }
+        for key in sorted((written | replaced) - self._copies.keys(), key=lambda k: k[1]):
+            if key in written:
+                raise self._block.late(key)
+            self._copies[key] = self._found[key][0]
+        self._copies = {key: copy for key, copy in self._copies.items() if key in written | replaced}
+        self._block.written = (self._block.written or set()) | written
+        self._found.clear()
+        return sorted(name for _, name in (written | replaced) - self._block.norms)
+
+    def restore(self) -> None:
+        """The run has failed: what it wrote did not happen."""
+        for (module, name), (buffer, _) in self._found.items():
+            module._buffers[name] = buffer
+        with torch.no_grad():
+            for key, copy in self._copies.items():
+                self._found[key][0].copy_(copy)
+
+    def _moved(self, key: _Key, now: Tensor) -> bool:
+        """BatchNorm writes without a trace; all else is compared once only, since a GPU would wait."""
+        first = self._block.written is None
+        return key in self._copies and (
+            key in self._block.norms or (first and not equal_tensors(self._copies[key], now))
+        )
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Within it the block has copies of what it had; after it, what it has now."""
+        now = {key: key[0]._buffers[key[1]] for key in self._copies}
+        try:
+            for (module, name), copy in self._copies.items():
+                with hide_from_modes():
+                    stand_in = copy.clone()
+                setattr(stand_in, _MARK, True)
+                module._buffers[name] = stand_in
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+
+class BlockBuffers:
+    """What is known of a block's buffers. `written` is None before the first call."""
+
+    def __init__(self, *, name: str, block: nn.Module) -> None:
+        self._name, self._block = name, block
+        self.written: set[_Key] | None = None
+        self.norms = {(m, own) for m in block.modules() if isinstance(m, NormBase) for own in m._buffers}
+
+    def present(self) -> list[tuple[_Key, Tensor]]:
+        """The buffers now."""
+        return [
+            ((module, name), buffer)
+            for module in self._block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def late(self, key: _Key) -> JobError:
+        """The refusal."""
+        owner = next(name for name, module in self._block.named_modules() if module is key[0])
+        path = ".".join(part for part in (self._name, owner, key[1]) if part)
+        return JobError(
+            f"the forward wrote to the buffer {path}, which it had left alone before: it can't be run again as it was.",
+            cause="remat runs a block's forward a second time in backward",
+            hint="write to it in every training forward or in none, or remat=none",
+        )

@@ -1,0 +1,161 @@
+"""Activation checkpointing of any model's blocks: keep less in forward, compute it again in backward.
+
+The model stays the user's own: no wrapper module, no new names. An *instance's* forward is replaced, and the second
+run gives the bits of the first: torch puts back the random generators and autocast, we the buffers.
+Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from paceline.config.activation_checkpointing import Remat, RematKind
+from paceline.errors import JobError, LayoutError
+from paceline.parallel.activation_checkpointing.buffer_guard import BlockBuffers, BufferSnapshot
+from paceline.parallel.activation_checkpointing.kv_cache import Caches
+from paceline.parallel.activation_checkpointing.saved_ops import Contexts, checkpoint_contexts
+from paceline.parallel.module_access.blocks import Block, find_blocks, has_blocks
+from paceline.torch_internals.private_api import NormBase
+
+Undo = Callable[[], None]
+_MUTATED = "selective activation checkpoint has been mutated"
+
+
+def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = None) -> Undo:
+    """Let the blocks compute their activations again as `policy` says; returns the undo.
+
+    `blocks` stand in the order in which they run; not given, the model's repeated ones. Apply it before
+    the blocks are compiled or sharded.
+
+    Raises:
+        LayoutError: the model checkpoints by itself, has no repeated block, or a block can't be run again.
+    """
+    if not policy.is_on:
+        return lambda: None
+    _refuse_twice(model)
+    found = list(blocks) if blocks is not None else repeated_blocks(model)
+    if not found:
+        raise LayoutError(
+            f"remat={policy}: {type(model).__name__} has no repeated block.",
+            cause="it looks for modules of one class in a ModuleList or a Sequential, and finds none",
+            hint="remat=none, or name them: --place.blocks layer1,layer2",
+        )
+    how = checkpoint_contexts(policy.keep) if policy.kind is RematKind.SELECTIVE else noop_context_fn
+    undos = [_wrap(block.name, block.module, how) for block in _chosen(found, policy)]
+    return lambda: _all(reversed(undos))
+
+
+def repeated_blocks(model: nn.Module) -> list[Block]:
+    """The blocks of the model's chain that have modules of their own, each once; none where it has no chain."""
+    found = find_blocks(model) if has_blocks(model) else ()
+    once = {id(block.module): block for block in found if next(block.module.children(), None) is not None}
+    return list(once.values())
+
+
+def _chosen(blocks: Sequence[Block], policy: Remat) -> list[Block]:
+    """The first of each group: the last block's activations are freed first, so it saves least at the peak."""
+    return list(blocks)[:: policy.every]
+
+
+class RecomputedForward:
+    """The forward of one block, run again in backward. `inner` is the forward proper; compiling replaces it."""
+
+    def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], how: Contexts) -> None:
+        self.inner = self.__wrapped__ = inner
+        self._name, self._how = name, how
+        self.is_selective = how is not noop_context_fn
+        self._buffers = BlockBuffers(name=name, block=block)
+        self._caches = Caches(block=block, forward=inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        self._refuse_filled(self._caches.filled(args, kwargs))
+        entry = BufferSnapshot(self._buffers)
+        output = checkpoint(_Once(self, entry), *args, use_reentrant=False, context_fn=self._how, **kwargs)
+        entry.leave()
+        return output
+
+    def keep_nothing(self) -> None:
+        """Run all of it again, whatever was to be kept."""
+        self._how, self.is_selective = noop_context_fn, False
+
+    def again(self, once: "_Once", args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The second run."""
+        try:
+            with once.entry.put_back():
+                return once.inner(*args, **kwargs)
+        except RuntimeError as error:
+            if _MUTATED not in str(error):
+                raise
+            raise JobError(
+                f"{self._name} overwrites a result that remat=selective keeps.",
+                cause="an operation in place after a convolution or a product, such as nn.ReLU(inplace=True)",
+                hint="inplace=False there, or remat=full",
+            ) from error
+
+    def _refuse_filled(self, cache: str | None) -> None:
+        if cache is not None:
+            raise JobError(
+                f"{self._name} is given a cache that is not empty ({cache}), and remat would add to it twice.",
+                cause="a prefix that is trained, or a cache kept from another forward",
+                hint="remat=none",
+            )
+
+
+class _Once:
+    """One call: its first run, and those in backward."""
+
+    def __init__(self, rerun: RecomputedForward, entry: BufferSnapshot) -> None:
+        self._rerun, self.entry = rerun, entry
+        self.inner = getattr(rerun.inner, "pinned", lambda: rerun.inner)()
+        self._ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, named = Caches.apart(args, kwargs)
+        if self._ran:
+            return self._rerun.again(self, given, named)
+        self._ran = True
+        return self.inner(*given, **named)
+
+
+def _wrap(name: str, block: nn.Module, how: Contexts) -> Undo:
+    if isinstance(block, NormBase | torch.jit.ScriptModule):
+        kind = "a normalisation alone" if isinstance(block, NormBase) else "a ScriptModule"
+        raise LayoutError(
+            f"remat: {name} is {kind} ({type(block).__name__}), which can't be run again by itself.",
+            hint="name the block that holds it, or remat=none",
+        )
+    before = vars(block).get("forward")
+    vars(block)["forward"] = RecomputedForward(name=name, block=block, inner=block.forward, how=how)
+
+    def undo() -> None:
+        del vars(block)["forward"]
+        if before is not None:
+            vars(block)["forward"] = before
+
+    return undo
+
+
+def _refuse_twice(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = getattr(module, "gradient_checkpointing", False) is True
+        if (
+            own
+            or type(module).__name__ == "CheckpointWrapper"
+            or isinstance(vars(module).get("forward"), RecomputedForward)
+        ):
+            raise LayoutError(
+                f"{name or type(model).__name__} checkpoints its activations already; remat would do it twice.",
+                cause="gradient_checkpointing_enable(), checkpoint_wrapper(), or remat before",
+                hint="leave it out of model=, or remat=none, which leaves it as it is",
+            )
+
+
+def _all(undos: Iterable[Undo]) -> None:
+    for undo in undos:
+        undo()

@@ -1,0 +1,109 @@
+"""What a norm with a forward of its own does to its running statistics: each kernel call that it makes, as it comes."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from paceline.parallel.module_access.tensor_access import equal_tensors
+from paceline.torch_internals.private_api import BatchNormBase, NormBase, storage_key
+
+Call = tuple[Tensor, float]
+"""Mean and variance, flat, after a write, and the weight of the batch in it."""
+
+_BY_TORCH = {torch.batch_norm: (3, 5, 6), torch.instance_norm: (3, 5, 6)}
+_BY_NAME = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
+
+
+def is_standard(module: NormBase) -> bool:
+    """Whether its forward is torch's own."""
+    return type(module).forward.__module__.startswith("torch.nn.") and "forward" not in vars(module)
+
+
+def statistics_of(module: NormBase) -> Tensor:
+    """A copy of mean and variance, one after the other."""
+    assert module.running_mean is not None and module.running_var is not None
+    return torch.cat([module.running_mean.detach().reshape(-1), module.running_var.detach().reshape(-1)])
+
+
+def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
+    """What a call of one of torch's own has just written, how far it counted, and whether it used what was there.
+
+    A weight below zero is one that is counted: the share of this call among all so far.
+    """
+    counts, tracks = isinstance(module, BatchNormBase), module.track_running_stats
+    takes_batch = module.training or not (counts or tracks)
+    if not takes_batch or (counts and not tracks):
+        return [], 0, not takes_batch
+    weight = 0.0 if module.momentum is None else module.momentum
+    if not counts or module.num_batches_tracked is None:
+        return [(statistics_of(module), weight)], 0, False
+    if module.momentum is None:
+        weight = -1.0 / float(module.num_batches_tracked)
+    return [(statistics_of(module), weight)], 1, False
+
+
+class KernelWatch(TorchFunctionMode):
+    """Watches one call of a norm: the batch norm kernels in it that are given its statistics.
+
+    What is written without one, by a formula of the norm's own, is taken for one call with the norm's momentum.
+    """
+
+    def __init__(self, module: NormBase) -> None:
+        super().__init__()
+        self._module, self._start = module, statistics_of(module)
+        self._count = self._tracked()
+        self.calls: list[Call] = []
+        self.bumps, self.reads = 0, False
+        self._is_on = not torch.compiler.is_compiling()
+        if self._is_on:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def ended(self) -> "KernelWatch":
+        """The call is over."""
+        if self._is_on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._module.running_mean is not None:
+            self.bumps = self._tracked() - self._count
+            now = statistics_of(self._module)
+            if not equal_tensors(now, self.calls[-1][0] if self.calls else self._start):
+                self.calls.append((now, self._weight(self._module.momentum)))
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One function."""
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        mean, trains, weight = _given(func, args, kwargs)
+        own = self._module.running_mean
+        if mean is not None and own is not None and storage_key(mean) == storage_key(own):
+            self.reads = self.reads or not trains
+            if trains:
+                self.calls.append((statistics_of(self._module), self._weight(weight)))
+        return found
+
+    def _weight(self, weight: float | None) -> float:
+        """Below zero where it is counted."""
+        if self._module.momentum is None and self._module.num_batches_tracked is not None:
+            return -1.0 / max(1.0, float(self._module.num_batches_tracked))
+        return float(weight or 0.0)
+
+    def _tracked(self) -> int:
+        count = self._module.num_batches_tracked
+        return 0 if count is None else int(count)
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool, float]:
+    """The running mean, whether it is written and with which weight, where `func` is a normalisation."""
+    if func in _BY_NAME:
+        flag = _BY_NAME[func]
+        names = ("input", "running_mean", "running_var", "weight", "bias", flag, "momentum", "eps")
+        known = dict(zip(names, args, strict=False)) | kwargs
+        default = func is F.instance_norm
+        return known.get("running_mean"), bool(known.get(flag, default)), float(known.get("momentum", 0.1))
+    if func in _BY_TORCH:
+        mean, trains, weight = (args[place] if len(args) > place else None for place in _BY_TORCH[func])
+        return mean, bool(trains), float(weight or 0.0)
+    return None, False, 0.0

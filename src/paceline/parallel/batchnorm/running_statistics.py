@@ -1,0 +1,434 @@
+"""Running statistics of BatchNorm, as one process would have them: microbatch after microbatch.
+
+No norm is changed: each writes its own statistics, with its own momentum, whenever it is called. A process that runs
+all microbatches in order therefore needs nothing. Where several ranks share them, each microbatch starts from the
+values before the step, and what stands there after each call goes to a tape. Such a write is a line, new = (1 - w) *
+old + w * batch, so that its value on the values of one process is known from its value on others. At the end all
+rows meet on every rank and are folded in index order: neither the number of ranks nor the dealing changes a bit.
+
+A forward that uses or moves what earlier microbatches have left is none of a line. Its step is begun again, and ranks
+run their forwards one after another (`norm_relay`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.errors import DesyncError
+from paceline.parallel.activation_checkpointing.buffer_guard import is_stand_in
+from paceline.parallel.batchnorm.norm_kernel_calls import Call, KernelWatch, is_standard, standard_calls, statistics_of
+from paceline.parallel.batchnorm.order_dependence import OrderNeed
+from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
+from paceline.parallel.batchnorm.statistics_reads import StatisticsReads
+from paceline.parallel.module_access.module_numbers import ModuleNumbers
+from paceline.parallel.module_access.tensor_access import equal_tensors
+from paceline.torch_internals.private_api import NormBase, in_backward, tensor_version
+
+_RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED, _SHOWS = range(8)
+_FLAGS = 8
+
+
+@dataclass
+class _Layer:
+    name: str
+    module: NormBase
+    before: Tensor
+    count: Tensor | None
+    rows: dict[int, list[Call]] = field(default_factory=dict)
+    bumps: dict[int, int] = field(default_factory=dict)
+    is_read: bool = False
+    is_repeated: bool = False
+    is_moved: bool = False
+    is_bypassed: bool = False
+    is_shown: bool = False
+    is_inside: bool = False
+    moves: int = 0
+    started: list[float | None] = field(default_factory=list)
+    watches: list[KernelWatch] = field(default_factory=list)
+    looked: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Mean and variance, and the weight of a call."""
+        return self.before.numel() + 1
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has statistics now: code may take them away for a while."""
+        return self.module.running_mean is not None and not is_stand_in(self.module.running_mean)
+
+    def states(self, microbatch: int) -> list[Tensor]:
+        """What has stood there in a microbatch, call after call."""
+        return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
+
+    def end_momentum(self) -> None:
+        """Count the microbatches in a row that have left another momentum than they found."""
+        if self.started:
+            moved = self.started[0] != self.module.momentum
+            self.is_moved, self.moves = self.is_moved or moved, self.moves + 1 if moved else 0
+            self.started = []
+
+    def look(self) -> None:
+        """Note what shows whether somebody writes to the statistics after this."""
+        self.looked = self._look()
+
+    def was_touched(self) -> bool:
+        """Whether something has left a trace since."""
+        return self._look() != self.looked
+
+    def write(self, statistics: Tensor, calls: int) -> None:
+        """Set mean and variance, and the count to `calls` after that of the step's start."""
+        module, half = self.module, statistics.numel() // 2
+        if module.running_mean is None or module.running_var is None:
+            return
+        # past autograd: the backward of another microbatch may be still to come, and takes none of these values
+        module.running_mean.data.copy_(statistics[:half].view_as(module.running_mean))
+        module.running_var.data.copy_(statistics[half:].view_as(module.running_var))
+        if module.num_batches_tracked is not None and self.count is not None:
+            module.num_batches_tracked.data.copy_(self.count + calls)
+        self.look()
+
+    def _look(self) -> tuple[int, ...]:
+        parts = (self.module.running_mean, self.module.running_var)
+        return tuple(number for part in parts if part is not None for number in (id(part), tensor_version(part)))
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Of one layer on all ranks, by microbatch: how often it wrote, and how many of those it counted."""
+
+    layer: _Layer
+    by_microbatch: list[int]
+    bumps: list[int]
+    need: OrderNeed
+
+
+class MicrobatchStatistics:
+    """The tape of one model. `begin`, then `at(j)` before and `left(j)` after each forward, then `fold`.
+
+    `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `can_wait`:
+    a forward may wait for another rank's, since none of them meets another inside. `over_batch`: none may, since the
+    loss is over the whole batch. `compiles`: what a forward looks at can't be watched. `exact`: one rank folds as
+    several do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code of the user's that
+    sets statistics) nothing is taped or refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        world: World,
+        enabled: bool = True,
+        exact: bool = False,
+        in_order: bool = True,
+        can_wait: bool = False,
+        over_batch: bool = False,
+        compiles: bool = False,
+    ) -> None:
+        self._world = world
+        self._can_look = not compiles
+        self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
+        self._relay: StatisticsRelay | None = None
+        self._is_relayed = False
+        self.notes: list[str] = []
+        self._is_told = False
+        self._now, self._counts = 0, True
+        self._has_run = self._is_checked = False
+        self._layers = [_layer(name, module) for name, module in norms_with_statistics(model)] if enabled else []
+        self._records = world.world_size > 1 or exact or not in_order
+        self._numbers = ModuleNumbers(model) if exact or (self._records and self._layers) else None
+        self._handles = [
+            handle
+            for layer in (self._layers if self._records else [])
+            for handle in (
+                layer.module.register_forward_pre_hook(self._before(layer)),
+                layer.module.register_forward_hook(self._after(layer), always_call=True),
+            )
+        ]
+
+    @property
+    def waits(self) -> bool:
+        """Whether forwards run in the order of one process, each after the one before it."""
+        return self._relay is not None
+
+    def begin(self, *, num_micro: int = 0) -> None:
+        """Start a step, or start it again: statistics and numbers in attributes of modules are those before it.
+
+        `num_micro`: on all ranks; without it no forward waits for another.
+        """
+        if self._numbers is not None:
+            self._numbers.put_back() if self._has_run else self._numbers.keep()
+        for layer in self._layers:
+            if self._has_run:
+                layer.write(layer.before, 0)
+            elif layer.module.running_mean is not None:
+                layer.before, layer.count = statistics_of(layer.module), _tracked(layer.module)
+            layer.is_read = layer.is_repeated = layer.is_moved = False
+            layer.rows.clear()
+            layer.bumps.clear()
+            layer.look()
+        self._has_run = False
+        self._is_relayed = self._relay is not None and num_micro > 0
+        if self._relay is not None:
+            self._relay.begin(num_micro=num_micro)
+
+    def at(self, microbatch: int, *, counts: bool = True) -> None:
+        """The next forward or backward is of this microbatch, or of one that leaves no trace."""
+        is_other = not self._has_run or (counts and microbatch != self._now)
+        if self._is_relayed and counts:
+            assert self._relay is not None
+            self._relay.receive(microbatch)
+            for layer in self._layers:
+                layer.started = [layer.module.momentum]
+        elif self._records and is_other and counts:
+            for layer in self._layers:
+                self._leave(layer, by_value=not self._is_checked)
+                self._enter(layer, microbatch)
+        self._has_run = True
+        self._now, self._counts = microbatch if counts else self._now, counts
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Around a forward and its loss: in the first step, see who looks at the statistics of a norm."""
+        if not (self._layers and self._records and self._can_look) or self._is_checked or self._is_relayed:
+            return nullcontext()
+        layers = {layer.module: layer for layer in self._layers if layer.is_there}
+
+        def seen(norm: NormBase) -> None:
+            layers[norm].is_shown = True  # from here on: later steps are not watched
+
+        return StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=seen)
+
+    def left(self, microbatch: int) -> None:
+        """The forward of this microbatch has ended."""
+        if self._is_relayed and self._counts:
+            assert self._relay is not None
+            for layer in self._layers:
+                layer.end_momentum()
+            self._relay.send(microbatch)
+
+    def fold(self, *, num_micro: int) -> bool:
+        """Leave in every normalisation what one process would have after `num_micro` microbatches.
+
+        False where nobody can tell, on all ranks alike: the step has to be begun again, and forwards wait.
+
+        Raises:
+            DesyncError: a layer is in training mode on some ranks and in eval mode on others.
+            JobError: statistics were written or used in a way that no rank alone can follow.
+        """
+        if self._records and self._layers:
+            assert self._numbers is not None
+            for layer in self._layers:
+                self._leave(layer, by_value=not self._is_checked)
+                layer.end_momentum()
+            self._is_checked = True
+            calls = self._calls(num_micro)
+            needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
+            if not self._can_wait or any(need.is_repeated for need in needs):
+                for need in needs:
+                    need.refuse(over_batch=self._over_batch)
+                    self._tell(need.stale)
+            elif needs and not self._is_relayed:
+                modules = [layer.module for layer in self._layers]
+                self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
+                self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
+                return False
+            self._meet(calls, still_ordered=bool(needs))
+        self._has_run = False
+        return True
+
+    def undo(self) -> None:
+        """Leave what was there before the step: it was not taken."""
+        for layer in self._layers:
+            layer.write(layer.before, 0)
+        self._has_run = False
+
+    def new_notes(self) -> list[str]:
+        """What is to be told and was not yet."""
+        notes, self.notes = self.notes, []
+        return notes
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, layer: _Layer, microbatch: int) -> None:
+        """Load the statistics that a microbatch starts or continues with."""
+        if layer.rows:
+            layer.write(layer.states(microbatch)[-1], layer.bumps.get(microbatch, 0))
+        if not layer.rows.get(microbatch):
+            layer.end_momentum()
+            layer.started = [layer.module.momentum]
+
+    def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:
+        """Follow what code around the norm has done: it may put back what it had before a call.
+
+        What else it writes only one process's order can follow.
+
+        `by_value`: look closely, since `F.batch_norm` leaves no trace. In the first step only, for what it costs.
+        """
+        if self._is_relayed or not layer.is_there or not (by_value or layer.was_touched()):
+            return
+        now, states = statistics_of(layer.module), layer.states(self._now)
+        kept = next((place for place in reversed(range(len(states))) if equal_tensors(states[place], now)), None)
+        if kept is None and self._can_wait:
+            layer.is_bypassed = True  # from here on: it leaves no trace, and is looked for once
+        elif kept is None:
+            OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
+        elif kept < len(states) - 1:
+            del layer.rows[self._now][kept:]
+            if layer.count is not None and layer.module.num_batches_tracked is not None:
+                layer.bumps[self._now] = int(layer.module.num_batches_tracked) - int(layer.count)
+        layer.look()
+
+    def _calls(self, num_micro: int) -> list[_Calls]:
+        """What each layer did in each microbatch, on whichever rank that was."""
+        told = torch.zeros(len(self._layers), 2 * num_micro + _FLAGS, dtype=torch.int64)
+        for layer, row in zip(self._layers, told, strict=True):
+            flags = row[2 * num_micro :]
+            flags[_TRAINS if layer.module.training else _RESTS] = 1
+            flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
+            flags[_MOVES], flags[_MOVES_ON] = int(layer.is_moved), int(layer.moves > 1)
+            flags[_BYPASSED], flags[_SHOWS] = int(layer.is_bypassed), int(layer.is_shown)
+            for index, calls in layer.rows.items():
+                row[index], row[num_micro + index] = len(calls), layer.bumps.get(index, 0)
+        if self._world.world_size > 1:
+            told = self._world.all_reduce(told.to(self._world.device), op="max").cpu()
+        found = []
+        for layer, row in zip(self._layers, told.tolist(), strict=True):
+            flags = row[2 * num_micro :]
+            if flags[_RESTS] and flags[_TRAINS]:
+                self._refuse_modes(layer)
+            ran = sum(row[:num_micro]) > 0
+            need = OrderNeed(
+                name=layer.name,
+                reads=ran and flags[_READS] > 0,
+                moves=ran and flags[_MOVES] > 0,
+                moves_on=ran and flags[_MOVES_ON] > 0,
+                is_shown=ran and flags[_SHOWS] > 0,
+                is_bypassed=flags[_BYPASSED] > 0,
+                is_repeated=flags[_REPEATS] > 0,
+            )
+            found.append(_Calls(layer, row[:num_micro], row[num_micro : 2 * num_micro], need))
+        return found
+
+    def _meet(self, calls: Sequence[_Calls], *, still_ordered: bool) -> None:
+        if self._is_relayed and self._relay is not None:
+            self._relay.spread()
+            self._relay = self._relay if still_ordered else None
+            return
+        uses = [one for one in calls if any(one.by_microbatch + one.bumps)]
+        for one, tape in zip(uses, self._gathered(uses), strict=True):
+            one.layer.write(_folded(one, tape), sum(one.bumps))
+
+    def _tell(self, note: str) -> None:
+        if note and not self._is_told and self._world.world_size > 1:
+            self._is_told = True
+            self.notes.append(note)
+
+    def _refuse_modes(self, layer: _Layer) -> None:
+        modes = self._world.gather_json(layer.module.training)
+        resting = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
+        raise DesyncError(
+            f"{layer.name} is in eval mode on rank {', '.join(resting)} and in training mode on the others.",
+            cause="code that calls eval() or train() on some ranks only",
+            hint="the same mode on every rank; to freeze its statistics, eval() on all",
+        )
+
+    def _gathered(self, uses: Sequence[_Calls]) -> list[Tensor]:
+        """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""
+        if not uses:
+            return []
+        first = uses[0].layer.before
+        widths = [[count * calls.layer.width for count in calls.by_microbatch] for calls in uses]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        flat = torch.zeros(sum(map(sum, widths)), dtype=dtype, device=first.device)
+        tapes = list(flat.split([sum(each) for each in widths]))
+        for calls, each, tape in zip(uses, widths, tapes, strict=True):
+            for index, row in enumerate(tape.split(each)):
+                for place, (after, weight) in zip(
+                    row.view(-1, calls.layer.width), calls.layer.rows.get(index, ()), strict=False
+                ):
+                    place[:-1], place[-1] = after, weight
+        self._world.all_reduce(flat)
+        return tapes
+
+    def _before(self, layer: _Layer) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, _: object) -> None:
+            if module is not layer.module:
+                return
+            layer.is_inside = True
+            if not (self._has_run and layer.is_there):
+                return
+            if self._counts and not torch.compiler.is_compiling():
+                self._leave(layer)
+            if not is_standard(layer.module):
+                layer.watches.append(KernelWatch(layer.module))
+
+        return hook
+
+    def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, _: object, output: object) -> None:
+            if module is layer.module:  # a copy of the model has the hooks of the first
+                self._take_down(layer, has_output=output is not None)
+                layer.is_inside = False
+
+        return hook
+
+    def _take_down(self, layer: _Layer, *, has_output: bool) -> None:
+        watch = layer.watches.pop().ended() if layer.watches else None
+        has_run = has_output or in_backward()  # checkpointing leaves a repeated one once it has written
+        if not (self._has_run and has_run and self._counts and layer.is_there):
+            return
+        calls, bumps, reads = standard_calls(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
+        layer.is_read = layer.is_read or reads
+        if calls:
+            layer.is_repeated = layer.is_repeated or in_backward()
+            layer.rows.setdefault(self._now, []).extend(calls)
+            layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
+            if not torch.compiler.is_compiling():
+                layer.look()
+
+
+def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
+    """The normalisations that keep running statistics, by FQN, a shared one once."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, NormBase) and module.running_mean is not None and not module.running_mean.is_meta
+    ]
+
+
+def _folded(calls: _Calls, tape: Tensor) -> Tensor:
+    """One process's statistics after all calls; of the first microbatch they are what its rank had, bit for bit."""
+    layer, rows = calls.layer, iter(tape.view(-1, calls.layer.width))
+    start = layer.before.to(tape.dtype)
+    now, earlier = start, 0
+    for count, bumps in zip(calls.by_microbatch, calls.bumps, strict=True):
+        there = start
+        for _ in range(count):
+            row = next(rows)
+            after, weight = row[:-1], float(row[-1])
+            if now is there:
+                now = after
+            elif weight >= 0.0:
+                now = torch.add(after, now - there, alpha=1.0 - weight)
+            else:
+                number = round(-1.0 / weight)
+                batch = torch.add(there, after - there, alpha=number)
+                now = now + (batch - now) / (number + earlier)
+            there = after
+        earlier += bumps
+    return now
+
+
+def _layer(name: str, module: NormBase) -> _Layer:
+    return _Layer(name, module, statistics_of(module), _tracked(module))
+
+
+def _tracked(module: NormBase) -> Tensor | None:
+    return None if module.num_batches_tracked is None else module.num_batches_tracked.detach().clone()

@@ -1,0 +1,84 @@
+"""Forwards in the order of one process: what norms hold goes from the rank of each microbatch to that of the next.
+
+Needed where a forward shows or moves what earlier microbatches have left: a pass in eval mode inside a training step,
+a momentum that decays from call to call. A rank waits for the forward of the microbatch before its own and for no
+backward, so that backwards still run at the same time. Numbers in attributes of modules go along, of which a forward
+may compute a momentum.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import PendingMessage, World
+from paceline.parallel.module_access.module_numbers import WIDTH, ModuleNumbers
+from paceline.torch_internals.private_api import NormBase
+
+
+class StatisticsRelay:
+    """Running mean, variance and count of `modules`, and `numbers`; rank j % world_size of `world` runs microbatch j.
+
+    `begin` a step, then on each rank `receive(j)` before and `send(j)` after each of its forwards, in order, and
+    `spread` at the end, which every rank calls.
+    """
+
+    def __init__(self, modules: Sequence[NormBase], *, numbers: ModuleNumbers, world: World) -> None:
+        self._modules = modules
+        self._numbers = numbers
+        self._world = world
+        self._num_micro = 0
+        self._sent: Tensor | None = None
+        self._sending: PendingMessage | None = None
+
+    def begin(self, *, num_micro: int) -> None:
+        """A step of so many microbatches over all ranks."""
+        self._settle()
+        self._num_micro = num_micro
+
+    def receive(self, microbatch: int) -> None:
+        """Wait for what the microbatch before this one has left."""
+        source = self._rank_of(microbatch - 1)
+        if microbatch > 0 and source != self._world.rank:
+            values = self._packed()
+            self._world.start_receive(values, source=source, tag=microbatch).wait()
+            self._unpack(values)
+
+    def send(self, microbatch: int) -> None:
+        """Hand on what this microbatch has left."""
+        following = microbatch + 1
+        target = self._rank_of(following)
+        if following < self._num_micro and target != self._world.rank:
+            self._settle()
+            self._sent = self._packed()
+            self._sending = self._world.start_send(self._sent, to=target, tag=following)
+
+    def spread(self) -> None:
+        """Leave on every rank what the last microbatch has left."""
+        self._settle()
+        if self._num_micro:
+            self._unpack(self._world.broadcast(self._packed(), source=self._rank_of(self._num_micro - 1)))
+
+    def _rank_of(self, microbatch: int) -> int:
+        return microbatch % self._world.world_size
+
+    def _settle(self) -> None:
+        if self._sending is not None:
+            self._sending.wait()
+        self._sent, self._sending = None, None
+
+    def _packed(self) -> Tensor:
+        """In float64, which holds each of them exactly."""
+        parts = [part.detach().reshape(-1).double() for part in self._parts()]
+        return torch.cat([*parts, torch.tensor(self._numbers.moved(), dtype=torch.float64, device=self._world.device)])
+
+    def _unpack(self, values: Tensor) -> None:
+        parts = self._parts()
+        *found, moved = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers)])
+        for part, value in zip(parts, found, strict=True):
+            part.data.copy_(value.view_as(part))  # past autograd: a backward that is still to come takes none of them
+        self._numbers.take(moved.tolist())
+
+    def _parts(self) -> list[Tensor]:
+        each = [(module.running_mean, module.running_var, module.num_batches_tracked) for module in self._modules]
+        return [part for parts in each for part in parts if part is not None]

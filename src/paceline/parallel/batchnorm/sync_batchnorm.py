@@ -1,0 +1,104 @@
+"""BatchNorm over one microbatch of every replica at once, on any device.
+
+`SyncBatchNorm` of torch refuses CPU tensors; this one sums (count, sum), then the squares of distances from the
+joint mean, over the ranks, forward and backward: a mean of squares less a squared mean would lose its digits.
+Every rank takes part in every round, also one without a sample.
+"""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.errors import LayoutError
+from paceline.torch_internals.private_api import BatchNormBase
+
+
+class _JointMoments(torch.autograd.Function):
+    """Sums over ranks whose gradient is summed over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, moments: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.all_reduce(moments.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        world: World = ctx.world
+        return world.all_reduce(grads[0].contiguous().clone()), None
+
+
+@dataclass
+class SyncBatchNormWeights:
+    """Shared by all synchronised layers: the weight of this rank's samples, zero for a stand-in."""
+
+    weight: float = 1.0
+
+
+class _Synchronised:
+    """The forward of one BatchNorm, with moments over all ranks."""
+
+    def __init__(self, module: BatchNormBase, world: World, rounds: SyncBatchNormWeights) -> None:
+        self._rounds = rounds
+        self._module = module
+        self._world = world
+        self._alone = module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        if not module.training or self._world.world_size == 1:
+            return self._alone(x)
+        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # a count of samples has many digits
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        local = x.new_full((1,), x.numel() / x.shape[1])
+        weight = self._rounds.weight
+        joint: Tensor = _JointMoments.apply(torch.cat([local, x.sum(dims)]) * weight, self._world)  # type: ignore[no-untyped-call]
+        count, mean = joint[0], joint[1:] / joint[0]
+        apart = (x - mean.view(shape)).square().sum(dims) * weight
+        squares: Tensor = _JointMoments.apply(apart, self._world)  # type: ignore[no-untyped-call]
+        variance = squares / count
+        self._remember(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
+        y = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + module.eps)
+        if module.affine:
+            y = y * module.weight.view(shape) + module.bias.view(shape)
+        return y.to(kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
+        """A copy of the model has norms of its own, which meet as these do: ranks are never copied."""
+        module = copy.copy(self)
+        module._module = copy.deepcopy(self._module, memo)
+        module._alone = partial(type(module._module).forward, module._module)
+        return module
+
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        module = self._module
+        if module.running_mean is None or module.running_var is None or not module.track_running_stats:
+            return
+        with torch.no_grad():
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+            weight = module.momentum
+            if weight is None:
+                weight = 0.0 if module.num_batches_tracked is None else 1.0 / float(module.num_batches_tracked)
+            module.running_mean.lerp_(mean, weight)
+            module.running_var.lerp_(variance, weight)
+
+
+def synchronise(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
+    """Let every BatchNorm of the model see all replicas; names and parameters stay.
+
+    Raises:
+        LayoutError: the model has none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
+    if not layers:
+        raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
+    rounds = SyncBatchNormWeights()
+    for module in layers:
+        module.forward = _Synchronised(module, world, rounds)  # type: ignore[method-assign, assignment]
+    return rounds

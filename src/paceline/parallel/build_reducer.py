@@ -1,0 +1,164 @@
+"""What becomes of a model's parameters: what its optimizers work on, and whose gradients are added where."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.config.compression import Compression
+from paceline.config.layout import Layout
+from paceline.config.settings import PlacementSettings
+from paceline.parallel.compression.build_codec import compressed_reducer
+from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
+from paceline.parallel.data_parallel.reducer import BucketReducer, LocalReducer, Reducer
+from paceline.parallel.gradients.combined_reducer import ComposedReducer
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.module_access.sharded_tensors import LocalTensor
+from paceline.parallel.sharding.fsdp_options import fsdp_options
+from paceline.parallel.sharding.fully_sharded import DeferredRows, shard_fully
+from paceline.parallel.sharding.row_shards import RowShard
+from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """What becomes of the parameters: those of the optimizer, and where the model's own are cut, which part it has."""
+
+    named: Sequence[NamedParameter]
+    parts: Mapping[str, ShardSpec]
+    tensors: Mapping[str, Tensor]
+    reducer: Reducer
+    spread: Callable[[], None]
+    settle: Callable[[], None]
+    leaves: Sequence[nn.Parameter]
+
+    def share(self, name: str) -> NamedParameter | None:
+        """What this rank's optimizer has of a parameter."""
+        return self._shares.get(name)
+
+    @cached_property
+    def _shares(self) -> Mapping[str, NamedParameter]:
+        return {share.name: share for share in self.named}
+
+
+def reducer_of(
+    named: Sequence[NamedParameter], world: World, grid: FixedPointGrid | None, *, compress: Compression | None = None
+) -> Reducer:
+    """What adds the gradients of whole parameters."""
+    if grid is not None:
+        return ExactReducer(named=named, world=world, grid=grid)
+    if compress is not None and compress.is_on and world.world_size > 1:
+        return compressed_reducer(compress, named=named, world=world)
+    return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters are divided: the ZeRO stage (0: not at all), and what was done to them before.
+
+    `base`: parts that they are of the whole already, empty where each is whole. `hollow`: other stages', None where
+    there is no pipeline. `without`: experts, which stay as they are. `whole`: those whose update rule looks at all
+    of them. `rows`: this rank's, of parameters that have no memory yet.
+    """
+
+    asked: Layout
+    how: PlacementSettings
+    stage: int
+    data: DataGroups
+    grid: FixedPointGrid | None
+    base: Parts
+    hollow: Collection[str] | None
+    without: Collection[str]
+    whole: Sequence[str]
+    rows: DeferredRows | None
+
+
+def partition_parameters(model: nn.Module, *, named: Sequence[NamedParameter], by: Sharding) -> Partition:
+    """Divide the parameters over the ranks that see other samples, or let each hold all.
+
+    Raises:
+        LayoutError: a parameter that can't be cut.
+    """
+    if not by.stage:
+        leaves = [member.parameter for member in named]
+        reducer = reducer_of(named, by.data.all, by.grid, compress=by.data.compress)
+        return Partition(
+            named=named, parts=by.base, tensors={}, reducer=reducer, spread=do_nothing, settle=do_nothing, leaves=leaves
+        )
+    sharded = _fully(model, named, by) if by.stage == 3 else _in_rows(model, named, by)
+    return Partition(
+        named=sharded.shares,
+        parts=sharded.parts,
+        tensors=sharded.locals,
+        reducer=sharded.reducer,
+        spread=sharded.spread,
+        settle=sharded.settle,
+        leaves=sharded.sources,
+    )
+
+
+def _fully(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Sharded:
+    return shard_fully(
+        model,
+        named=named,
+        data=by.data,
+        grid=by.grid,
+        parts=by.base or None,
+        asked=fsdp_options(model, asked=by.asked, how=by.how),
+        hollow=by.hollow,
+        without=by.without,
+        rows=by.rows,
+    )
+
+
+def _in_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Sharded:
+    parts = by.base or None
+    return shard_zero12(
+        stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=by.whole
+    )
+
+
+def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: World, routed: Parts) -> Partition:
+    """Experts stay as they are held: a token's gradient has come to them, so only their other holders add theirs."""
+    theirs = [member for member in live if member.name in routed]
+    own = reducer_of(theirs, peers, None)
+    return replace(
+        split,
+        named=sorted([*split.named, *theirs], key=lambda member: member.index),
+        leaves=[*split.leaves, *(member.parameter for member in theirs)],
+        parts={**split.parts, **routed},
+        tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
+        reducer=ComposedReducer([split.reducer, own], meets=True),
+    )
+
+
+def held_now(before: LocalTensor, split: Partition, hollow: Collection[str]) -> LocalTensor:
+    """A parameter or buffer as this rank's model holds it now."""
+    if before.name in hollow:
+        return replace(before, part=ShardSpec.none_of(before.part.shape))
+    part = split.parts.get(before.name)
+    if part is None or before.is_buffer:
+        return before
+    if before.name not in split.tensors:
+        return replace(before, part=part)
+    return replace(before, part=part, find=partial(Tensor.detach, split.tensors[before.name]))
+
+
+def kept_now(member: NamedParameter, share: NamedParameter | None, base: Parts) -> LocalTensor:
+    """The part of it that this rank's optimizer has."""
+    shape, dtype = member.parameter.shape, member.parameter.dtype
+    if share is None:
+        return LocalTensor(name=member.name, part=ShardSpec.none_of(shape), dtype=dtype, find=_absent)
+    part = share.part if isinstance(share, RowShard) else base.get(member.name, ShardSpec.all_of(shape))
+    return LocalTensor(name=member.name, part=part, dtype=dtype, find=partial(Tensor.detach, share.parameter))
+
+
+def _absent() -> Tensor:
+    raise AssertionError("this rank has nothing of it")
+
+
+def do_nothing() -> None:
+    """Nothing follows an update."""

@@ -1,0 +1,134 @@
+"""`torch.compile`, block by block: one compilation serves all blocks of a class, and one that fails stays plain.
+
+Only a block's forward is compiled. Hooks on the block, such as those that start its random stream or gather its
+weights, run around it as they are; what remat runs again is the compiled forward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.parallel.activation_checkpointing.buffer_guard import BlockBuffers, BufferSnapshot
+from paceline.parallel.activation_checkpointing.checkpointing import RecomputedForward, Undo, repeated_blocks
+from paceline.parallel.activation_checkpointing.kv_cache import Caches
+from paceline.parallel.module_access.blocks import Block
+from paceline.torch_internals.private_api import compile_errors
+from paceline.torch_internals.rng import get_states, set_states
+
+Say = Callable[[str], None]
+_TRIALS = 2
+
+
+def compile_blocks(model: nn.Module, *, say: Say, blocks: Sequence[Block] | None = None) -> Undo:
+    """Compile each block's forward after remat and before sharding; without blocks, the model's. Returns the undo.
+
+    A block that can't be compiled runs as it is; `say` hears its name and the reason once. Random numbers are those
+    of the plain model, so that results differ by rounding only.
+    """
+    found = list(blocks) if blocks is not None else repeated_blocks(model)
+    whole = Block(index=0, name="", module=model)
+    undos = [_wrap(block.name, block.module, say) for block in found or [whole]]
+
+    def undo() -> None:
+        for each in reversed(undos):
+            each()
+
+    return undo
+
+
+class CompiledForward:
+    """A forward that is compiled at its first call, or plain once compiling has failed."""
+
+    def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], say: Say) -> None:
+        self.__wrapped__ = self._plain = inner
+        self._fails = compile_errors()
+        self._fast: Callable[..., Any] | None = torch.compile(
+            inner, options={"fallback_random": True, "layout_optimization": False}
+        )
+        self._name, self._block, self._say = name or type(block).__name__, block, say
+        self._caches = Caches(block=block, forward=inner)
+        self._buffers = BlockBuffers(name=name, block=block)
+        self._trials = 0
+        self._looked: set[bool] = set()
+
+    def pinned(self) -> Callable[..., Any]:
+        """The way that the next call goes, for a second run of it to go the same."""
+        if self._fast is None:
+            return self._plain
+        if self._block.training in self._looked:
+            return self._run
+        first = [self._look]
+
+        def look(*args: Any, **kwargs: Any) -> Any:
+            return (first.pop() if first else self._plain)(*args, **kwargs)
+
+        return look
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        return self.pinned()(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fast is None:
+            return self._plain(*args, **kwargs)
+        if torch.is_grad_enabled() and self._caches.filled(args, kwargs) is None:
+            given, named = self._caches.without(args, kwargs)
+        else:
+            given, named = list(args), kwargs
+        states = get_states(_gpu(self._block))
+        entry = BufferSnapshot(self._buffers) if self._trials < _TRIALS else None
+        try:
+            output = self._fast(*given, **named)
+        except self._fails as error:
+            said = " ".join(str(error).split("\n\n")[0].split())[:300]
+            self._give_up(f"{type(error).__name__}: {said}")
+            set_states(states, _gpu(self._block))
+            if entry is not None:
+                entry.restore()
+            return self._plain(*args, **kwargs)
+        self._trials += 1
+        return output
+
+    def _look(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it plain once. Of a buffer that a forward reads and writes, a compiled backward reads the new value.
+
+        pytorch#197039: gradients are silently wrong. The statistics of a normalisation are written only.
+        """
+        self._looked.add(self._block.training)
+        entry = BufferSnapshot(BlockBuffers(name=self._name, block=self._block))
+        output = self._plain(*args, **kwargs)
+        written = entry.leave()
+        if written:
+            self._give_up(f"its forward writes to the buffer {written[0]}, and its gradients would be wrong")
+        return output
+
+    def _give_up(self, why: str) -> None:
+        self._fast = None
+        self._say(f"note: {self._name} runs uncompiled: {why}")
+
+
+def _wrap(name: str, block: nn.Module, say: Say) -> Undo:
+    forward = block.forward
+    if isinstance(forward, RecomputedForward):
+        rerun, plain = forward, forward.inner
+        if rerun.is_selective:
+            rerun.keep_nothing()
+            say(f"note: {name} is compiled: remat=selective can't see into it and runs all of it again")
+        rerun.inner = CompiledForward(name=name, block=block, inner=plain, say=say)
+        return lambda: setattr(rerun, "inner", plain)
+    before = vars(block).get("forward")
+    vars(block)["forward"] = CompiledForward(name=name, block=block, inner=forward, say=say)
+
+    def undo() -> None:
+        del vars(block)["forward"]
+        if before is not None:
+            vars(block)["forward"] = before
+
+    return undo
+
+
+def _gpu(block: nn.Module) -> torch.device | None:
+    device = next((p.device for p in block.parameters()), None)
+    return device if device is not None and device.type == "cuda" else None

@@ -1,0 +1,63 @@
+"""The reducer of replicas that compress what they send."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from paceline.comm.process_group import World
+from paceline.config.compression import Compression, Method
+from paceline.console.formatting import format_size
+from paceline.errors import JobError
+from paceline.parallel.compression.codecs import Bf16, BlockScaledCodec, Codec
+from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer, HeldUnit
+from paceline.parallel.compression.powersgd import LowRankUnit
+from paceline.parallel.compression.quantized import DenseUnit
+from paceline.parallel.compression.topk import TopKUnit
+from paceline.parallel.data_parallel.reducer import BucketReducer
+from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
+
+_GRAINS: Mapping[Method, Callable[[Compression], Codec]] = {
+    Method.BF16: lambda how: Bf16(),
+    Method.FP16: lambda how: BlockScaledCodec(block=how.block, is_float=True),
+    Method.INT8: lambda how: BlockScaledCodec(block=how.block, is_float=False),
+}
+_HELD: Mapping[Method, Callable[..., HeldUnit]] = {Method.TOPK: TopKUnit, Method.POWERSGD: LowRankUnit}
+
+
+def compressed_reducer(
+    how: Compression, *, named: Sequence[NamedParameter], world: World
+) -> BucketReducer | ErrorFeedbackReducer:
+    """What adds the gradients of whole parameters so. `how` is on, and there are several ranks.
+
+    Raises:
+        JobError: a parameter's numbers are none that can be rounded or ordered.
+    """
+    for member in named:
+        if not member.parameter.is_floating_point():
+            raise JobError(
+                f"--compress {how.method}: {member.name} is {str(member.parameter.dtype).removeprefix('torch.')}.",
+                cause="real numbers are rounded and put in the order of their sizes, these are not real",
+                hint="leave --compress out, or keep real and imaginary parts as a parameter of one dimension more",
+            )
+    if how.has_memory:
+        return ErrorFeedbackReducer(
+            named=named, world=world, unit=partial(_HELD[how.method], how=how), replica=world.rank
+        )
+    return BucketReducer(named=named, world=world, unit=partial(DenseUnit, grain=grain_of(how), ranks=world.world_size))
+
+
+def grain_of(how: Compression) -> Codec:
+    """How a method that sends every number packs them."""
+    return _GRAINS[how.method](how)
+
+
+def compression_notes(
+    how: Compression, reducer: object, *, named: Sequence[NamedParameter], world: World
+) -> Iterator[str]:
+    """A line about bytes, with and without."""
+    if not (how.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
+        return
+    ranks = world.world_size
+    plain = 2 * (ranks - 1) / ranks * sum(num_bytes(member.parameter) for member in named)
+    sent = reducer.sent_bytes(ranks)
+    sizes = format_size(round(sent)), format_size(round(plain))
+    yield f"compress: {how}; each rank sends {sizes[0]} of gradients an update, {sizes[1]} without"

@@ -1,0 +1,103 @@
+"""All numbers of a unit, each in few bytes: there to the rank that adds them up, and as sums back to all.
+
+Every rank adds one part of the numbers, in the order of ranks and in full precision, so that replicas end with the
+same bits whatever their number. What each one sends is that of a reduce-scatter and an all-gather.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import World
+from paceline.parallel.compression.codecs import Codec
+from paceline.parallel.compression.residual_memory import accumulation_dtype
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.sharding.flat_buffer import start_all_gather
+from paceline.torch_internals.private_api import copy_all
+
+
+class DenseUnit:
+    """Gradients that cross together. Each parameter begins a block of its own, filled up with zeros.
+
+    With `num_flags` it carries as many flags beside them: which parameters got a gradient on any rank.
+    """
+
+    def __init__(self, members: Sequence[NamedParameter], *, grain: Codec, ranks: int, num_flags: int = 0) -> None:
+        self.members = list(members)
+        self.ready = 0
+        self.wait: Callable[[], object] | None = None
+        self._parameters = [member.parameter for member in members]
+        self._grain, self._ranks = grain, ranks
+        first = self._parameters[0]
+        sizes = [_filled(p.numel(), grain.block) for p in self._parameters]
+        self._part = _filled(max(1, -(-sum(sizes) // ranks)), grain.block)
+        self._flat = torch.zeros(self._part * ranks, dtype=accumulation_dtype(first.dtype), device=first.device)
+        starts = [0, *accumulate(sizes[:-1])]
+        self._views = [
+            self._flat[start : start + p.numel()].view(p.shape)
+            for start, p in zip(starts, self._parameters, strict=True)
+        ]
+        self.flags = torch.zeros(num_flags, dtype=torch.uint8, device=first.device) if num_flags else None
+        self._world: World | None = None
+        self._packed = self._came = self._flat
+        self._second: Callable[[], object] | None = None
+        self._flagged: Callable[[], object] | None = None
+        self._landed = False
+
+    def sent_bytes(self, ranks: int) -> float:
+        """What leaves a rank for it."""
+        flags = 0 if self.flags is None else self.flags.numel()
+        return 2 * (ranks - 1) * (self._grain.num_bytes(self._part) + flags / ranks)
+
+    def forget(self) -> None:
+        """Begin anew; what is still under way, of a step that was dropped, is waited for."""
+        for wait in (self.wait if self._second is None else self._second, self._flagged):
+            if wait is not None and not self._landed:
+                wait()
+        self.ready, self.wait, self._second, self._flagged, self._landed = 0, None, None, None, False
+
+    def launch(self, world: World) -> None:
+        """Send each rank its part."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        self._flat.zero_()
+        copy_all(self._views, grads)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._world = world
+        if self.flags is not None:
+            self._flagged = world.start_all_reduce(self.flags, op="max")
+        self._packed = self._grain.pack(self._flat.view(self._ranks, -1))
+        self._came = torch.empty_like(self._packed)
+        self.wait = world.start_all_to_all(self._came, self._packed)
+
+    def pass_on(self) -> None:
+        """Add up this rank's part once it is here, and send the sums to all."""
+        if self._second is not None:
+            return
+        assert self.wait is not None and self._world is not None
+        self.wait()
+        total, *others = self._grain.unpack(self._came, dtype=self._flat.dtype)
+        for other in others:
+            total += other
+        self._packed = self._grain.pack(total.unsqueeze(0))[0]
+        self._came = torch.empty(self._ranks, len(self._packed), dtype=torch.uint8, device=self._flat.device)
+        self._second = start_all_gather(self._packed, out=self._came, world=self._world)
+
+    def land(self, divisor: float | Tensor | None) -> None:
+        """Leave the sums, divided, in every `.grad`."""
+        assert self._second is not None
+        self._second()
+        if self._flagged is not None:
+            self._flagged()
+        self._landed = True
+        self._flat.view(self._ranks, -1).copy_(self._grain.unpack(self._came, dtype=self._flat.dtype))
+        if divisor is not None:
+            self._flat.div_(divisor)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view.to(parameter.dtype)
+
+
+def _filled(numbers: int, block: int) -> int:
+    return -(-numbers // block) * block

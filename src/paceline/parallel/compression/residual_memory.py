@@ -1,0 +1,72 @@
+"""Tensors that a step changes if it is taken, and only then."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.torch_internals.private_api import copy_all
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of this type are added up in, and held back in."""
+    return torch.float32 if dtype in _NARROW else dtype
+
+
+class ResidualBuffers:
+    """Named tensors, as they are and as they will be: two buffers that change places."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        size = sum(math.prod(shape) for shape in self._shapes.values())
+        self._flats = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+        self._views = [self._cut(flat) for flat in self._flats]
+        self._is_settled = False
+
+    @property
+    def now(self) -> Mapping[str, Tensor]:
+        """As they are."""
+        return self._views[0]
+
+    @property
+    def next(self) -> Mapping[str, Tensor]:
+        """As they will be, for the step under way to write."""
+        return self._views[1]
+
+    @property
+    def next_flat(self) -> Tensor:
+        """The same, one after another."""
+        return self._flats[1]
+
+    def corrected(self, gradients: Sequence[Tensor]) -> None:
+        """Write to `next` the gradients and what there is."""
+        copy_all(list(self.next.values()), gradients)
+        self._flats[1].add_(self._flats[0])
+        self._is_settled = False
+
+    def settle(self, *, ok: Tensor, absent: Collection[str]) -> None:
+        """What was written holds, but for those in `absent`, and only if `ok`, which may be on a GPU."""
+        torch.where(ok, self._flats[1], self._flats[0], out=self._flats[1])
+        for name in absent:
+            if name in self._shapes:
+                self.next[name].copy_(self.now[name])
+        self._turn()
+        self._is_settled = True
+
+    def undo(self) -> None:
+        """The step was not taken after all."""
+        if self._is_settled:
+            self._turn()
+            self._is_settled = False
+
+    def _turn(self) -> None:
+        self._flats.reverse()
+        self._views.reverse()
+
+    def _cut(self, flat: Tensor) -> dict[str, Tensor]:
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        parts = zip(self._shapes.items(), flat.split(sizes), strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}

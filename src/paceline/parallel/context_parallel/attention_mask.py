@@ -1,0 +1,62 @@
+"""What an attention mask means that a model has built from its part of the sequence alone.
+
+A model that runs on a part builds a mask over that part. Two kinds say something about the whole: keys that nobody
+sees (padding), and "no later key" (causal), for which the order inside the part is the order in the whole. Anything
+else (windows, biases, packed documents) has no meaning beyond the part and is refused.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskMeaning:
+    """Whether a query sees no later key, and which of this rank's keys are seen at all: (batch, length), or None."""
+
+    causal: bool
+    keep: Tensor | None
+
+
+def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) -> MaskMeaning:
+    """Read a mask for `length` queries and keys.
+
+    Raises:
+        LayoutError: it is neither causal nor padding, nor both.
+    """
+    if mask is None:
+        return MaskMeaning(causal=is_causal, keep=None)
+    seen = _seen(mask)
+    if seen is None or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        raise _foreign(mask)
+    seen = seen.expand(*seen.shape[:-2], length, length) if seen.shape[-2] == 1 else seen
+    while seen.dim() > 4 or (seen.dim() > 3 and bool((seen[:, :1] == seen).all())):
+        seen = seen[:, 0]  # the same for every head
+    last = seen[..., -1:, :]
+    lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    causal = bool(torch.equal(seen, last & lower))
+    if seen.dim() > 3 or not (causal or torch.equal(seen, last.expand_as(seen))):
+        raise _foreign(mask)
+    keep = last.reshape(-1, length).expand(batch, length)
+    return MaskMeaning(causal=causal or is_causal, keep=None if bool(keep.all()) else keep.to(torch.uint8))
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """True where a key is seen; None for a mask that also weighs."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return ~hidden if bool(((mask == 0) | hidden).all()) else None
+
+
+def _foreign(mask: Tensor) -> LayoutError:
+    return LayoutError(
+        f"an attention mask of shape {tuple(mask.shape)} is neither causal, nor padding, nor both.",
+        cause="a sliding window, a position bias (ALiBi, T5), packed documents or a cross-attention: "
+        "built from one rank's part of the sequence, it says nothing of the other parts",
+        hint="train this model with tp, pp or fsdp, or with full causal attention "
+        "(for a window: model.config.sliding_window = None)",
+    )

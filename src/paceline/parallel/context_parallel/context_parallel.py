@@ -1,0 +1,231 @@
+"""Context parallelism: a sequence cut over the ranks of a `cp` axis, the model's forward as it is.
+
+`ContextParallel` is placed once on a model; `cut` gives this rank's part of a batch, inside `forward(part)` the model
+runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over the
+data ranks and the `cp` ranks alike.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.played_ranks import AxisExchange, ProcessExchange
+from paceline.comm.process_group import World
+from paceline.errors import LayoutError
+from paceline.parallel.context_parallel.function_mode import ContextParallelMode
+from paceline.parallel.context_parallel.sequence_sharding import (
+    SequenceSharding,
+    batch_length,
+    batch_rows,
+    cut_batch,
+    is_padded,
+)
+from paceline.torch_internals.private_api import NormBase
+
+_POSITIONS, _MASK, _LABELS, _SHIFTED = "position_ids", "attention_mask", "labels", "shift_labels"
+
+
+@contextmanager
+def split_context(*, world: World, model: nn.Module, length: int, padded: bool = False) -> Iterator[None]:
+    """Run `model` on this rank's part of a sequence of `length` while inside.
+
+    `padded` says that the whole batch (not only this rank's part) has keys that an attention mask hides.
+    """
+    with _inside(
+        ProcessExchange(world=world), model, SequenceSharding(length=length, ranks=world.world_size), padded, 1
+    ):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSlice:
+    """A rank's part of one batch: the data, how the sequence was cut, whether the whole batch has hidden keys, and
+    how many sequences it is."""
+
+    data: Any
+    cut: SequenceSharding
+    padded: bool
+    rows: int = 1
+
+
+class ContextParallel:
+    """One model on the ranks of a `cp` axis. `sequence` is the job's: which dimension of which entry is cut.
+
+    `own_loss` says that the loss is the model's own `output.loss`: a model that moves its labels by one there is given
+    labels that were moved over the whole sequence before they were cut. `at_length(batch, length)` sees each batch
+    in training before it is cut.
+
+    Raises:
+        LayoutError: the model has a layer or a setting that can't be cut, named with the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        sequence: Mapping[str, int],
+        world: World | None = None,
+        over: AxisExchange | None = None,
+        own_loss: bool = False,
+        at_length: Callable[[Any, int], None] | None = None,
+    ) -> None:
+        self._exchange = over or ProcessExchange(world=world or World.alone())
+        self._model, self._sequence = model, dict(sequence)
+        self.shifts_labels = own_loss and moves_labels(model)
+        self._mode: ContextParallelMode | None = None
+        self._at_length = at_length
+        if self._exchange.size > 1:
+            refuse_model(model)
+
+    def cut(self, batch: Any) -> BatchSlice:
+        """This rank's part of the whole batch; labels of a model that moves them itself come moved."""
+        over = self._exchange
+        cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=over.size)
+        if over.size == 1:
+            return BatchSlice(data=batch, cut=cut, padded=False)
+        refuse_window(self._model, length=cut.length)
+        if self._at_length is not None and self._model.training:
+            self._at_length(batch, cut.length)
+        data = cut_batch(
+            batch, sequence=self._sequence, ranks=over.size, rank=over.rank, shift_labels=self.shifts_labels
+        )
+        return BatchSlice(data=data, cut=cut, padded=is_padded(batch), rows=batch_rows(batch, sequence=self._sequence))
+
+    @contextmanager
+    def forward(self, part: BatchSlice) -> Iterator[None]:
+        """Inside, the model runs on this part."""
+        if self._exchange.size == 1:
+            yield
+            return
+        with _inside(self._exchange, self._model, part.cut, part.padded, part.rows) as mode:
+            self._mode = mode
+            yield
+
+    @contextmanager
+    def backward(self, part: BatchSlice) -> Iterator[None]:
+        """Inside, a backward of this part runs: what checkpointing runs again there sees what the forward saw."""
+        if self._exchange.size == 1:
+            yield
+            return
+        with _mode(self._exchange, self._model, part.cut, part.padded, part.rows, again=True):
+            yield
+
+    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
+        """`context_fn` for `torch.utils.checkpoint.checkpoint`: a forward run again in backward sees the same."""
+        return nullcontext(), self._mode if self._mode is not None else nullcontext()
+
+    def join(self, output: Tensor, *, part: BatchSlice, dim: int = 1) -> Tensor:
+        """The whole of an output of which each rank has its part, without gradient; every rank calls it."""
+        over, dim = self._exchange, dim % output.dim()
+        sizes = [part.cut.size(rank) for rank in range(over.size)]
+        shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
+        return part.cut.join(over.gather(output.detach(), shapes=shapes), dim=dim)
+
+
+@contextmanager
+def _inside(
+    over: AxisExchange, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int
+) -> Iterator[ContextParallelMode]:
+    mode = _mode(over, model, cut, padded, rows)
+    hook = _arguments(model, inspect.signature(model.forward).parameters, over, cut)
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        with mode:
+            yield mode
+    finally:
+        handle.remove()
+
+
+def _mode(
+    over: AxisExchange, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, again: bool = False
+) -> ContextParallelMode:
+    answers = _POSITIONS not in inspect.signature(model.forward).parameters
+    return ContextParallelMode(
+        exchange=over, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows, again=again
+    )
+
+
+def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: AxisExchange, cut: SequenceSharding) -> Any:
+    """What a forward that takes positions is given, where the call does not give it.
+
+    A mask goes with them: transformers reads positions with gaps as packed documents where it sees none.
+    """
+    names = [name for name in accepted if name != "self"]
+    moves = moves_labels(model)
+
+    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() > 1), None)
+        more: dict[str, Any] = {}
+        if _POSITIONS in accepted and given.get(_POSITIONS) is None and tokens is not None:
+            more[_POSITIONS] = cut.positions(over.rank, device=tokens.device)[None]
+            if _MASK in accepted and given.get(_MASK) is None:
+                more[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        if moves and given.get(_LABELS) is not None and given.get(_SHIFTED) is None:
+            more[_SHIFTED] = given[_LABELS]
+        kept = args[: min([len(args), *(names.index(name) for name in more if name in names)])]
+        return kept, {**dict(zip(names[len(kept) :], args[len(kept) :], strict=False)), **kwargs, **more}
+
+    return hook
+
+
+def moves_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss holds a position against the next one's label, as transformers' causal ones do."""
+    loss = getattr(model, "loss_function", None)
+    return callable(loss) and _SHIFTED in inspect.signature(loss).parameters
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Layers that mix positions in a way no rank can do on its part.
+
+    Raises:
+        LayoutError: with the module's name and the reason.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise _refused(name, module, "each position waits for the one before it", "--layout fsdp, tp or pp")
+        if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
+            raise _refused(name, module, "its statistics are over the whole sequence", "nn.LayerNorm, or leave cp out")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise LayoutError(
+            f"{type(model).__name__} has two sequences, an encoder's and a decoder's.",
+            cause="its cross-attention has queries of one and keys of the other, and a ring is over one sequence",
+            hint="leave cp out: --layout fsdp, or tp",
+        )
+    used = getattr(config, "_attn_implementation", None)
+    if used not in (None, "sdpa"):
+        can = bool(getattr(model, "_supports_sdpa", True))
+        raise LayoutError(
+            f"{type(model).__name__} computes its attention as {used!r}; cp needs sdpa.",
+            cause="the ring takes the place of F.scaled_dot_product_attention"
+            + ("" if can else ", which transformers does not offer for this model"),
+            hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" where it is built'
+            if can
+            else "leave cp out: --layout fsdp, or tp where it can be split",
+        )
+
+
+def refuse_window(model: nn.Module, *, length: int) -> None:
+    """Attention in a window that is shorter than the sequence.
+
+    Raises:
+        LayoutError: naming the setting.
+    """
+    config = getattr(model, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int) and window < length and getattr(config, "use_sliding_window", True):
+        raise LayoutError(
+            f"sliding_window={window} is shorter than the sequence of {length}.",
+            cause="a part of the sequence can't tell where another part's window ends",
+            hint="config.sliding_window = None, sequences up to the window, or leave cp out",
+        )
+
+
+def _refused(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
+    return LayoutError(f"{name} ({type(module).__name__}) can't be cut along the sequence: {reason}.", hint=hint)

@@ -1,0 +1,300 @@
+"""A model's own forward on a part of a sequence: the few calls that look beyond the part, answered for the whole.
+
+While the mode is on, `F.scaled_dot_product_attention` goes round the ring; `torch.arange(length of the part)` gives
+the part's positions, and so does `table[:, :length of the part]` of a parameter or buffer; `F.pad` and convolutions
+along the sequence see the neighbours; dropout draws for the whole sequence and keeps its part. Everything else is left
+as it is: what works position by position needs nothing, and what does not is found by `check_context`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.comm.played_ranks import AxisExchange
+from paceline.errors import LayoutError
+from paceline.parallel.context_parallel.attention_mask import MaskMeaning, read_mask
+from paceline.parallel.context_parallel.multihead_attention import heads_attention
+from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
+from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
+from paceline.parallel.tensor_parallel.collectives import piece_of
+from paceline.parallel.tensor_parallel.rules.matmul import attention_by
+from paceline.parallel.tensor_parallel.sharded_tensor import NoRule, ShardPropagatingTensor
+from paceline.torch_internals.function_signatures import read_call
+
+MOST_DRAWS = 2**30
+_CONVOLUTIONS = (torch.conv1d, F.conv1d)
+
+
+class ContextParallelMode(TorchFunctionMode):
+    """On during a forward. `answer_positions` is False where the model is given its positions as an argument; `padded`
+    says that the whole batch has hidden keys, on whichever rank; `rows` is how many sequences stand one after another
+    where a model flattens (batch, sequence) to one dimension. `again`: the mode is on during a backward, and answers
+    what runs again there, which alone has gradients enabled."""
+
+    def __init__(
+        self,
+        *,
+        exchange: AxisExchange,
+        cut: SequenceSharding,
+        model: nn.Module,
+        answer_positions: bool = True,
+        padded: bool = False,
+        rows: int = 1,
+        again: bool = False,
+    ) -> None:
+        super().__init__()
+        self._again = again
+        self._exchange, self._cut, self._padded, self._rows = exchange, cut, padded, rows
+        self._size = cut.size(exchange.rank)
+        self._masks: list[tuple[Any, ...]] = []
+        self._pads: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
+        self._tables = _tables(model) if answer_positions else set()
+        self._rules: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: partial(heads_attention, attention=self._attention),
+            F.pad: self._pad,
+            F.dropout: self._dropout,
+            **dict.fromkeys(_CONVOLUTIONS, self._convolution),
+        }
+        if answer_positions:
+            self._rules |= {torch.arange: self._arange, Tensor.__getitem__: self._table}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Answer for the whole sequence, or pass on."""
+        rule = self._rules.get(func)
+        if rule is None or self._exchange.size == 1 or (self._again and not torch.is_grad_enabled()):
+            return func(*args, **(kwargs or {}))
+        found = rule(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave, and keep no tensor of this forward."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._masks.clear()
+        self._pads.clear()
+
+    # -- attention
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Any:
+        """Under tensor parallelism each rank's own heads go round a ring of their own."""
+        return attention_by(self._around, args, kwargs)
+
+    def _around(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        heads: ShardPropagatingTensor | None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        _refuse_lengths(query, key, self._size)
+        lead = query.shape[:-2]
+        query, key, value = (
+            t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value)
+        )
+        batch, own = query.shape[:2]
+        group = own // key.shape[1] if enable_gqa else 1
+        if group > 1 and self._padded:  # transformers repeats the heads on ranks whose part has padding, so all do
+            key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
+        key, value = (t.expand(batch, own // group, *t.shape[-2:]) for t in (key, value))
+        means = self._meaning(attn_mask, is_causal, batch)
+        keep = means.keep
+        if keep is None and (self._padded or attn_mask is not None):  # the others may have padding
+            keep = torch.ones(batch, self._size, dtype=torch.uint8, device=query.device)
+        ring = Ring(
+            dropout=dropout_p,
+            exchange=self._exchange,
+            cut=self._cut,
+            causal=means.causal,
+            scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        )
+        drop = self._dropped(query, dropout_p, heads)
+        grouped = query.reshape(batch, own // group, group, *query.shape[-2:])
+        found = ring_attention(grouped, key, value, keep=keep, drop=drop, ring=ring)
+        return torch.reshape(found, (*lead, self._size, value.shape[-1]))
+
+    def _dropped(self, query: Tensor, p: float, heads: ShardPropagatingTensor | None) -> Tensor | None:
+        """One process's draw over all weights of the attention, of which the rows of this rank's queries are kept."""
+        if p == 0.0:
+            return None
+        if heads is not None and heads.cut.dim != len(heads.whole) - 3:
+            raise NoRule  # samples are cut, not heads: drawn for all of them
+        length = self._cut.length
+        shape = (query.shape[0], query.shape[1] if heads is None else heads.whole[-3], length, length)
+        if math.prod(shape) > MOST_DRAWS:
+            raise LayoutError(
+                f"this attention drops {p:g} of its weights: {math.prod(shape):,} draws on every rank.",
+                cause="to be one process's draw it is made for the whole sequence, of which each rank keeps its rows",
+                hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
+                "or dropout_p=0.0 in the call",
+            )
+        draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
+        drawn = self._cut.take(draw != 0, dim=2, rank=self._exchange.rank)
+        return drawn if heads is None else piece_of(drawn, heads.cut.at(1), heads.wire.rank)
+
+    def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> MaskMeaning:
+        """Each mask is read once a forward: the layers of a model share it."""
+        for known, *key, means in self._masks:
+            if known is mask and key == [is_causal, batch]:
+                return means  # type: ignore[no-any-return]
+        means = read_mask(mask, is_causal=is_causal, batch=batch, length=self._size)
+        self._masks.append((mask, is_causal, batch, means))
+        return means
+
+    # -- positions
+
+    def _arange(self, *args: Any, **kwargs: Any) -> Any:
+        laid: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
+        given = read_call("arange", args, laid) or {}
+        numbers = (given.get("start", 0), given.get("end"), given.get("step", 1))
+        is_whole = all(isinstance(number, int) for number in numbers)  # those of 6.0 are floating-point numbers
+        if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
+            return NotImplemented
+        positions = self._cut.positions(self._exchange.rank)
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
+
+    def _table(self, tensor: Tensor, index: Any) -> Any:
+        own = _piece_of(tensor)
+        if not isinstance(own, nn.Parameter) and id(own) not in self._tables:
+            return NotImplemented
+        places = index if isinstance(index, tuple) else (index,)
+        dims = [d for d, at in enumerate(places) if _is_prefix(at, self._size) and tensor.shape[d] >= self._cut.length]
+        if len(dims) != 1 or any(not isinstance(at, slice) for at in places[: dims[0]]):
+            return NotImplemented
+        positions = self._cut.positions(self._exchange.rank, device=tensor.device)
+        rest = tuple(slice(None) if d == dims[0] else at for d, at in enumerate(places))
+        return tensor.index_select(dims[0], positions)[rest]
+
+    # -- neighbours
+
+    def _pad(self, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+        padded = F.pad(input, pad, mode, value)
+        along = input.dim() == 3 and input.shape[-1] == self._size and len(pad) == 2 and min(pad) >= 0
+        if along and mode == "constant" and not value:
+            self._pads[id(padded)] = (ref(padded), input, int(pad[0]), int(pad[1]))
+        return padded
+
+    def _convolution(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        """Windows of the gathered sequence, one for each of this rank's chunks."""
+        stride, dilation = _one(stride), _one(dilation)
+        span = dilation * (weight.shape[-1] - 1)
+        source, left, right = self._padded_from(input)
+        source = source.gathered() if isinstance(source, ShardPropagatingTensor) else source
+        more = span // 2 if padding == "same" else 0 if padding == "valid" else _one(padding)
+        left, right = left + more, right + (span - span // 2 if padding == "same" else more)
+        if span == 0 or stride != 1 or source.shape[-1] != self._size or left + right != span:
+            return NotImplemented
+        whole = F.pad(gather_sequence(source, dim=-1, exchange=self._exchange, cut=self._cut), (left, right))
+        found = [
+            F.conv1d(whole[..., piece.start : piece.stop + span].contiguous(), weight, bias, 1, 0, dilation, groups)
+            for piece in self._cut.pieces(self._exchange.rank)
+        ]
+        return torch.cat(found, dim=-1)
+
+    def _padded_from(self, tensor: Tensor) -> tuple[Tensor, int, int]:
+        """What it was before it was padded, and by how much."""
+        padded, source, left, right = self._pads.get(id(tensor), (None, tensor, 0, 0))
+        return (source, left, right) if padded is not None and padded() is tensor else (tensor, 0, 0)
+
+    # -- draws
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        """One process's draw: for the whole sequence, of which this rank keeps its part."""
+        at = self._at(input)
+        if not training or p == 0.0 or at is None:
+            return NotImplemented
+        dim, rows = at
+        shape = list(input.shape)
+        shape[dim] = rows * self._cut.length
+        draw = F.dropout(_ones(shape, like=input), p, True).unflatten(dim, (rows, -1))
+        mine = self._cut.take(draw, dim=dim + 1, rank=self._exchange.rank).flatten(dim, dim + 1)
+        return input.mul_(mine) if inplace else input * mine
+
+    def _at(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The dimension that is the sequence, or (sequences, sequence) flattened, and how many sequences it has."""
+        dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
+        is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
+        if is_flat and (tensor.dim() == 2 or 1 not in dims):
+            return 0, self._rows
+        return (dims[0], 1) if dims and tensor.dim() > 1 else None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, exchange: AxisExchange, cut: SequenceSharding) -> Tensor:
+        ctx.about = dim, exchange, cut
+        shapes = [
+            tuple(cut.size(rank) if d == dim else n for d, n in enumerate(part.shape)) for rank in range(exchange.size)
+        ]
+        return cut.join(exchange.gather(part, shapes=shapes), dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dim, exchange, cut = ctx.about
+        return cut.take(exchange.add(grads[0]), dim=dim, rank=exchange.rank), None, None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather_sequence(part: Tensor, *, dim: int, exchange: AxisExchange, cut: SequenceSharding) -> Tensor:
+    """The whole sequence on every rank; its gradients are added over the ranks."""
+    return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
+    """Laid out in memory as `like` is: draws are made in that order."""
+    strides = torch.empty_like(_piece_of(like)).stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
+    return made.permute([order.index(d) for d in range(like.dim())])
+
+
+def _piece_of(tensor: Tensor) -> Tensor:
+    """What of it lies in this process's memory."""
+    return tensor.local if isinstance(tensor, ShardPropagatingTensor) else tensor
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """What may be a table beside the parameters, which `fully_shard` puts others in the place of while it runs."""
+    own = list(model.buffers())
+    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return {id(tensor) for tensor in (*own, *plain)}
+
+
+def _is_prefix(at: Any, size: int) -> bool:
+    return isinstance(at, slice) and at.start in (None, 0) and at.step in (None, 1) and at.stop == size
+
+
+def _one(value: Any) -> int:
+    return int(value[0] if isinstance(value, tuple | list) else value)
+
+
+def _refuse_lengths(query: Tensor, key: Tensor, size: int) -> None:
+    if query.shape[-2] != size or key.shape[-2] != size:
+        raise LayoutError(
+            f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys where this rank's part of the "
+            f"sequence has {size}.",
+            cause="cross-attention, a cache, extra tokens (a class token), or attention over another dimension",
+            hint="leave cp out; use_cache=False if it is a cache",
+        )

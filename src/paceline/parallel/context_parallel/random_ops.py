@@ -1,0 +1,92 @@
+"""Draws of a forward that a part of a sequence can't make as the whole does, and the line that makes them."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from paceline.errors import LayoutError
+from paceline.torch_internals.dispatch_modes import OpObserver
+from paceline.torch_internals.function_signatures import read_call
+
+_OURS = (str(Path(__file__).parents[1]), "torch_internals/dispatch_modes.py")
+_HINT = (
+    "nn.Dropout or F.dropout, which know the whole (of whole tokens: on torch.ones(batch, sequence, 1)); one draw a "
+    "sample; numbers drawn in the dataset; or leave cp out"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomOp:
+    """One operation that took random numbers: what it filled, and the user's line."""
+
+    shape: tuple[int, ...]
+    line: str
+
+
+class NoAttentionDropout(TorchFunctionMode):
+    """Attention drops nothing: that it draws as one process does is by construction, and would cost T x T here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Pass on, with a rate of zero in attention."""
+        is_attention = func is F.scaled_dot_product_attention
+        given = read_call("scaled_dot_product_attention", args, dict(kwargs or {})) if is_attention else None
+        return func(*args, **(kwargs or {})) if given is None else func(**given | {"dropout_p": 0.0})
+
+
+@contextmanager
+def watched_draws() -> Iterator[list[RandomOp]]:
+    """Every draw of this thread, in order."""
+    draws: list[RandomOp] = []
+
+    def see(_: Any, __: Any, kwargs: Mapping[str, Any], result: Any, drew: bool) -> None:
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(first, Tensor) and (drew or isinstance(kwargs.get("generator"), torch.Generator)):
+            draws.append(RandomOp(shape=tuple(first.shape), line=_line()))
+
+    with OpObserver(see):
+        yield draws
+
+
+def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
+    """The first draw that fills another number of elements on a part; None where all fill as many."""
+    for part in parts:
+        for whole, mine in zip(alone, part, strict=False):
+            if torch.Size(whole.shape).numel() != torch.Size(mine.shape).numel():
+                return LayoutError(
+                    f"in training this model draws random numbers of shape {mine.shape} on a part of the sequence, "
+                    f"where one process draws {whole.shape}.",
+                    where=mine.line,
+                    cause="a draw for each position, made on the part alone, is not what one process draws there",
+                    hint=_HINT,
+                )
+    return None
+
+
+def drawn_unseen() -> LayoutError:
+    """Draws that are no operation of torch."""
+    return LayoutError(
+        "in training mode this model draws another number of random numbers on a part of the sequence than on the "
+        "whole.",
+        cause="a draw for each position from random or numpy.random, or a branch that depends on the part",
+        hint=_HINT,
+    )
+
+
+def _line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.startswith(_OURS[0]) and not file.endswith(_OURS[1]):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "this model's forward"

@@ -1,0 +1,184 @@
+"""Attention over a whole sequence of which each rank holds a part: keys and values travel in a ring.
+
+Each rank keeps its queries. In `ranks` rounds it sees everybody's keys and values; what it has computed so far is an
+output and, for each query, the logarithm of the sum of exponentials, from which two partial results are merged
+exactly. Backward sends keys and values round again, and their gradients with them, until they are home
+(Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merging: Milakov and Gimelshein, 2018).
+Blocks of at most `BLOCK` x `BLOCK` scores exist at a time, forward and backward.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.played_ranks import AxisExchange
+from paceline.parallel.activation_checkpointing.saved_ops import run_again_together
+from paceline.parallel.context_parallel.sequence_sharding import SequencePiece, SequenceSharding
+
+BLOCK = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Who takes part, how the sequence is cut, and what a query may see."""
+
+    exchange: AxisExchange
+    cut: SequenceSharding
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+
+    def pairs(self, owner: int) -> Iterator[tuple[SequencePiece, SequencePiece]]:
+        """Blocks of queries of this rank and keys of `owner`, less those that a causal mask hides as a whole."""
+        for mine in self.cut.pieces(self.exchange.rank):
+            for query in mine.split(most=BLOCK):
+                for theirs in self.cut.pieces(owner):
+                    for key in theirs.split(most=BLOCK):
+                        if not self.causal or key.start < query.stop:
+                            yield query, key
+
+    def owner(self, turn: int) -> int:
+        """Whose keys this rank has in round `turn`."""
+        return (self.exchange.rank - turn) % self.exchange.size
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring, drop: Tensor | None = None
+) -> Tensor:
+    """Attention of this rank's queries over everybody's keys.
+
+    `query` (batch, key heads, queries a key head, length, width), `key` and `value` (batch, key heads, length, width);
+    `keep` (batch, length), uint8, is zero at this rank's keys that nobody may see; `drop` (batch, heads, length, whole
+    length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
+    """
+    with run_again_together():
+        found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, drop: Tensor | None, ring: Ring
+    ) -> Tensor:
+        high = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=high)
+        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=high)
+        held = [key, value] if keep is None else [key, value, keep]
+        for turn in range(ring.exchange.size):
+            wait = _send_on(ring, held, turn) if turn + 1 < ring.exchange.size else None
+            for rows, columns in ring.pairs(ring.owner(turn)):
+                _merge(out, lse, query, held, drop, rows, columns, ring)
+            held = wait() if wait is not None else held
+        ctx.ring, ctx.has_drop = ring, drop is not None
+        ctx.save_for_backward(*(t for t in (query, key, value, out, lse, drop, keep) if t is not None))
+        return out.to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        query, key, value, out, lse, *masks = ctx.saved_tensors
+        drop = masks.pop(0) if ctx.has_drop else None
+        ring: Ring = ctx.ring
+        grad = grad.to(out.dtype)
+        inner = (grad * out).sum(-1)
+        d_query = torch.zeros_like(query, dtype=out.dtype)
+        held = [key, value, *masks]
+        sums = [torch.zeros_like(key, dtype=out.dtype), torch.zeros_like(value, dtype=out.dtype)]
+        for turn in range(ring.exchange.size):
+            wait = _send_on(ring, held, turn) if turn + 1 < ring.exchange.size else None
+            for rows, columns in ring.pairs(ring.owner(turn)):
+                _backward_block(d_query, sums, (query, grad, inner, lse, drop), held, rows, columns, ring)
+            sums = _send_on(ring, sums, turn)()
+            held = wait() if wait is not None else held
+        d_key, d_value = sums
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+
+
+def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
+    """To the next rank; what comes is of the length that the round's next owner holds."""
+    length = ring.cut.size(ring.owner(turn + 1))
+    shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in held]
+    return ring.exchange.shift(held, shapes=shapes)
+
+
+def _scores(
+    query: Tensor, held: list[Tensor], rows: SequencePiece, columns: SequencePiece, ring: Ring, high: torch.dtype
+) -> Tensor:
+    """(batch, key heads, queries a key head x rows, columns), hidden ones at minus infinity."""
+    part = query[..., rows.local : rows.local + rows.size, :].flatten(2, 3)
+    keys = held[0][..., columns.local : columns.local + columns.size, :]
+    scores = (part @ keys.transpose(-1, -2)).to(high) * ring.scale
+    if ring.causal and columns.stop - 1 > rows.start:
+        row = torch.arange(rows.start, rows.stop, device=query.device).repeat(query.shape[2])
+        column = torch.arange(columns.start, columns.stop, device=query.device)
+        scores = scores.masked_fill(column[None, :] > row[:, None], -torch.inf)
+    if len(held) > 2:
+        hidden = held[2][:, columns.local : columns.local + columns.size] == 0
+        scores = scores.masked_fill(hidden[:, None, None, :], -torch.inf)
+    return scores
+
+
+def _exp(exponent: Tensor, base: Tensor) -> Tensor:
+    """exp(exponent - base), and 0 where the base is minus infinity: nothing was seen."""
+    return torch.exp(exponent - base.masked_fill(base == -torch.inf, 0.0))
+
+
+def _kept(weights: Tensor, drop: Tensor | None, rows: SequencePiece, columns: SequencePiece, ring: Ring) -> Tensor:
+    """The weights, or their gradients, of which dropout keeps some and makes those larger."""
+    if drop is None:
+        return weights
+    drawn = drop[:, :, rows.local : rows.local + rows.size, columns.start : columns.stop]
+    return weights * drawn.reshape(weights.shape) * (1.0 / (1.0 - ring.dropout))
+
+
+def _merge(
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    held: list[Tensor],
+    drop: Tensor | None,
+    rows: SequencePiece,
+    columns: SequencePiece,
+    ring: Ring,
+) -> None:
+    """Add a block of keys to what its queries have seen."""
+    scores = _scores(query, held, rows, columns, ring, out.dtype)
+    there = slice(rows.local, rows.local + rows.size)
+    values = held[1][..., columns.local : columns.local + columns.size, :]
+    new = torch.logsumexp(scores, -1)
+    weights = _kept(_exp(scores, new[..., None]), drop, rows, columns, ring)
+    seen = (weights.to(values.dtype) @ values).to(out.dtype)
+    shape = out[..., there, :].shape
+    new, seen = new.view(shape[:-1]), seen.view(shape)
+    both = torch.logaddexp(lse[..., there], new)
+    before, now = _exp(lse[..., there], both)[..., None], _exp(new, both)[..., None]
+    out[..., there, :] = out[..., there, :] * before + seen * now
+    lse[..., there] = both
+
+
+def _backward_block(
+    d_query: Tensor,
+    sums: list[Tensor],
+    saved: Any,
+    held: list[Tensor],
+    rows: SequencePiece,
+    columns: SequencePiece,
+    ring: Ring,
+) -> None:
+    """Add a block's gradients to those of its queries, keys and values."""
+    query, grad, inner, lse, drop = saved
+    there = slice(rows.local, rows.local + rows.size)
+    here = slice(columns.local, columns.local + columns.size)
+    weights = _exp(_scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None])
+    of_out = grad[..., there, :].flatten(2, 3)
+    sums[1][..., here, :] += _kept(weights, drop, rows, columns, ring).transpose(-1, -2) @ of_out
+    of_weights = of_out @ held[1][..., here, :].to(of_out.dtype).transpose(-1, -2)
+    of_weights = _kept(of_weights, drop, rows, columns, ring)
+    of_scores = weights * (of_weights - inner[..., there].flatten(2, 3)[..., None]) * ring.scale
+    d_query[..., there, :] += (of_scores @ held[0][..., here, :].to(of_out.dtype)).view(d_query[..., there, :].shape)
+    sums[0][..., here, :] += of_scores.transpose(-1, -2) @ query[..., there, :].flatten(2, 3).to(of_out.dtype)

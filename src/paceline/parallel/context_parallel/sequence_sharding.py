@@ -1,0 +1,200 @@
+"""Which positions of a sequence each rank of a `cp` axis holds, and a batch cut that way.
+
+A sequence is cut into twice as many chunks as ranks; rank r holds chunk r and, counted from the end, chunk r again.
+So each rank has early positions, which a causal mask lets see little, and late ones, which see much: the same work
+for all (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import JobError, LayoutError
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePiece:
+    """Positions `[start, start + size)` of the sequence, at `local` in a rank's part."""
+
+    start: int
+    local: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """The position after the last."""
+        return self.start + self.size
+
+    def split(self, *, most: int) -> "Iterator[SequencePiece]":
+        """In pieces of at most this many positions."""
+        for offset in range(0, self.size, most):
+            yield SequencePiece(
+                start=self.start + offset, local=self.local + offset, size=min(most, self.size - offset)
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSharding:
+    """A sequence of `length` positions over `ranks`; chunks differ by at most one position."""
+
+    length: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.ranks > 1 and self.length < 2 * self.ranks:
+            raise LayoutError(
+                f"a sequence of {self.length} over cp={self.ranks} needs at least 2 x {self.ranks} = "
+                f"{2 * self.ranks} positions: each rank holds an early and a late chunk.",
+                cause="a short batch, or cp larger than these sequences are worth",
+                hint=f"cp={max(1, self.length // 2)} or less, or pad this batch to {2 * self.ranks}",
+            )
+
+    def pieces(self, rank: int) -> tuple[SequencePiece, ...]:
+        """The chunks of a rank, in the order in which it holds them."""
+        if self.ranks == 1:
+            return (SequencePiece(start=0, local=0, size=self.length),)
+        (a, b), (c, d) = self._chunk(rank), self._chunk(2 * self.ranks - 1 - rank)
+        return SequencePiece(start=a, local=0, size=b - a), SequencePiece(start=c, local=b - a, size=d - c)
+
+    def size(self, rank: int) -> int:
+        """How many positions a rank holds."""
+        return sum(piece.size for piece in self.pieces(rank))
+
+    def positions(self, rank: int, *, device: torch.device | None = None) -> Tensor:
+        """The rank's positions in the whole sequence, as int64."""
+        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces(rank)])
+
+    def take(self, whole: Tensor, *, dim: int, rank: int) -> Tensor:
+        """A rank's part of a tensor with the whole sequence at `dim`."""
+        return torch.cat([whole.narrow(dim, piece.start, piece.size) for piece in self.pieces(rank)], dim=dim)
+
+    def join(self, parts: Sequence[Tensor], *, dim: int) -> Tensor:
+        """The whole from every rank's part: the inverse of `take`."""
+        placed = [
+            (piece.start, part.narrow(dim, piece.local, piece.size))
+            for rank, part in enumerate(parts)
+            for piece in self.pieces(rank)
+        ]
+        return torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], dim=dim)
+
+    def _chunk(self, number: int) -> tuple[int, int]:
+        each, more = divmod(self.length, 2 * self.ranks)
+        start = number * each + min(number, more)
+        return start, start + each + (number < more)
+
+
+def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
+    """The length of a batch's sequence dimension.
+
+    Raises:
+        JobError: an entry is missing or is no tensor, or the entries differ in length.
+    """
+    entries = dict(_entries(batch))
+    lengths = {name: _named(entries, name, dim).shape[dim] for name, dim in sequence.items()}
+    if not lengths:
+        raise JobError(
+            "the job does not say which dimension of the batch is the sequence.",
+            cause="context parallelism cuts that dimension over its ranks",
+            hint=sequence_hint(batch),
+        )
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise JobError(
+            f"the sequence dimensions of one batch differ: {told}.",
+            cause="an encoder and a decoder, or inputs and targets of other lengths",
+            hint="name in sequence={...} only what has one length, or leave cp out",
+        )
+    return next(iter(lengths.values()))
+
+
+def sequence_hint(batch: Any) -> str:
+    """What to type for a batch whose sequence nobody named: its own entries that may have one."""
+    named = ", ".join(f"{n!r}: 1" for n, v in _entries(batch) if v.dim() in (2, 3))
+    return f"sequence={{{named}}} in the job, or leave cp out" if named else "leave cp out: this batch has no sequence"
+
+
+def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:
+    """How many sequences stand one after another where a batch's positions are flattened."""
+    entries = dict(_entries(batch))
+    entry, dim = next((entries[name], dim) for name, dim in sequence.items())
+    return math.prod(entry.shape[: _at(entry, dim)])
+
+
+def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
+    """A rank's part of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
+
+    `sequence` says at which dimension entries have the sequence; tensors of another name with the same leading shape
+    up to it are cut alike. With `shift_labels` the entry `labels` is first moved one position to the left over the
+    whole sequence (ignored label -100 at the end), so that a part's last label is right.
+    """
+    cut = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
+    entries = dict(_entries(batch))
+    leading = {tuple(entries[name].shape[: _at(entries[name], dim) + 1]) for name, dim in sequence.items()}
+
+    def part(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name in sequence:
+            dim = _at(value, sequence[name])
+        else:
+            dim = next((len(shape) - 1 for shape in leading if tuple(value.shape[: len(shape)]) == shape), -1)
+        if dim < 0:
+            return value
+        if shift_labels and name == "labels":
+            value = next_position_labels(value, dim=dim)
+        return cut.take(value, dim=dim, rank=rank)
+
+    return _rebuilt(batch, part)
+
+
+def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
+    """Each position's label is the next position's; the last has none."""
+    end = torch.full_like(labels.narrow(dim, 0, 1), IGNORED_LABEL)
+    return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), end], dim=dim)
+
+
+def is_padded(batch: Any) -> bool:
+    """Whether the whole batch's `attention_mask` hides a position: all ranks must know, not only those that see it."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return isinstance(mask, Tensor) and not bool(mask.all())
+
+
+def _at(tensor: Tensor, dim: int) -> int:
+    return dim % tensor.dim()
+
+
+def _named(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
+    found = entries.get(name)
+    if found is None or not -found.dim() <= dim < found.dim():
+        shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
+        raise JobError(
+            f"sequence={{{name!r}: {dim}}} names no dimension of the batch, which has {shapes}.",
+            cause="the entry is not in the batch, or has fewer dimensions",
+            hint='a dict\'s key, or "0", "1", ... for the entries of a tuple; "0" for a batch that is one tensor',
+        )
+    return found
+
+
+def _entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield "0", batch
+    else:
+        pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        yield from ((str(name), value) for name, value in pairs if isinstance(value, Tensor))
+
+
+def _rebuilt(batch: Any, part: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return part("0", batch)
+    if isinstance(batch, Mapping):
+        return {name: part(str(name), value) for name, value in batch.items()}
+    made = [part(str(place), value) for place, value in enumerate(batch)]
+    if hasattr(batch, "_fields"):
+        return type(batch)(*made)
+    return made if isinstance(batch, list) else tuple(made)

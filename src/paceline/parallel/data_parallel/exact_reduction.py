@@ -1,0 +1,277 @@
+"""Exact mode's sum: gradients added as integers, so that no grouping over ranks or steps changes a bit.
+
+Each microbatch's gradient is rounded to a grid 2^k, one k per parameter, and added as int64. Adding
+1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so that plain torch operations do it; the
+constant's own bits are taken off again. The grid follows the last step's largest
+gradient over *all* microbatches, which does not depend on who computed them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import World
+from paceline.errors import RunError
+from paceline.parallel.data_parallel.fixed_point import add_rounded, from_sums, scratch_on
+from paceline.parallel.data_parallel.reducer import second_gradient
+from paceline.parallel.gradients.tied_parameters import ExactTies
+from paceline.parallel.gradients.tied_uses import TiedUses
+from paceline.parallel.module_access.parameters import NamedParameter, make_buckets
+
+VALUE_BITS = 51
+HEADROOM_BITS = 8
+LEAST_BITS = 24
+LOWEST, HIGHEST = -1074, 971  # a float64 has no bit below the one; adding 1.5 * 2^(52+k) overflows above the other
+MOST_MICROBATCHES = 1 << 12
+
+
+class FixedPointGrid:
+    """The exponent k of every parameter's grid; None before a first gradient was seen. Saved with the run.
+
+    `names` are the whole model's trainable parameters; `others` are the worlds whose ranks hold other ones of them:
+    all ranks follow all gradients, since they run a step again together. `uses` keeps those of tied weights apart,
+    `ties` adds what stages have of them.
+    """
+
+    def __init__(self, *, names: Sequence[str], others: Sequence[World] = (), uses: TiedUses | None = None) -> None:
+        self.names = list(names)
+        self.exponents: list[int | None] = [None] * len(self.names)
+        self._others = [world for world in others if world.world_size > 1]
+        self._uses = uses
+        self._ties: ExactTies | None = None
+
+    def tie(self, ties: ExactTies) -> None:
+        """Say which of them several stages hold."""
+        self._ties = ties
+
+    def begin(self) -> None:
+        """A step is run."""
+        if self._uses is not None:
+            self._uses.forget()
+
+    def close(self) -> None:
+        """No more steps are run."""
+        if self._uses is not None:
+            self._uses.close()
+
+    def summands(self, name: str, gradient: Tensor) -> list[Tensor]:
+        """What is rounded and added of a parameter's gradient of one microbatch: each use of a tied weight."""
+        return [gradient] if self._uses is None else self._uses.summands(name, gradient)
+
+    def over_stages(self, name: str, sums: Tensor) -> Tensor:
+        """The integers of all stages that hold a parameter; all of them call it, in one order."""
+        return sums if self._ties is None else self._ties.added(name, sums)
+
+    def joint(self, sizes: "GradientMagnitudes", worlds: Sequence[World]) -> list[list[float]]:
+        """Of each parameter, over `worlds` and over those that hold others: what `GradientMagnitudes.joint` says."""
+        return sizes.joint([*worlds, *self._others])
+
+    def holds(self, largest: Sequence[Sequence[float]]) -> bool:
+        """Whether gradients of these sizes fit, all of them; equal on every rank."""
+        return all(self.fits(index, size) for index, (size, _) in enumerate(largest))
+
+    def move(self, largest: Sequence[Sequence[float]]) -> None:
+        """Set the grid for gradients of these sizes.
+
+        Raises:
+            RunError: no grid holds them; on every rank alike, since `largest` is joint.
+        """
+        for index, (name, (size, _)) in enumerate(zip(self.names, largest, strict=True)):
+            check_size(name, size)
+            self.follow(index, size)
+
+    def fits(self, index: int, largest: float) -> bool:
+        """Whether a gradient of this size is held whole and finely enough."""
+        exponent = self.exponents[index]
+        if largest == 0.0 or not math.isfinite(largest):
+            return True
+        if exponent is None:
+            return False
+        top = math.frexp(largest)[1]
+        return top - exponent <= VALUE_BITS and (top - exponent >= LEAST_BITS or exponent == LOWEST)
+
+    def follow(self, index: int, largest: float) -> None:
+        """Set the grid for gradients of this size, with room to grow."""
+        if largest > 0.0 and math.isfinite(largest):
+            top = math.frexp(largest)[1]
+            self.exponents[index] = min(max(top + HEADROOM_BITS - VALUE_BITS, LOWEST), HIGHEST)
+
+
+class _Unit:
+    """Sums that travel together."""
+
+    def __init__(self, members: Sequence[NamedParameter], *, device: torch.device) -> None:
+        self.members = list(members)
+        sizes = [member.parameter.numel() for member in members]
+        self.sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.parts = list(self.sums.split(sizes))
+        self.ready = 0
+        self.wait: Callable[[], object] | None = None
+
+
+class ExactReducer:
+    """The integer sum over microbatches and ranks, sent while the last backward still runs.
+
+    `finish` says whether the grid held the gradients; if not, what was sent is of no use and the step runs again.
+    """
+
+    meets = False
+
+    def __init__(self, *, named: Sequence[NamedParameter], world: World, grid: FixedPointGrid) -> None:
+        self._world = world
+        self._named = list(named)
+        self._grid = grid
+        self._units = [_Unit(members, device=world.device) for members in make_buckets(named)]
+        self._scratch = scratch_on(world.device)
+        self._sizes = GradientMagnitudes(num_parameters=len(grid.names))
+        self._touched = [False] * len(grid.names)
+        self._armed = False
+        self._next = 0
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(self._hook(unit, member, part))
+            for unit in self._units
+            for member, part in zip(unit.members, unit.parts, strict=True)
+        ]
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self._sizes = GradientMagnitudes(num_parameters=len(self._grid.names))
+        self._touched = [False] * len(self._grid.names)
+        self._armed = False
+        self._next = 0
+        self._grid.begin()
+        for unit in self._units:
+            unit.ready, unit.wait = 0, None
+        for member in self._named:
+            member.parameter.grad = None
+
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+        """After the last microbatch's gradient a sum is complete on this rank."""
+        self._armed = last
+
+    def after_backward(self) -> None:
+        """Nothing to collect: the hooks have."""
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """Add over ranks; leave gradients in `.grad`, or set a better grid and answer False.
+
+        Raises:
+            RunError: no grid holds gradients of this size; on every rank alike.
+        """
+        while self._next < len(self._units):
+            self._launch_next()
+        largest = self._grid.joint(self._sizes, [self._world])
+        fits = self._grid.holds(largest)
+        for unit in self._units:
+            assert unit.wait is not None
+            unit.wait()
+            for member, part in zip(unit.members, unit.parts, strict=True):
+                if fits:
+                    total = self._grid.over_stages(member.name, part)
+                    member.parameter.grad = self._gradient(member, total, largest[member.index], divisor)
+        self._grid.move(largest)
+        return fits
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._grid.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, unit: _Unit, member: NamedParameter, part: Tensor) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            if unit.wait is not None:
+                raise second_gradient(member.name)
+            for summand in self._grid.summands(member.name, gradient):
+                self._take(member, summand, part)
+            unit.ready += self._armed
+            while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
+                self._launch_next()
+
+        return add
+
+    def _take(self, member: NamedParameter, gradient: Tensor, part: Tensor) -> None:
+        self._sizes.see(member.index, gradient)
+        exponent = self._grid.exponents[member.index]
+        if exponent is not None:
+            first = not self._touched[member.index]
+            add_rounded(gradient.reshape(-1), to=part, exponent=exponent, first=first, scratch=self._scratch)
+            self._touched[member.index] = True
+
+    def _launch_next(self) -> None:
+        unit = self._units[self._next]
+        for member, part in zip(unit.members, unit.parts, strict=True):
+            if not self._touched[member.index]:
+                part.zero_()
+        unit.wait = self._world.start_all_reduce(unit.sums)
+        self._next += 1
+
+    def _gradient(
+        self, member: NamedParameter, part: Tensor, seen: Sequence[float], divisor: float | Tensor | None
+    ) -> Tensor | None:
+        size, touched = seen
+        if not touched:
+            return None
+        gradient = torch.empty_like(member.parameter, memory_format=torch.contiguous_format)
+        exponent = self._grid.exponents[member.index] or 0
+        from_sums(part, to=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
+        return gradient if math.isfinite(size) else gradient.fill_(math.nan)
+
+
+class GradientMagnitudes:
+    """The magnitudes of a step's gradients, of all microbatches."""
+
+    def __init__(self, *, num_parameters: int) -> None:
+        self._num = num_parameters
+        self._seen: list[tuple[int, Tensor, Tensor]] = []
+
+    def see(self, index: int, gradient: Tensor) -> None:
+        """One parameter's gradient of one microbatch."""
+        if gradient.numel():
+            self._seen.append((index, *torch.aminmax(gradient)))
+
+    def joint(self, worlds: Sequence[World]) -> list[list[float]]:
+        """For each parameter the largest magnitude over all microbatches, and 1 once a gradient came.
+
+        NaN counts as infinite: MAX over ranks would drop it.
+        """
+        rows = torch.zeros(self._num, 2, dtype=torch.float64)
+        if self._seen:
+            lows = torch.stack([low.double() for _, low, _ in self._seen])
+            highs = torch.stack([high.double() for _, _, high in self._seen])
+            sizes = torch.maximum(-lows, highs).nan_to_num(nan=math.inf).tolist()
+            for (index, _, _), size in zip(self._seen, sizes, strict=True):
+                rows[index, 0] = max(float(rows[index, 0]), size)
+                rows[index, 1] = 1.0
+        for world in worlds:
+            rows = world.all_reduce(rows.to(world.device), op="max")
+        joint: list[list[float]] = rows.tolist()
+        return joint
+
+
+def check_size(name: str, largest: float) -> None:
+    """Refuse what no grid holds.
+
+    Raises:
+        RunError: on every rank alike, since `largest` is joint.
+    """
+    if math.isfinite(largest) and math.frexp(largest)[1] > HIGHEST + VALUE_BITS:
+        raise RunError(
+            f"the gradient of {name} reaches {largest:.3g}: exact mode adds what is below 2**{HIGHEST + VALUE_BITS}.",
+            cause="a learning rate too high, a loss that was scaled up, or a division by almost zero",
+            hint="a smaller --job.lr or loss, or leave --train.exact out",
+        )
+
+
+def no_grid(*, step: int, attempts: int) -> RunError:
+    """What to say where gradients were of another size each time a step was run."""
+    return RunError(
+        f"step {step}: exact mode found no grid for gradients that had another size in each of {attempts} runs.",
+        cause="a forward or a loss that gives other values for the same batch each time: a counter, a clock",
+        hint="the same values for the same weights and batch, or leave --train.exact out",
+    )

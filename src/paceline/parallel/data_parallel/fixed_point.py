@@ -1,0 +1,53 @@
+"""Floats as integers: rounded to a grid of multiples of 2^k and added as int64, by plain torch operations."""
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 16
+
+
+def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scratch: Tensor) -> None:
+    """Round to multiples of 2^exponent and add to the int64 sums, in pieces that stay in the cache.
+
+    The step's first gradient is written over what was there.
+    """
+    constant = rounding_constant(exponent)
+    offset = float_bits(constant)
+    for start in range(0, gradient.numel(), _CHUNK):
+        piece, target = gradient[start : start + _CHUNK], to[start : start + _CHUNK]
+        rounded = target.view(torch.float64) if first else scratch[: piece.numel()]
+        rounded.copy_(piece)
+        rounded.add_(constant)
+        if first:
+            target.sub_(offset)
+        else:
+            target.add_(rounded.view(torch.int64).sub_(offset))
+
+
+def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
+    """The sums of multiples of 2^exponent, divided, in the target's own type; in pieces that stay in the cache."""
+    flat, unit = to.view(-1), 2.0**exponent
+    for start in range(0, flat.numel(), _CHUNK):
+        value = scratch[: flat[start : start + _CHUNK].numel()]
+        value.copy_(sums[start : start + _CHUNK]).mul_(unit)
+        if divisor is not None:
+            value.div_(divisor)
+        flat[start : start + _CHUNK].copy_(value)
+
+
+def scratch_on(device: torch.device) -> Tensor:
+    """Room for one piece."""
+    return torch.empty(_CHUNK, dtype=torch.float64, device=device)
+
+
+def rounding_constant(exponent: int) -> float:
+    """The constant whose addition rounds a float64 to multiples of 2^exponent."""
+    return math.ldexp(1.5, 52 + exponent)
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float64 as an integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])

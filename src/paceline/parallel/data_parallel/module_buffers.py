@@ -1,0 +1,135 @@
+"""Buffers that a forward changes: who decides their value when every replica has its own."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.errors import UsageError
+from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.module_access.tensor_access import copy_into, equal_tensors
+from paceline.torch_internals.private_api import tensor_version
+
+Policy = Literal["fold", "broadcast", "mean", "sync_bn"]
+POLICIES = {
+    "fold": "running statistics are folded over all microbatches in order, as one process does",
+    "broadcast": "every rank gets rank 0's running statistics after each step",
+    "mean": "running statistics are averaged over ranks after each step",
+    "sync_bn": "batch statistics are taken over all ranks",
+}
+
+
+def buffer_notes(policy: str, *, is_race: bool, has_sites: bool) -> str:
+    """What becomes of running statistics, in a line."""
+    if is_race:
+        return "buffers: one copy in shared memory, to which every worker writes its running statistics"
+    if has_sites:
+        return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each meeting"
+    return f"buffers: {policy}, {POLICIES[policy]}"
+
+
+class BufferPolicy:
+    """`fold` leaves running statistics to the tape; what else changes is rank 0's, and its name is told."""
+
+    def __init__(self, *, model: nn.Module, world: World, policy: Policy, exact: bool) -> None:
+        self._world = world
+        self._policy = policy
+        self._exact = exact
+        folded = {f"{name}." for name, _ in norms_with_statistics(model)} if policy in ("fold", "sync_bn") else set()
+        self._watched = [
+            (name, tensor)
+            for name, tensor in model.named_buffers()
+            if not any(name.startswith(prefix) for prefix in folded) and not tensor.is_meta
+        ]
+        self._can_restart = bool(folded) and policy == "fold" and world.world_size > 1
+        self._moving: set[str] = set()
+        self._before: dict[str, Tensor] = {}
+        self._versions: list[int] = []
+        self._first: list[Tensor] | None = None
+        self._traceless: list[str] = []
+        self.notes: list[str] = []
+        self._told = False
+        self.begin()
+
+    def begin(self) -> None:
+        """What was written to them until now, no forward has written."""
+        self._versions = self._now()
+        self._first = [tensor.detach().clone() for _, tensor in self._watched]
+
+    def changed(self) -> bool:
+        """Whether this rank's forward wrote to a watched buffer since the last step."""
+        return bool(self.written())
+
+    def undo(self) -> None:
+        """Give back what the step's forwards have changed: it is begun again.
+
+        Only of a buffer that changes for the first time, in a step after the first, nothing was remembered.
+        """
+        pairs = zip(self._watched, self._first or (), strict=False)
+        before = {name: old for (name, _), old in pairs} or self._before
+        with torch.no_grad():
+            for name, tensor in self._watched:
+                if name in before:
+                    copy_into(tensor, before[name])
+
+    def trust(self) -> None:
+        """What writes without a trace would have shown by now."""
+        self._first = None
+
+    def settle(self, *, changed: bool) -> None:
+        """Make them equal again, once any rank's have changed.
+
+        Raises:
+            UsageError: exact mode, where no rule gives one process's values.
+        """
+        if changed:
+            written = self.written()
+            self._tell(written)
+            self._moving.update(written if self._can_restart else ())
+            for _, tensor in self._watched:
+                self._spread(tensor)
+        self._versions, self._first = self._now(), None
+        self._before = {name: tensor.detach().clone() for name, tensor in self._watched if name in self._moving}
+
+    def new_notes(self) -> list[str]:
+        """What is to be told and was not yet."""
+        notes, self.notes = self.notes, []
+        return notes
+
+    def _tell(self, names: list[str]) -> None:
+        if self._exact and names:
+            raise UsageError(
+                f"the forward changes the buffer {names[0]}, which exact mode can't make equal to one process's.",
+                hint="leave --train.exact out, or keep such state outside the forward",
+            )
+        if names and not self._told and self._world.world_size > 1 and self._policy == "fold":
+            self._told = True
+            self.notes.append(f"the forward changes {', '.join(names[:3])}; every rank gets rank 0's value")
+
+    def _spread(self, tensor: Tensor) -> None:
+        if self._world.world_size == 1:
+            return
+        with torch.no_grad():
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            if self._policy == "mean" and tensor.is_floating_point():
+                self._world.all_reduce(whole).div_(self._world.world_size)
+            else:
+                self._world.broadcast(whole)
+            copy_into(tensor, whole)
+
+    def written(self) -> list[str]:
+        """Names. `F.batch_norm` writes without a trace: what the first step changed so is taken as changed in each."""
+        now = self._now()
+        if self._first is not None:
+            pairs = zip(self._watched, self._first, self._versions, now, strict=True)
+            self._traceless = [
+                name
+                for (name, new), old, *versions in pairs
+                if versions[0] == versions[1] and not equal_tensors(old, new)
+            ]
+        traced = [name for (name, _), old, new in zip(self._watched, self._versions, now, strict=True) if old != new]
+        return [*traced, *self._traceless]
+
+    def _now(self) -> list[int]:
+        return [tensor_version(tensor) for _, tensor in self._watched]

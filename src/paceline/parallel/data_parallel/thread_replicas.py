@@ -1,0 +1,166 @@
+"""Replicas in one process: models of their own that share the first one's weights.
+
+Each replica is built as a process would build it, then its parameters are laid over the first one's memory: the
+optimizer steps once, and everybody has the new weights. Gradients, buffers and activations are each replica's own.
+On another device the weights are copied before every step, as `nn.DataParallel` does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.rank_threads import ThreadWorld
+from paceline.errors import JobError, LayoutError
+from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.tensor_access import copy_into
+from paceline.torch_internals.private_api import add_all, divide_all
+
+
+class ThreadReplicas:
+    """Keeps every replica as the first one is: weights, buffers, modes, and exact mode's grid.
+
+    Raises:
+        JobError: `model=` did not build another model each time.
+    """
+
+    def __init__(self, *, models: Sequence[nn.Module], grids: Sequence[FixedPointGrid | None]) -> None:
+        self._first, *others = models
+        self._grids = list(grids)
+        for other in others:
+            _check_apart(self._first, other)
+        self._weights = [
+            pair for other in others for pair in zip(self._first.parameters(), other.parameters(), strict=True)
+        ]
+        self._modules = [pair for other in others for pair in zip(self._first.modules(), other.modules(), strict=True)]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Before a step: somebody may have loaded, averaged or frozen something in the first one."""
+        for source, target in self._weights:
+            if source.device != target.device:
+                target.data.copy_(source.data, non_blocking=target.is_cuda)
+            elif source.data_ptr() != target.data_ptr():
+                target.data = source.data
+        for first, other in self._modules:
+            if other.training != first.training:
+                other.training = first.training
+            for right, left in zip(first.buffers(recurse=False), other.buffers(recurse=False), strict=True):
+                copy_into(left.data, right.data, non_blocking=left.is_cuda)
+        first_grid, *grids = self._grids
+        for grid in grids:
+            if grid is not None and first_grid is not None:
+                grid.exponents = list(first_grid.exponents)
+
+    def keep(self) -> Callable[[], None]:
+        """Remember what a step's forward changes in the first one; returns the undo."""
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._first.buffers()]
+        grid = self._grids[0]
+        exponents = None if grid is None else list(grid.exponents)
+
+        def undo() -> None:
+            for buffer, value in buffers:
+                copy_into(buffer.data, value)
+            if grid is not None and exponents is not None:
+                grid.exponents = exponents
+
+        return undo
+
+
+class ThreadReducer:
+    """Adds the replicas' gradients into the first one's, each parameter by one thread, in the order of replicas."""
+
+    meets = False
+
+    def __init__(self, *, named: Sequence[NamedParameter], home: Sequence[NamedParameter], world: ThreadWorld) -> None:
+        self._parameters = [member.parameter for member in named]
+        self._home = [member.parameter for member in home]
+        self._world = world
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+        """Nothing to prepare."""
+
+    def after_backward(self) -> None:
+        """Nothing to collect: autograd has added to this replica's own `.grad`."""
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """When all have run backward, add and divide this thread's part of the parameters."""
+        everybody: list[list[Tensor | None]] = self._world.exchange([p.grad for p in self._parameters])
+        mine = range(self._world.rank, len(self._home), self._world.world_size)
+        totals: dict[int, Tensor] = {}
+        for gradients in everybody:
+            self._add(totals, {i: g for i in mine if (g := gradients[i]) is not None})
+        if divisor is not None:
+            divide_all(list(totals.values()), _beside(divisor, self._home))
+        self._world.exchange(None)
+        for index in mine:
+            self._home[index].grad = totals.get(index)
+        self._world.exchange(None)
+        return True
+
+    def close(self) -> None:
+        """Nothing to remove."""
+
+    def _add(self, totals: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
+        moved = {i: g.to(self._home[i].device, non_blocking=self._home[i].is_cuda) for i, g in gradients.items()}
+        both = [i for i in moved if i in totals]
+        add_all([totals[i] for i in both], [moved[i] for i in both])
+        totals.update({i: g for i, g in moved.items() if i not in totals})
+
+
+def refuse_under_threads(*, buffers: str, compiled: bool) -> list[LayoutError]:
+    """What replicas in one process can't have."""
+    found = []
+    if buffers == "sync_bn":
+        cause = "replicas that draw random numbers run one after another, and sync_bn lets them meet inside the forward"
+        found.append(LayoutError("train.buffers=sync_bn does not go with layout threads.", cause=cause, hint=_DDP))
+    if compiled:
+        cause = "compiled code is made and kept per process, not per thread"
+        found.append(LayoutError("train.compile does not go with layout threads.", cause=cause, hint=_DDP))
+    return found
+
+
+_DDP = "--layout ddp"
+
+
+def _beside(divisor: float | Tensor, home: Sequence[nn.Parameter]) -> float | Tensor:
+    return divisor.to(home[0].device) if isinstance(divisor, Tensor) else divisor
+
+
+def _check_apart(first: nn.Module, other: nn.Module) -> None:
+    theirs = {id(part) for part in (*other.modules(), *other.parameters(), *other.buffers())}
+    parts: list[tuple[str, object]] = [(name, part) for name, part in first.named_modules() if any(part.children())]
+    parts = [*parts, *first.named_parameters(), *first.named_buffers()]
+    shared = [name or type(part).__name__ for name, part in parts if id(part) in theirs]
+    if shared:
+        raise JobError(
+            f"model= gave {shared[0]} twice; under layout threads each replica needs a model of its own.",
+            cause="a model or a part of it that is made once and handed out each time",
+            hint="model=lambda: MyModel(), or --layout ddp",
+        )
+    if _structure(first) != _structure(other):
+        raise JobError(
+            "model= built two different models, one after the other.",
+            cause="it counts its calls, or depends on something that the first build changed",
+            hint="build from the arguments of make_job alone, or --layout ddp",
+        )
+    for mine, its in zip(first.parameters(), other.parameters(), strict=True):
+        if mine.requires_grad != its.requires_grad:
+            its.requires_grad_(mine.requires_grad)
+
+
+def _structure(model: nn.Module) -> tuple[list[str], list[tuple[str, torch.Size]]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, _ in model.named_modules()], [(name, tensor.shape) for name, tensor in tensors]
+
+
+def shared_gpu(devices: Sequence[torch.device]) -> torch.device | None:
+    """A GPU that more than one replica computes on."""
+    twice = [device for device in devices if device.type == "cuda" and list(devices).count(device) > 1]
+    return twice[0] if twice else None

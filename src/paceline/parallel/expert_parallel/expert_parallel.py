@@ -1,0 +1,208 @@
+"""Expert parallelism: the experts of a block over the ranks of an `ep` axis, whose ranks have tokens of their own.
+
+Each rank keeps some experts and all of everything else. A token travels to its experts and their answers travel back;
+the module's own forward runs on the rows that came. An expert's gradient is then the sum over the tokens of all `ep`
+ranks already: it is added only over the data ranks outside the `ep` group.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.played_ranks import AxisExchange, ProcessExchange
+from paceline.comm.process_group import World
+from paceline.errors import LayoutError
+from paceline.parallel.expert_parallel.discovery import Experts, expert_ranges, find_experts
+from paceline.parallel.expert_parallel.token_dispatch import combine, dispatch, plan_route
+from paceline.parallel.module_access.shard_spec import ShardSpec
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedExperts:
+    """What a rank holds after the split. `parts` has every parameter that was split, also those that this rank has
+    nothing of; `names` are the expert parameters that it has."""
+
+    parts: Mapping[str, ShardSpec]
+    names: frozenset[str]
+    modules: tuple[str, ...]
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def close(self) -> None:
+        """Give the modules their own forward back. What they hold stays split."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def split_experts(
+    *, model: nn.Module, world: World | None = None, over: AxisExchange | None = None, experts: str | None = None
+) -> PlacedExperts:
+    """Keep this rank's experts only, in place; the names of parameters do not change.
+
+    `experts` is a pattern for the names of the modules to split, where they are not found by what they take.
+
+    Raises:
+        LayoutError: no experts, or some that can't be split, by name.
+    """
+    exchange = over or ProcessExchange(world=world or World.alone())
+    found = find_experts(model, pattern=experts)
+    _refuse_tied(model, found)
+    parts: dict[str, ShardSpec] = {}
+    undo: list[Callable[[], None]] = []
+    for one in found:
+        ranges = expert_ranges(one.count, ranks=exchange.size)
+        kept = ranges[exchange.rank]
+        parts |= _keep_stacked(one, kept) if one.listed is None else _keep_listed(one, kept)
+        undo.append(_route(one, ranges, exchange))
+    held = frozenset(name for name, part in parts.items() if part.local is not None)
+    return PlacedExperts(parts=parts, names=held, modules=tuple(one.name for one in found), _undo=undo)
+
+
+def expert_parts(model: nn.Module, *, rank: int, ranks: int, experts: str | None = None) -> dict[str, ShardSpec]:
+    """The parts that `split_experts` would leave a rank, of a model that is still whole (on meta, for a plan)."""
+    parts: dict[str, ShardSpec] = {}
+    for one in find_experts(model, pattern=experts):
+        ranges = expert_ranges(one.count, ranks=ranks)
+        for name, parameter in one.module.named_parameters():
+            fqn = f"{one.name}.{name}"
+            if one.listed is None:
+                parts[fqn] = ShardSpec.of_ranges(parameter.shape, dim=0, ranges=[ranges[rank]])
+            else:
+                start, stop = ranges[rank]
+                mine = start <= int(name.removeprefix(f"{one.listed}.").split(".")[0]) < stop
+                parts[fqn] = ShardSpec.all_of(parameter.shape) if mine else ShardSpec.none_of(parameter.shape)
+    return parts
+
+
+def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
+    parts: dict[str, ShardSpec] = {}
+    for name in one.stacked:
+        whole = getattr(one.module, name)
+        part = ShardSpec.of_ranges(whole.shape, dim=0, ranges=[kept])
+        mine = nn.Parameter(whole.detach()[kept[0] : kept[1]].clone(), requires_grad=whole.requires_grad)
+        setattr(one.module, name, mine)
+        parts[f"{one.name}.{name}"] = part
+    for name, value in list(vars(one.module).items()):
+        if type(value) is int and value == one.count and "expert" in name:
+            setattr(one.module, name, kept[1] - kept[0])  # the module's own forward counts its experts by it
+    return parts
+
+
+def _keep_listed(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
+    """Experts of other ranks become empty modules: those that stay keep their place, so their names."""
+    listed = getattr(one.module, str(one.listed))
+    start, stop = kept
+    parts: dict[str, ShardSpec] = {}
+    for place, expert in enumerate(listed):
+        mine = start <= place < stop
+        for name, parameter in expert.named_parameters():
+            part = ShardSpec.all_of(parameter.shape) if mine else ShardSpec.none_of(parameter.shape)
+            parts[f"{one.name}.{one.listed}.{place}.{name}"] = part
+        if not mine:
+            listed[place] = RemoteExpert()
+    return parts
+
+
+class RemoteExpert(nn.Module):
+    """An expert that another rank holds: no token ever comes here."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Nothing, of nothing."""
+        assert not len(tokens), "a token reached an expert of another rank"
+        return tokens
+
+
+def _route(one: Experts, ranges: Ranges, exchange: AxisExchange) -> Callable[[], None]:
+    """Put the exchange around the module's own forward, as a method: a copy of the module routes its own experts."""
+    module = one.module
+    taken = inspect.signature(module.forward)
+    call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, exchange=exchange)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return call(self, *taken.bind(*args, **kwargs).arguments.values())
+
+    module.forward = MethodType(forward, module)
+
+    def undo() -> None:
+        vars(module).pop("forward", None)
+
+    return undo
+
+
+def _function(module: nn.Module) -> Callable[..., Any]:
+    """The forward, taking the module as its first argument; of an instance where it has one of its own."""
+    found: Any = module.forward
+    own: Any = getattr(found, "__func__", None)
+    return own if own is not None else lambda _, *args: found(*args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """The forward of a module whose experts are spread."""
+
+    experts: Experts
+    own: Callable[..., Any]
+    ranges: Ranges
+    exchange: AxisExchange
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """Dispatch, this rank's experts, combine; a rank without tokens, or without rows, takes part."""
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        if index.shape != weight.shape or index.numel() % max(len(flat), 1):
+            raise LayoutError(
+                f"{self.experts.name} was called with experts {tuple(index.shape)} and weights {tuple(weight.shape)}.",
+                cause="each token's chosen experts and their weights have one shape: (tokens, choices)",
+                hint="weights of the chosen experts only, or leave ep out",
+            )
+        index = index.reshape(len(flat), -1) if len(flat) else index.reshape(0, index.shape[-1])
+        route = plan_route(index, ranges=self.ranges, exchange=self.exchange)
+        rows, weights = dispatch(flat, weight, route=route)
+        listed = self.experts.listed is not None
+        first = self.ranges[self.exchange.rank][0] if listed else 0
+        found = self.own(module, rows, route.expert[:, None] + first, weights[:, None]) if len(rows) or listed else rows
+        trained = [p for p in module.parameters() if p.requires_grad]
+        found = _Tied.apply(not listed, found, rows, *trained)  # type: ignore[no-untyped-call]
+        return combine(found, like=flat, route=route).view(tokens.shape)
+
+
+class _Tied(torch.autograd.Function):
+    """Whatever came, this rank's backward takes part in the exchanges.
+
+    Stacked experts without a token have a gradient all the same, zero, as they have in one process, where other
+    experts of the stack had tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, zeros: bool, found: Tensor, *tied: Tensor) -> Tensor:
+        ctx.zeros, ctx.tied = zeros, [(t.shape, t.dtype, t.device) for t in tied]
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        first, *rest = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.tied)
+        return None, grads[0], first, *(rest if ctx.zeros else [None] * len(rest))
+
+
+def _refuse_tied(model: nn.Module, found: list[Experts]) -> None:
+    """A parameter that is an expert's and something else's too can't be split.
+
+    Raises:
+        LayoutError: with both names.
+    """
+    mine = {id(p): f"{one.name}.{name}" for one in found for name, p in one.module.named_parameters()}
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in mine and id(parameter) in seen:
+            raise LayoutError(
+                f"{name} and {seen[id(parameter)]} are one parameter: experts that are tied can't be split.",
+                hint="parameters of their own for each block, or leave ep out",
+            )
+        seen[id(parameter)] = name

@@ -1,0 +1,164 @@
+"""Does this model give the same when its experts are spread? Asked before anything is started, in one process.
+
+As for `cp`, threads play the ranks, in float64; the experts run as in training, the rest as in an evaluation. What it
+finds: a forward that draws, counts its experts in another way, drops tokens beyond a capacity, or mixes the tokens that
+it is given.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.played_ranks import AxisExchange, run_simulated_ranks
+from paceline.errors import LayoutError
+from paceline.parallel.context_parallel.context_parallel_check import InDouble, eager_experts, to_float64
+from paceline.parallel.context_parallel.split_equality import equal_up_to_rounding
+from paceline.parallel.expert_parallel.discovery import find_experts
+from paceline.parallel.expert_parallel.expert_parallel import split_experts
+from paceline.parallel.module_access.model_copy import copy_model
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.module_access.user_call_isolation import side_effect_free
+from paceline.torch_internals.pytree import tensor_leaves
+from paceline.torch_internals.rng import host_states
+
+_TOKENS = 64
+
+
+def check_experts(
+    *,
+    model: nn.Module,
+    batches: Sequence[Any],
+    forward: Callable[[nn.Module, Any], Any],
+    experts: str | None = None,
+) -> None:
+    """Run `forward(model, batch)` of a batch for each rank, whole and with the experts spread over as many ranks.
+
+    Raises:
+        LayoutError: they can't be spread, or outputs or gradients differ.
+    """
+    twin = eager_experts(copy_model(model).double().eval())
+    for found in find_experts(twin, pattern=experts):
+        found.module.train()
+    data = [to_float64(batch) for batch in batches]
+    with side_effect_free(model, parameters=False), _watched(twin, experts) as seen:
+        whole = [_run(twin, batch, forward) for batch in data]
+    for one in find_experts(twin, pattern=experts):
+        for width, choices in sorted(seen.get(one.name, ())):
+            if not _is_by_token(copy_model(one.module), count=one.count, width=width, choices=choices):
+                raise _different("outputs", one.name)
+    names = [name for name, parameter in twin.named_parameters() if parameter.requires_grad]
+    wanted = {name: _sum([found[1].get(name) for found in whole]) for name in names}
+
+    def played(
+        over: AxisExchange,
+    ) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, ShardSpec], tuple[str, ...]]:
+        mine = copy_model(twin)
+        placed = split_experts(model=mine, over=over, experts=experts)
+        return *_run(mine, data[over.rank], forward), dict(placed.parts), placed.modules
+
+    with side_effect_free(model, parameters=False):
+        ranks = run_simulated_ranks(played, size=len(data))
+    modules = ", ".join(ranks[0][3])
+    for (outputs, _), found in zip(whole, ranks, strict=True):
+        if not all(equal_up_to_rounding(a, b) for a, b in zip(found[0], outputs, strict=True)):
+            raise _different("outputs", modules)
+    for name, right in wanted.items():
+        if not _gradient_fits(name, right, ranks):
+            raise _different(f"gradients of {name}", modules)
+
+
+@contextmanager
+def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tuple[int, int]]]]:
+    """What widths and numbers of choices each experts module is called with.
+
+    Raises:
+        LayoutError: it draws: which rank does so for which token is another matter where experts are spread.
+    """
+    device = next(model.parameters()).device
+    seen: dict[str, set[tuple[int, int]]] = {}
+    before: list[object] = []
+
+    def drawn() -> object:
+        return host_states(), None if device.type == "cpu" else torch.cuda.get_rng_state(device).numpy().tobytes()
+
+    def entered(*_: Any) -> None:
+        before.append(drawn())
+
+    def left(name: str, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        tokens, index, *_ = inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()
+        seen.setdefault(name, set()).add((tokens.shape[-1], index.shape[-1]))
+        if before.pop() != drawn():
+            raise LayoutError(
+                f"the experts of {name} draw random numbers in their forward: spread over ranks, a token gets others.",
+                cause="dropout or noise inside of an expert",
+                hint="the dropout behind the experts module, on what it gives; or no ep",
+            )
+
+    with ExitStack() as stack:
+        for one in find_experts(model, pattern=pattern):
+            stack.callback(one.module.register_forward_pre_hook(entered).remove)
+            stack.callback(one.module.register_forward_hook(partial(left, one.name), with_kwargs=True).remove)
+        yield seen
+
+
+def _is_by_token(module: nn.Module, *, count: int, width: int, choices: int) -> bool:
+    """Whether tokens in two halves get what they get together, be they spread over the experts or all at the same."""
+    draw = torch.Generator().manual_seed(0)
+    device = next(module.parameters()).device
+    with torch.no_grad(), InDouble():
+        for parameter in module.parameters():  # at the start they may be zero, and say nothing
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype).to(device))
+        tokens = torch.randn(_TOKENS, width, generator=draw, dtype=torch.float64).to(device)
+        weight = torch.rand(_TOKENS, choices, generator=draw, dtype=torch.float64).to(device)
+        spread = torch.arange(_TOKENS * choices, device=device).view(_TOKENS, choices) % count
+        for index in (spread, torch.arange(choices, device=device).expand(_TOKENS, choices)):
+            half = _TOKENS // 2
+            whole = module(tokens, index, weight)
+            parts = [module(tokens[at], index[at], weight[at]) for at in (slice(half), slice(half, None))]
+            if not equal_up_to_rounding(torch.cat(parts), whole):
+                return False
+    return True
+
+
+def _run(model: nn.Module, batch: Any, forward: Any) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    with InDouble():
+        outputs = [t for t in tensor_leaves(forward(model, batch)) if t.is_floating_point() and t.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    weights = [torch.linspace(-1.0, 1.0, t.numel(), dtype=t.dtype, device=t.device).view(t.shape) for t in outputs]
+    total = torch.stack([(t * w).sum() for t, w in zip(outputs, weights, strict=True)]).sum()
+    gradients = torch.autograd.grad(total, [parameter for _, parameter in named], allow_unused=True)
+    return [t.detach() for t in outputs], dict(zip([name for name, _ in named], gradients, strict=True))
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.stack(there).sum(0) if there else None
+
+
+def _gradient_fits(name: str, right: Tensor | None, ranks: Sequence[Any]) -> bool:
+    if name not in ranks[0][2]:
+        total = _sum([found[1].get(name) for found in ranks])
+        return (total is None) == (right is None) and (
+            total is None or right is None or equal_up_to_rounding(total, right)
+        )
+    for _, gradients, parts, _ in ranks:
+        mine = gradients.get(name)
+        if parts[name].local is not None and (mine is None) != (right is None):
+            return False
+        if mine is not None and right is not None and not equal_up_to_rounding(mine, parts[name].take(right)):
+            return False
+    return True
+
+
+def _different(what: str, modules: str) -> LayoutError:
+    return LayoutError(
+        f"with the experts of {modules} spread over ranks the model's {what} are others.",
+        cause="their forward looks at more than one token at a time (a capacity, a statistic), or counts its experts "
+        "by something else than its parameters",
+        hint="out[token] = sum over choices of weight * expert(token), and nothing else, in that forward; or no ep",
+    )

@@ -1,0 +1,94 @@
+"""Tokens to the ranks that hold their experts, and back: each to each, with uneven counts.
+
+Every (token, expert) pair is a row. Rows are ordered by expert; the counts travel first, so that each rank knows how
+many rows come from whom; a rank may send or get none. Backward takes the same way round (Lepikhin et al., "GShard",
+2020; uneven counts: Gale et al., "MegaBlocks", 2022).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.played_ranks import AxisExchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRoute:
+    """Of one forward: which rows go where. `send` and `receive` count rows a rank, the others are indices."""
+
+    exchange: AxisExchange
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    token: Tensor  # the token of each row that leaves, in the order of experts
+    pair: Tensor  # its place among all (token, choice) pairs
+    expert: Tensor  # this rank's expert of each row that came, counted from 0
+
+
+def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], exchange: AxisExchange) -> TokenRoute:
+    """From the experts that tokens chose, (tokens, choices), and the experts that each rank holds.
+
+    A choice outside of all ranges (a hidden expert) goes nowhere.
+    """
+    num_experts = ranges[-1][1]
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    order = order[(flat[order] >= 0) & (flat[order] < num_experts)]
+    counts = torch.bincount(flat[order], minlength=num_experts)
+    mine = ranges[exchange.rank][1] - ranges[exchange.rank][0]
+    held = [stop - start for start, stop in ranges]
+    came = exchange.swap(counts, send=held, receive=[mine] * exchange.size).view(exchange.size, mine)
+    if exchange.is_imagined:
+        came = _unlucky(came)
+    send = tuple(int(part.sum()) for part in counts.cpu().split(held))
+    receive = tuple(int(row.sum()) for row in came.cpu())
+    local = torch.arange(mine, device=index.device).repeat(exchange.size)
+    return TokenRoute(
+        exchange=exchange,
+        send=send,
+        receive=receive,
+        token=order // index.shape[-1],
+        pair=order,
+        expert=local.repeat_interleave(came.reshape(-1)),
+    )
+
+
+def _unlucky(came: Tensor) -> Tensor:
+    """What comes to the rank that in some step gets most, where no router is there to say: two standard deviations
+    above what comes to all, of choices that fall to one rank as likely as to another.
+    """
+    total = int(came.sum())
+    more = 2 * (max(total, 1) * (1 - 1 / came.shape[0])) ** 0.5 / max(total, 1)
+    found: Tensor = came + (came * more).round().to(came.dtype)
+    return found
+
+
+def dispatch(tokens: Tensor, weights: Tensor, *, route: TokenRoute) -> tuple[Tensor, Tensor]:
+    """The rows and weights of this rank's experts, from every rank's tokens."""
+    return _Swap.apply(route, False, tokens[route.token], weights.reshape(-1)[route.pair])  # type: ignore[no-untyped-call,no-any-return]
+
+
+def combine(rows: Tensor, *, like: Tensor, route: TokenRoute) -> Tensor:
+    """Bring the rows back and add those of each token, in the order of experts."""
+    (came,) = _Swap.apply(route, True, rows)  # type: ignore[no-untyped-call]
+    return torch.zeros_like(like).index_add(0, route.token, came.to(like.dtype))
+
+
+class _Swap(torch.autograd.Function):
+    """Rows each to each. All tensors of one exchange are in one node, so that every rank's backward takes one order."""
+
+    @staticmethod
+    def forward(ctx: Any, route: TokenRoute, home: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.route, ctx.home = route, home
+        return _exchanged(tensors, route, home=home)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *_exchanged(grads, ctx.route, home=not ctx.home)
+
+
+def _exchanged(tensors: Sequence[Tensor], route: TokenRoute, *, home: bool) -> tuple[Tensor, ...]:
+    send, receive = (route.receive, route.send) if home else (route.send, route.receive)
+    return tuple(route.exchange.swap(tensor, send=send, receive=receive) for tensor in tensors)

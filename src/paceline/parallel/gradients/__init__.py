@@ -1,0 +1,1 @@
+"""Gradient norms, tied parameters, and reducers that are combined from several."""

@@ -1,0 +1,133 @@
+"""A model that nobody holds whole: placed while its parameters have no memory, then given this rank's parts of them."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.errors import user_line
+from paceline.parallel.initialization.deferred_init import DeferredInit
+from paceline.parallel.initialization.meta_forward import UnknownNumber, lend_parameters, meta_forward
+from paceline.parallel.initialization.meta_model import named_tensors, put_tensors, with_data
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.sharding.fully_sharded import row_parts
+from paceline.torch_internals.private_api import storage_key
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class DeferredModel:
+    """The model, whose buffers have their values and whose parameters have no memory, and where theirs come from.
+
+    Made before the model is cut. `notes` are added to: what had to be run with values, and why.
+    """
+
+    draft: DeferredInit
+    device: torch.device
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Give the buffers their values."""
+        model, self._nothing = self.draft.model, self.draft.without_values()
+        values = self._values({name: ShardSpec.all_of(tensor.shape) for name, tensor in model.named_buffers()})
+        old = named_tensors(model)
+        new = {n: values[n] if n in values else torch.empty_like(tensor, device="meta") for n, tensor in old.items()}
+        put_tensors(model, {name: with_data(old[name], tensor) for name, tensor in new.items()})
+
+    def planned(self, work: Callable[[], T]) -> T:
+        """What `work` finds out by running the model: with shapes alone, or where it asks for numbers with one
+        parameter after another made and let go."""
+        try:
+            with meta_forward(self.device):
+                return work()
+        except (
+            Exception,
+            UnknownNumber,
+        ) as error:  # what is wrong is told by the run with values, as it is below the limit
+            why, line = str(error).partition("\n")[0], user_line(error)
+            why = f"{type(error).__name__}: {why}" if isinstance(error, Exception) else f"the forward asks for {why}"
+            why += f" (at {line})" if line else ""
+        found = self.valued(work)
+        self.notes.append(f"start: planned with values, each parameter's made and let go: {why}")
+        return found
+
+    def valued(self, work: Callable[[], T]) -> T:
+        """What `work` finds out by running the model with its values, one parameter after another made and let go."""
+        with lend_parameters(self._lender(), device=self.device):
+            return work()
+
+    @contextmanager
+    def held(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """With the values of these, where they have none yet."""
+        asked = {id(parameter) for parameter in parameters if parameter.is_meta}
+        old = {name: tensor for name, tensor in self.draft.model.named_parameters() if id(tensor) in asked}
+        put_tensors(self.draft.model, {name: with_data(tensor, self._one(name)) for name, tensor in old.items()})
+        try:
+            yield
+        finally:
+            put_tensors(self.draft.model, old)
+
+    def fill(
+        self,
+        model: nn.Module,
+        *,
+        base: Parts,
+        hollow: Collection[str],
+        routed: Collection[str],
+        shard: World | None,
+    ) -> "LateRows":
+        """Give the model its values, now that it is cut: of each parameter the part in `base`, or all of it.
+
+        `hollow` names what other ranks hold. With `shard` the parameters that are not `routed` stay without memory,
+        and this rank's rows of them are returned.
+        """
+        now = {name: parameter for name, parameter in model.named_parameters() if name not in hollow}
+        wanted = {name: base.get(name, ShardSpec.all_of(parameter.shape)) for name, parameter in now.items()}
+        cut = {name: part for name, part in wanted.items() if name not in routed}
+        rows = {} if shard is None else row_parts(model, world=shard, base=cut)
+        whole = {name: part for name, part in wanted.items() if name not in rows}
+        eager = {} if self.draft.source.apiece else rows
+        values = self._values({**whole, **eager})
+        put_tensors(model, {name: with_data(now[name], values[name]) for name in whole})
+        return LateRows(parts=rows, values={name: values[name] for name in eager}, make=self._values)
+
+    def _lender(self) -> Callable[[int], Tensor]:
+        """A parameter's values by the number of its memory, lying there as they would in it."""
+        known = {storage_key(parameter): (name, parameter) for name, parameter in self.draft.model.named_parameters()}
+
+        def make(memory: int) -> Tensor:
+            name, like = known[memory]
+            value = self._one(name)
+            if value.stride() == like.stride() and not value.storage_offset():
+                return value
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=value.device).copy_(value)
+
+        return make
+
+    def _one(self, name: str) -> Tensor:
+        return self._values({name: ShardSpec.all_of(self._nothing[name].shape)})[name]
+
+    def _values(self, parts: Parts) -> dict[str, Tensor]:
+        values, notes = self.draft.source.values({**self._nothing, **parts})
+        self.notes += [note for note in notes if note not in self.notes]
+        return values
+
+
+class LateRows:
+    """A rank's rows by name; what is not made yet is made when it is taken."""
+
+    def __init__(self, *, parts: Parts, values: dict[str, Tensor], make: Callable[[Parts], dict[str, Tensor]]) -> None:
+        self._parts, self._values, self._make = parts, values, make
+
+    def __contains__(self, name: object) -> bool:
+        """Whether this rank has rows of it."""
+        return name in self._parts
+
+    def pop(self, name: str) -> Tensor:
+        """The rows."""
+        return self._values.pop(name) if name in self._values else self._make({name: self._parts[name]})[name]

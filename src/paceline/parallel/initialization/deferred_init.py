@@ -1,0 +1,247 @@
+"""The model of a run before it is placed: without memory on every rank, its values to be had part by part.
+
+Up to a limit one rank of each node builds it as the user would, and hands the others their parts, tensor by tensor.
+Above it nobody builds it: each rank does again, alone, what the constructor did to the tensors of which it wants a
+part, with a stream for each name, so that the values are the same for every layout, and for one process.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.errors import JobError, UsageError
+from paceline.parallel.initialization.init_tape import Unrecordable
+from paceline.parallel.initialization.meta_model import (
+    RecordedModel,
+    named_tensors,
+    put_tensors,
+    record,
+    release_memory,
+    tensor_bytes,
+    with_data,
+)
+from paceline.parallel.initialization.node_broadcast import NodeBroadcast, first_of_node, refuse_unequal, same_models
+from paceline.parallel.initialization.pretrained import PretrainedModel, from_files
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
+
+Wanted = Callable[[nn.Module], Parts]
+
+
+class StartValues(Protocol):
+    """Where start values come from. `apiece`: whether a rank can ask alone, and for one tensor at a time as cheaply."""
+
+    @property
+    def apiece(self) -> bool: ...
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's parts, by the first name of each tensor (absent where it holds none), and notes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeferredInit:
+    """A model without memory and where its values come from. `values` is for all ranks to call, once."""
+
+    model: nn.Module
+    source: StartValues
+    notes: tuple[str, ...] = ()
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's parts of all parameters and buffers, on its device, and notes.
+
+        Args:
+            parts: by the first name of each tensor; one that is not there is wanted whole.
+        """
+        whole = {name: ShardSpec.all_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
+        return self.source.values({**whole, **parts})
+
+    def without_values(self) -> Parts:
+        """None of any tensor."""
+        return {name: ShardSpec.none_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Values from the tape."""
+
+    recorded: RecordedModel
+    device: torch.device
+    apiece: bool = True
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """Computed here, one whole tensor after another, of which the part is kept."""
+        found = {}
+        for name, part in parts.items():
+            if part.local is not None:
+                found[name] = self._part(name, part).to(self.device)
+        return found, []
+
+    def _part(self, name: str, part: ShardSpec) -> Tensor:
+        if name in self.recorded.real:
+            return part.take(self.recorded.real[name])
+        whole = self.recorded.tape.values(self.recorded.views[name])[0]
+        return whole if part.is_all and len(part.boxes) == 1 else part.take(whole)
+
+
+def defer_init(
+    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
+) -> DeferredInit:
+    """The model without memory, on every rank alike.
+
+    Args:
+        build: the plain build, seeded; every rank calls it, most of them without memory.
+        stored: the job's `model` where its weights lie in files, which are then read in parts instead.
+        limit_bytes: of parameters and buffers; above it no process builds the whole model.
+
+    Raises:
+        UsageError: above the limit, and the constructor can't be recorded.
+        JobError, DesyncError: no model, or another one on other ranks.
+    """
+    if stored is not None:
+        seed_all(stream_key(seed, "build"))
+        source, notes = from_files(stored, seed=stream_key(seed, "build"), device=world.device)
+        return DeferredInit(model=source.model, source=source, notes=tuple(notes))
+    recorded, reason = _tried(build, seed)
+    reasons = world.gather_json(reason)
+    if recorded is not None and recorded.num_bytes > limit_bytes and not any(reasons):
+        refuse_unequal(recorded.model, world=world)
+        return _replayed(recorded, world, limit_bytes)
+    refused = next((text for text in reasons if text), "")
+    is_first = first_of_node(world)
+    model = _checked(build()) if is_first or recorded is None else recorded.model
+    num_bytes = tensor_bytes(model)
+    if num_bytes > limit_bytes:
+        raise _too_large(num_bytes, limit_bytes, refused)
+    held = {name: tensor.detach() for name, tensor in named_tensors(model).items()} if is_first else {}
+    model = release_memory(model)
+    reason = reason or _loose(recorded)
+    model, notes = same_models(model, build=build, is_plain=is_first or recorded is None, reason=reason, world=world)
+    return DeferredInit(model=model, source=NodeBroadcast(model=model, held=held, world=world), notes=tuple(notes))
+
+
+def defer_large_model(
+    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
+) -> DeferredInit | None:
+    """The model without memory where it is above the limit, for any rank alone to ask values of, as often as it wants.
+
+    None where it is below, or where some rank can't record the constructor.
+
+    Raises:
+        DesyncError: another model on other ranks. UsageError: it keeps too much that can't be drawn.
+    """
+    if stored is not None:
+        seed_all(stream_key(seed, "build"))
+        source, notes = from_files(stored, seed=stream_key(seed, "build"), device=world.device)
+        if tensor_bytes(source.model) <= limit_bytes:
+            return None
+        return DeferredInit(model=source.model, source=source.apart(), notes=tuple(notes))
+    with preserve_rng():
+        recorded, reason = _tried(build, seed)
+    if any(world.gather_json(reason)) or recorded is None or recorded.num_bytes <= limit_bytes:
+        return None
+    refuse_unequal(recorded.model, world=world)
+    return _replayed(recorded, world, limit_bytes)
+
+
+def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
+    """The whole model in this process, for `single` and `ddp`: a plain build, or above the limit its values by name.
+
+    Raises:
+        UsageError: above the limit, and the constructor can't be recorded.
+    """
+    model = _checked(build())
+    if tensor_bytes(model) <= limit_bytes:
+        return model
+    del model
+    return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
+
+
+def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
+    """`whole_start` of what is likely to be above the limit: it is not built first to see whether it is.
+
+    Raises:
+        UsageError: above the limit, and the constructor can't be recorded.
+    """
+    with preserve_rng():
+        recorded, reason = _tried(build, seed)
+    if recorded is not None and recorded.num_bytes > limit_bytes:
+        made = _replayed(recorded, World.alone(), limit_bytes)
+        fill_model(made.model, made.values({})[0])
+        return made.model
+    model = _checked(build())
+    if tensor_bytes(model) > limit_bytes:
+        raise _too_large(tensor_bytes(model), limit_bytes, reason)
+    return model
+
+
+def build_parts(
+    build: Callable[[], nn.Module], *, seed: int, world: World, wanted: Wanted, limit_bytes: int
+) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
+    """The model with what this rank wants whole, this rank's parts of it all, and notes."""
+    made = defer_init(build, seed=seed, world=world, limit_bytes=limit_bytes)
+    values, notes = made.values(wanted(made.model))
+    fill_model(made.model, values)
+    return made.model, values, (*made.notes, *notes)
+
+
+def fill_model(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put values that are whole into a model without memory; ties, types and attributes of its tensors stay."""
+    old = named_tensors(model)
+    put_tensors(
+        model,
+        {
+            name: with_data(old[name], value)
+            for name, value in values.items()
+            if old[name].is_meta and value.shape == old[name].shape
+        },
+    )
+
+
+def _tried(build: Callable[[], nn.Module], seed: int) -> tuple[RecordedModel | None, str]:
+    try:
+        return record(build, seed=seed), ""
+    except Unrecordable as error:
+        return None, str(error)
+
+
+def _loose(recorded: RecordedModel | None) -> str:
+    """Why a model that was recorded is not the plain one after all."""
+    if recorded is None:
+        return ""
+    if recorded.loose:
+        return f"{recorded.loose[0]} is a random tensor that is neither parameter nor buffer"
+    return recorded.doubts[0] if recorded.doubts else ""
+
+
+def _replayed(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
+    kept = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real.values())
+    if kept > limit_bytes:
+        raise _too_large(recorded.num_bytes, limit_bytes, f"{kept:,} bytes of it are made outside torch, or read")
+    loose = next(iter(recorded.loose), "")
+    if loose and recorded.num_bytes > limit_bytes:
+        raise _too_large(recorded.num_bytes, limit_bytes, f"{loose} is neither parameter nor buffer, and is random")
+    note = (
+        f"start values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor's are drawn alone, from a "
+        f"stream for its name; below it they would be those of one plain build"
+    )
+    return DeferredInit(model=recorded.model, source=Replayed(recorded=recorded, device=world.device), notes=(note,))
+
+
+def _too_large(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
+    return UsageError(
+        f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and the constructor can't be recorded.",
+        cause=reason,
+        hint=f"--init.limit {num_bytes} to let it be built whole at the start",
+    )
+
+
+def _checked(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+        )
+    return model

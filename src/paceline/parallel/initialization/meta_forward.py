@@ -1,0 +1,157 @@
+"""A forward of a model whose parameters have no memory: sketched, or each parameter lent to the operation it is in.
+
+Sketched, what depends on a parameter has a shape and a type and no numbers, and all else (the batch, positions, masks,
+buffers) is computed as ever: so the forward takes the way that it takes for real. Where Python asks for a number that
+depends on a parameter (an `if`, `.item()`, the tokens of an expert), a sketch ends, and the forward is run with
+numbers: each parameter is made when an operation needs it, and let go afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.parallel.initialization.init_tape import OVERWRITING, RecordedView, map_arguments, tensors_in
+from paceline.parallel.initialization.record_mode import (
+    AsIfOn,
+    arguments_of,
+    as_meta,
+    has_no_memory,
+    name_of,
+    returns_numbers,
+)
+from paceline.torch_internals.dispatch_modes import TorchDispatchMode, hide_from_modes, written_tensors
+
+Make = Callable[[int], Tensor]
+
+
+class UnknownNumber(BaseException):
+    """A sketch has no such number. No `Exception`, so that a forward's own `except` does not keep it."""
+
+
+@contextmanager
+def meta_forward(device: torch.device) -> Iterator[None]:
+    """Run forwards inside; what has no memory says that it is on `device`.
+
+    Raises:
+        Unknown: a number that depends on a parameter was asked for.
+    """
+    with _Sketch(device), AsIfOn(device, _refused):
+        yield
+
+
+@contextmanager
+def lend_parameters(make: Make, *, device: torch.device) -> Iterator[None]:
+    """Run forwards inside. `make` gives the whole tensor of a memory by its number; the last one is kept."""
+    lender = _Lend(make, device)
+    with lender, AsIfOn(device, lender.read):
+        yield
+
+
+class _Sketch(TorchDispatchMode):
+    """Runs on the device "meta" what takes anything without numbers, and the rest for real.
+
+    What is written over with such values has none any more, though it has memory: it is `_lost`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._lost = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation."""
+        kwargs = dict(kwargs or {})
+        given = tensors_in((args, kwargs))
+        if not any(self._is_unknown(tensor) for tensor in given):
+            return func(*args, **_here(kwargs, self._device))
+        if returns_numbers(func):
+            raise UnknownNumber("a number, as .item() and `if` do")
+        targets = [tensor for tensor in written_tensors(func, args, kwargs) if not has_no_memory(tensor)]
+        if targets and self._makes_known(func, given):
+            return func(*args, **kwargs)
+        if not targets and not any(has_no_memory(tensor) for tensor in given) and _is_view(func):
+            return func(*args, **kwargs)  # of memory whose numbers are lost: what is written there is seen through it
+        found = self._without_numbers(func, args, kwargs)
+        for tensor in targets:
+            self._lost[tensor.untyped_storage()] = True
+        return targets[0] if targets and isinstance(found, Tensor) and _is_written(func) else found
+
+    def _without_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if "device" in arguments_of(func):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        try:
+            return func(*map_arguments(args, as_meta), **map_arguments(kwargs, as_meta))
+        except NotImplementedError as error:
+            raise UnknownNumber(f"what {name_of(func)} gives") from error
+
+    def _makes_known(self, func: Any, given: list[Tensor]) -> bool:
+        """Whether all of a tensor is written over with numbers."""
+        target, *others = given
+        is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in target.stride()
+        if name_of(func) not in OVERWRITING or not is_all or any(self._is_unknown(tensor) for tensor in others):
+            return False
+        self._lost.pop(target.untyped_storage(), None)
+        return True
+
+    def _is_unknown(self, tensor: Tensor) -> bool:
+        return has_no_memory(tensor) or (bool(self._lost) and tensor.untyped_storage() in self._lost)
+
+
+class _Lend(TorchDispatchMode):
+    """Puts real memory in the place of each parameter that an operation takes; views of one stay without."""
+
+    def __init__(self, make: Make, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._make, self._device = make, device
+        self._last: tuple[int, Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation."""
+        kwargs = _here(dict(kwargs or {}), self._device)
+        if _is_view(func) or not any(has_no_memory(tensor) for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        return func(*map_arguments(args, self._real), **map_arguments(kwargs, self._real))
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """The numbers of a parameter, or of a view of one."""
+        view = RecordedView.of(tensor)
+        if self._last is None or self._last[0] != view.memory:
+            self._last = None
+            self._last = (view.memory, self._make(view.memory))
+        memory = self._last[1]
+        return torch.empty(0, dtype=view.dtype, device=memory.device).set_(
+            memory.untyped_storage(), view.offset, view.size, view.stride
+        )
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The same where no operation takes it, but Python does: nobody is to see how it is made."""
+        with hide_from_modes():
+            return self.real(tensor)
+
+    def _real(self, value: Any) -> Any:
+        return self.real(value) if isinstance(value, Tensor) and has_no_memory(value) else value
+
+
+def _refused(_: Tensor) -> Tensor:
+    raise UnknownNumber("numbers, as .tolist() does")
+
+
+def _here(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Code inside torch makes new tensors where a parameter is: that is nowhere, and `device` is meant."""
+    where = kwargs.get("device")
+    return {**kwargs, "device": device} if isinstance(where, torch.device) and where.type == "meta" else kwargs
+
+
+def _is_view(func: Any) -> bool:
+    """Whether what it gives is the memory that it was given, unchanged."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _is_written(func: Any) -> bool:
+    """Whether what it gives is what it has written to."""
+    return all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)

@@ -1,0 +1,79 @@
+"""A model whose weights lie in files: each rank reads its own parts, and nobody builds or holds the whole."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.initialization.init_tape import InitTape, RecordedView, Unrecordable
+from paceline.parallel.initialization.meta_model import named_tensors, put_tensors, record, release_memory, with_data
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+
+Loaded = tuple[dict[str, Tensor], list[str]]
+
+
+@runtime_checkable
+class PretrainedModel(Protocol):
+    """A job's `model` that can say what it is without its weights, and read parts of them."""
+
+    def skeleton(self) -> nn.Module:
+        """The model as its constructor leaves it."""
+
+    def load(self, model: nn.Module, parts: Parts) -> Loaded:
+        """This rank's parts of what the files have, by the first name of each tensor, and notes."""
+
+    def __call__(self) -> nn.Module:
+        """The whole, with its weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromFiles:
+    """Parts from the files; what these don't have (buffers, new heads) as the constructor makes it, drawn alone."""
+
+    stored: PretrainedModel
+    model: nn.Module
+    tape: InitTape
+    views: dict[str, RecordedView]
+    real: dict[str, Tensor]
+    device: torch.device
+    apiece: bool = False
+
+    def apart(self) -> "FromFiles":
+        """The same for a model that is going to be cut: names and shapes of the files are those of a copy of it."""
+        return replace(self, model=copy.deepcopy(self.model))
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's, and notes."""
+        found, notes = self.stored.load(self.model, parts)
+        found = {name: value.to(self.device) for name, value in found.items()}
+        for name, part in parts.items():
+            if name not in found and part.local is not None:
+                whole = self.real[name] if name in self.real else self.tape.values(self.views[name])[0]
+                found[name] = part.take(whole).to(self.device)
+        return found, notes
+
+
+def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> tuple[FromFiles, list[str]]:
+    """The model without memory and its source; where it can't be built so, each rank builds the skeleton once."""
+    tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
+    try:
+        recorded = record(stored.skeleton, seed=seed)
+        model, tape, views, real = recorded.model, recorded.tape, dict(recorded.views), dict(recorded.real)
+    except Unrecordable as error:
+        model = stored.skeleton()
+        real = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+        notes.append(f"start: every rank builds the model once before it reads its weights, since {error}")
+        release_memory(model)
+    return FromFiles(stored=stored, model=model, tape=tape, views=views, real=real, device=device), notes
+
+
+def whole_model(stored: PretrainedModel, *, seed: int) -> nn.Module:
+    """All of it in this process."""
+    source, _ = from_files(stored, seed=seed, device=torch.device("cpu"))
+    tensors = named_tensors(source.model)
+    wanted = {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}
+    values, _ = source.values(wanted)
+    put_tensors(source.model, {name: with_data(tensors[name], value) for name, value in values.items()})
+    return source.model

@@ -1,0 +1,104 @@
+"""What no layout can hold of a model's tensors: memory of two parameters, sparse and nested ones, NaN to start from."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.torch_internals.private_api import storage_key
+
+
+def refuse_tensors(model: nn.Module) -> None:
+    """Refuse a model by the name of such a tensor, before anything is placed.
+
+    Raises:
+        JobError: the name, the likely cause and the line to write in its place.
+    """
+    _refuse_kinds(model)
+    parameters = [(name, p) for name, p in model.named_parameters() if p.numel()]
+    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if buffer.numel())])
+    _refuse_nan(parameters)
+
+
+def _refuse_kinds(model: nn.Module) -> None:
+    tensors: list[tuple[str, str, Tensor]] = [("parameter", *named) for named in model.named_parameters()]
+    tensors += [("buffer", *named) for named in model.named_buffers()]
+    for word, name, tensor in tensors:
+        if tensor.is_nested:
+            raise JobError(
+                f"the {word} {name} is a nested tensor, which can't be sent or saved.",
+                cause="torch.nested.nested_tensor(...) kept in the model",
+                hint="keep its values and its lengths as two tensors, and nest them in the forward",
+            )
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise JobError(
+                f"the {word} {name} is sparse ({kind}), which can't be sent or saved.",
+                cause="an adjacency matrix or a pruned weight that is registered as it is",
+                hint="keep its indices and values as two tensors, and torch.sparse_coo_tensor(indices, values, size) "
+                "in the forward",
+            )
+
+
+def _refuse_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Two parameters over one memory are one weight with two gradients and two optimizer states.
+
+    A buffer over a parameter's is a weight without a gradient. Buffers alone may share theirs.
+    """
+    by_memory: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        by_memory.setdefault(storage_key(tensor), []).append((name, tensor))
+    for members in by_memory.values():
+        for place, (second, other) in enumerate(members):
+            for first, one in members[:place]:
+                if isinstance(one, nn.Parameter) and _overlap(one, other):
+                    raise _shares(first, second, is_buffer=not isinstance(other, nn.Parameter))
+
+
+def _shares(first: str, second: str, *, is_buffer: bool) -> JobError:
+    if is_buffer:
+        return JobError(
+            f"the buffer {second} shares the memory of the parameter {first}: layouts that move weights part them.",
+            cause="register_buffer(name, parameter.data)",
+            hint=f"self.{first} where it is used, or a clone of it",
+        )
+    return JobError(
+        f"the parameters {first} and {second} share memory: one weight would have two gradients and two optimizer "
+        "states, and layouts that move weights part them.",
+        cause="second.data = first.data, or nn.Parameter(first.data.view(...))",
+        hint=f"one parameter under both names (self.{second} = self.{first}); for a part or another view of it, take "
+        "that in the forward",
+    )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (low, high), (least, most) = _range(one), _range(other)
+    size = one.element_size()
+    if one.dtype != other.dtype or (one.shape, one.stride(), low) == (other.shape, other.stride(), least):
+        return low * size < most * other.element_size() and least * other.element_size() < high * size
+    if high <= least or most <= low:
+        return False
+    marks = torch.zeros(max(high, most), dtype=torch.bool)
+    torch.as_strided(marks, one.shape, one.stride(), low).fill_(True)
+    return bool(torch.as_strided(marks, other.shape, other.stride(), least).any())
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Where its elements lie in its storage: the first, and behind the last."""
+    start = int(tensor.storage_offset())
+    return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _refuse_nan(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    for name, parameter in parameters:
+        value = parameter.detach()
+        if value.is_meta or not (value.is_floating_point() or value.is_complex()):
+            continue
+        if bool(torch.isnan(value.sum())) and bool(torch.isnan(value).any()):
+            raise JobError(
+                f"the start weights of {name} hold NaN.",
+                cause="torch.empty without an initialisation, or a checkpoint that holds NaN",
+                hint=f"initialise it in model=: nn.init.normal_(self.{name}, std=0.02)",
+            )

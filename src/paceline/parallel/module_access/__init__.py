@@ -1,0 +1,1 @@
+"""Access to a user's module: blocks, parameters, buckets, hooks, and where its tensors are stored."""

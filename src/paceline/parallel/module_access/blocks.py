@@ -1,0 +1,113 @@
+"""The chain of repeated blocks of any model, found by structure: what stages, remat, compile and sharding cut along."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from paceline.console.formatting import did_you_mean
+from paceline.errors import LayoutError
+
+_LISTS = nn.ModuleList | nn.Sequential
+
+
+class NoChain(LayoutError):
+    """The model's blocks form no chain that could be cut here; another way of cutting may do it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block under its FQN; `index` counts the blocks of the whole model in execution order."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module, *, listed: Sequence[str] | None = None) -> tuple[Block, ...]:
+    """The model's blocks in the order in which it registers them, or those that `listed` names, in its order.
+
+    A block is an entry of an outermost `nn.ModuleList` or `nn.Sequential` in which a class that has modules of its
+    own stands twice or more: decoder layers, an encoder's and then a decoder's, the stages of a ResNet. Without any
+    such list it is an entry of the list with the most parameters, however unlike its entries are.
+    A pure function of the model's structure: every rank finds the same.
+
+    Raises:
+        LayoutError: nothing repeats, or a listed name is no module, stands twice or inside another.
+    """
+    if listed is not None:
+        return _listed(model, listed)
+    lists = list(_outermost(model, ""))
+    chosen = [(name, entries) for name, entries in lists if _repeats(entries)] or _largest(lists)
+    found = [(f"{name}.{key}".lstrip("."), child) for name, entries in chosen for key, child in _entries(entries)]
+    return tuple(Block(index=index, name=name, module=child) for index, (name, child) in enumerate(found))
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Whether `find_blocks` finds a chain."""
+    lists = list(_outermost(model, ""))
+    return any(_repeats(entries) for _, entries in lists) or bool(_candidates(lists))
+
+
+def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in modules:
+            raise LayoutError(
+                f"the blocks list {name!r}, and the model has no module of that name.",
+                cause=did_you_mean(name, modules),
+                hint="the names that model.named_modules() gives",
+            )
+        other = next((o for o in names if name.startswith(f"{o}.")), None)
+        if other is not None or list(names).count(name) > 1:
+            raise LayoutError(
+                f"the blocks list {name!r} " + ("twice." if other is None else f"and {other!r}, which holds it."),
+                cause="a block is a module of its own, and none lies in another",
+                hint="each module once; the forward calls them one after another",
+            )
+    return tuple(Block(index=index, name=name, module=modules[name]) for index, name in enumerate(names))
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Lists that stand in no other list that repeats; looked for inside the entries of lists that do not."""
+    if isinstance(module, _LISTS) and len(module) > 1:
+        yield name, module
+        if _repeats(module):
+            return
+    for key, child in module.named_children():
+        yield from _outermost(child, f"{name}.{key}".lstrip("."))
+
+
+def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Each entry with its key; a module that stands twice is there twice, so that its second call is seen."""
+    return [(key, child) for key, child in module._modules.items() if child is not None]
+
+
+def _repeats(module: nn.Module) -> bool:
+    kinds = Counter(type(child) for _, child in _entries(module) if _is_composite(child))
+    return any(number > 1 for number in kinds.values())
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _candidates(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Lists with two entries or more that hold parameters."""
+    return [
+        (name, entries)
+        for name, entries in lists
+        if sum(next(child.parameters(), None) is not None for _, child in _entries(entries)) > 1
+    ]
+
+
+def _largest(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    found = _candidates(lists)
+    if not found:
+        raise NoChain(
+            "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
+            cause="layers that are attributes of their own (self.layer1, ...), or one layer used again and again",
+            hint="name them in the order of the forward: --place.blocks layer1,layer2",
+        )
+    return [max(found, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]

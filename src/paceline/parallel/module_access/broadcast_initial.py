@@ -1,0 +1,61 @@
+"""Replicas begin alike: the same parameters, and rank 0's values."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.errors import DesyncError
+from paceline.parallel.module_access.tensor_access import copy_into
+
+
+def broadcast_initial(model: nn.Module, *, world: World) -> list[str]:
+    """Give every rank rank 0's weights and buffers; returns the names that had differed on this rank.
+
+    Raises:
+        DesyncError: the ranks have built models of other parameters; sending would mix them up, or never end.
+    """
+    _check_structure(model, world)
+    differed = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded one has no memory of its own
+        theirs = world.broadcast(mine.clone())
+        if not _same_bits(mine, theirs):
+            copy_into(tensor.data, theirs)
+            differed.append(name)
+    return differed
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal in every bit: a NaN is equal to itself, and 0.0 is not -0.0."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _check_structure(model: nn.Module, world: World) -> None:
+    """The same names, shapes, types and trainability on every rank."""
+    if world.world_size == 1:
+        return
+    mine = {name: _kind(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    digests = world.gather_json(hashlib.blake2b(repr(list(mine.items())).encode(), digest_size=16).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everybody = world.gather_json(mine)
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, other = everybody[0], everybody[rank]
+    name = next((n for n in {**first, **other} if first.get(n) != other.get(n)), None)
+    differs = (
+        f"{name} is {other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank 0"
+        if name is not None
+        else f"rank {rank} has the same parameters as rank 0 in another order"
+    )
+    raise DesyncError(
+        f"the ranks have built different models: {differs}.",
+        cause="code that builds, ties or freezes layers on some ranks only, or in another order",
+        hint="the same model on every rank; Paceline gives all of them rank 0's start weights",
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    trains = ", trainable" if tensor.requires_grad else ", not trainable" if isinstance(tensor, nn.Parameter) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trains}"

@@ -1,0 +1,47 @@
+"""Hooks of the user's own on parameters: a layout that puts another tensor in a parameter's place can't honour them."""
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor, nn
+
+from paceline.errors import JobError, LayoutError
+from paceline.torch_internals.private_api import has_hooks
+
+_CAUSE = "register_hook or register_post_accumulate_grad_hook on a parameter in model="
+
+
+def hooked_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters with hooks, by name; before anything of ours is hooked to them."""
+    return {name: parameter for name, parameter in model.named_parameters() if has_hooks(parameter)}
+
+
+def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse hooks on tensors of a model that is built without memory.
+
+    Raises:
+        JobError: by name.
+    """
+    for name, tensor in tensors.items():
+        if has_hooks(tensor):
+            raise JobError(
+                f"above init.limit the values of {name} come into another tensor, and the hook on it would never be "
+                "called.",
+                cause=_CAUSE,
+                hint="a larger --init.limit, where the model fits into each rank's memory; or the same in loss=",
+            )
+
+
+def refuse_lost(hooked: Mapping[str, nn.Parameter], model: nn.Module, *, without: Collection[str], layout: str) -> None:
+    """Refuse what is no longer the tensor that has the hook; those in `without` are another rank's.
+
+    Raises:
+        LayoutError: by name.
+    """
+    now = dict(model.named_parameters())
+    for name, parameter in hooked.items():
+        if name not in without and now.get(name) is not parameter:
+            raise LayoutError(
+                f"{layout} puts another tensor in the place of {name}, and the hook on it would never be called.",
+                cause=_CAUSE,
+                hint="--layout zero2 or ddp, which keep parameters; or the same in loss= or optimizer=",
+            )

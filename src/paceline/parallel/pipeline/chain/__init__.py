@@ -1,0 +1,1 @@
+"""Pipeline stages of a model that is a chain of blocks."""

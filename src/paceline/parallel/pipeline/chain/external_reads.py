@@ -1,0 +1,123 @@
+"""What code outside of the model takes of it beside its output, seen in one run: other stages' is not there to take."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.errors import LayoutError, line_now
+from paceline.parallel.module_access.user_call_isolation import side_effect_free
+from paceline.parallel.pipeline.stage_io import tensors_in
+from paceline.torch_internals.dispatch_modes import OpObserver
+from paceline.torch_internals.private_api import CallInterceptor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalRead:
+    """A value that an operation outside of the model takes: what made it, in which unit, and the line that takes it."""
+
+    name: str
+    unit: str
+    where: str
+
+
+def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
+    """Run `call`, a forward of the model and its loss on one example, without gradients or lasting effects.
+
+    Raises:
+        LayoutError: the model is called twice.
+    """
+    watcher = _Watcher()
+    gates = [CallInterceptor(model.get_submodule(name), watcher.unit(name)) for name in units]
+    gates.append(CallInterceptor(model, watcher.model))
+    try:
+        with side_effect_free(model), torch.no_grad(), OpObserver(watcher.see):
+            call()
+    finally:
+        for gate in reversed(gates):
+            gate.undo()
+    return tuple(watcher.taken)
+
+
+def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> None:
+    """Refuse what the last stage does not have: all that is not made in one of its units, `last`.
+
+    Raises:
+        LayoutError: with the value, and the line that takes it.
+    """
+    for one in taken:
+        if one.unit not in last:
+            raise LayoutError(
+                f"the loss reads a value ({one.name}) made in {one.unit or 'the forward'}, and the model does not "
+                "return it.",
+                where=one.where,
+                cause="an auxiliary loss or features, left on a module, in a list or by a hook: the last stage, which "
+                "has the loss, does not have other stages'",
+                hint="return it from its module, and add it in the model's output; or --layout ddp or fsdp",
+            )
+
+
+def called_twice() -> LayoutError:
+    """What to say of a forward= or a loss that calls the model again."""
+    line = line_now()
+    return LayoutError(
+        "the forward calls the model twice, and a stage is left after the model's first call.",
+        where="" if line is None else str(line),
+        cause="two views of a batch, a teacher or a consistency term (R-Drop, SimCSE), each by a call of its own",
+        hint="both as one batch: model(torch.cat([a, b])), its output cut in two; or --layout ddp or fsdp",
+    )
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.taken: list[ExternalRead] = []
+        self._made = WeakIdKeyDictionary()
+        self._inside = False
+        self._called = False
+        self._unit = ""
+
+    def model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call."""
+        if self._called:
+            raise called_twice()
+        self._called = self._inside = True
+        output = call(*args, **kwargs)
+        self._inside = False
+        for _, tensor in tensors_in(output):
+            self._made.pop(_memory(tensor), None)
+        return output
+
+    def unit(self, name: str) -> Callable[..., Any]:
+        """What answers the calls of a unit."""
+
+        def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before, self._unit = self._unit, name
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._unit = before
+
+        return answer
+
+    def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
+        """One operation has run."""
+        given = [tensor for _, tensor in tensors_in([args, kwargs])]
+        if self._inside:
+            old = {id(_memory(tensor)) for tensor in given}
+            name = operation.overloadpacket.__name__
+            for _, tensor in tensors_in(result):
+                if id(memory := _memory(tensor)) not in old:
+                    self._made[memory] = name, self._unit
+            return
+        for tensor in given:
+            name, unit = self._made.pop(_memory(tensor), ("", ""))
+            if name:
+                self.taken.append(ExternalRead(name=name, unit=unit, where=str(line_now() or "")))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What views share; a sparse tensor has none of its own."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor

@@ -1,0 +1,126 @@
+"""What answers for a module that a stage does not hold: NaN of the right shape, so that no value of it passes for real.
+
+Shapes are found by running a copy of the module that has no memory (device "meta"), once for each kind of input.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError
+from paceline.parallel.pipeline.stage_io import (
+    OutputClasses,
+    Path,
+    Spec,
+    flatten_output,
+    replace_at,
+    tensors_in,
+    unflatten_output,
+)
+from paceline.torch_internals.private_api import remove_all_hooks
+
+Kind = tuple[torch.Size, torch.dtype]
+Form = tuple[Spec, tuple[Path | None, ...]]
+Pool = dict[tuple[Kind, torch.device], Tensor]
+
+
+class Placeholder:
+    """The stand-in of one module.
+
+    Where the copy can't run on "meta", as with experts that look at their tokens, `form` says what it returned when
+    the model was cut, and which input each tensor is shaped like.
+    """
+
+    def __init__(self, module: nn.Module, *, name: str, kinds: OutputClasses, form: Form | None = None) -> None:
+        self._name = name
+        self._kinds = kinds
+        self._skeleton = _without_memory(module)
+        self._module = module
+        self._known: dict[Any, tuple[Spec, list[Kind]]] = {}
+        self._form = form
+
+    def answer(self, args: Any, kwargs: Any, *, pool: Pool | None = None) -> Any:
+        """Its output with every float NaN and every integer 0; equal ones are one tensor within a `pool`."""
+        value = {"args": args, "kwargs": kwargs}
+        inputs = dict(tensors_in(value))
+        kinds = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
+        key = self._module.training, kinds
+        if key not in self._known:
+            self._known[key] = self._shapes(value, inputs)
+        spec, shapes = self._known[key]
+        device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        return unflatten_output(spec, iter([_filled(kind, device, pool) for kind in shapes]), self._kinds)
+
+    def _shapes(self, value: Any, inputs: Mapping[Path, Tensor]) -> tuple[Spec, list[Kind]]:
+        try:
+            if self._skeleton is None:
+                raise RuntimeError("it can't be copied")
+            moved = replace_at(value, {path: _on_meta(tensor) for path, tensor in inputs.items()})
+            tensors, spec = flatten_output(self._run(self._skeleton, moved), where=self._name)
+            return spec, [(tensor.shape, tensor.dtype) for tensor in tensors]
+        except LayoutError:
+            raise
+        except Exception as error:  # whatever a module that needs real values says
+            if self._form is None or any(path not in inputs for path in self._form[1]):
+                raise LayoutError(
+                    f"the shape of what {self._name} returns can't be found without its weights: {error}",
+                    hint="cut so that the first stage alone calls it, or make it a block",
+                ) from error
+            spec, like = self._form
+            return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]
+
+    def _run(self, skeleton: nn.Module, moved: Any) -> Any:
+        """In the mode that the module is in; else without training, as one row is enough for BatchNorm then."""
+        for copied, module in zip(skeleton.modules(), self._module.modules(), strict=True):
+            copied.training = module.training
+        with torch.no_grad():
+            try:
+                return skeleton(*moved["args"], **moved["kwargs"])
+            except Exception:
+                if not any(module.training for module in skeleton.modules()):
+                    raise
+                return skeleton.eval()(*moved["args"], **moved["kwargs"])
+
+
+def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | None:
+    """What a block returned, and the first input of each tensor's shape and type; None for what can't cross."""
+    try:
+        tensors, spec = flatten_output(output, where=where)
+    except LayoutError:
+        return None
+    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    return spec, tuple(next((path for path, kind in given.items() if kind == each), None) for each in kinds)
+
+
+def _without_memory(module: nn.Module) -> nn.Module | None:
+    """A copy whose parameters and buffers are on "meta"; made without copying them."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): _meta_of(tensor) for tensor in tensors}
+    try:
+        skeleton = copy.deepcopy(module, memo)
+    except Exception:  # a module that holds a lock, a generator, a file
+        return None
+    remove_all_hooks(skeleton)
+    return skeleton
+
+
+def _meta_of(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _filled(kind: Kind, device: torch.device, pool: Pool | None) -> Tensor:
+    if pool is not None and (kind, device) in pool:
+        return pool[kind, device]
+    shape, dtype = kind
+    made = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    if pool is not None:
+        pool[kind, device] = made
+    return made

@@ -1,0 +1,320 @@
+"""Stages of a model, run by the model's own forward: no tracing, no wrapper, the same names in `state_dict()`.
+
+On each stage the whole `forward` begins. Blocks before the stage answer with dummies, the last of them with what was
+received; the stage's own blocks run; after its last block the forward is left. Calls are answered outside of all of a
+module's hooks, so that sharding, compiling and recomputing see only the calls that are real.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError, LayoutError, RunError, user_line
+from paceline.parallel.pipeline.chain.placeholders import Form, Placeholder, Pool
+from paceline.parallel.pipeline.chain.split import StagePart, StageSplit
+from paceline.parallel.pipeline.free_memory import free_other_stages, keep_shared_storage
+from paceline.parallel.pipeline.stage_io import Spec, flatten_output, replace_at, tensors_in, unflatten_output
+from paceline.torch_internals.private_api import CallInterceptor, in_backward, running_function
+from paceline.torch_internals.rng import DisabledDropout
+
+
+@dataclass(kw_only=True)
+class StageOutput:
+    """What crosses a border: tensors, and a description of them that JSON can hold."""
+
+    tensors: list[Tensor]
+    spec: Spec
+
+    def received(self) -> "StageOutput":
+        """The same as the next stage begins with: outside of this stage's graph."""
+        return StageOutput(tensors=[_leaf(tensor) for tensor in self.tensors], spec=self.spec)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One stage's forward of one microbatch."""
+
+    part: StagePart
+    received: StageOutput | None
+    trains: bool = False
+    pool: Pool = field(default_factory=dict)
+    stream: Tensor | None = None
+    carried: dict[int, Tensor] = field(default_factory=dict)
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    called: int = 0
+
+
+class _Left(BaseException):
+    """The stage's last block is done. No `Exception`, so that a forward's own `except` does not keep it."""
+
+    def __init__(self, run: _Run, sent: StageOutput) -> None:
+        super().__init__("left after the stage's last block")
+        self.run = run
+        self.sent = sent
+
+
+class Stages:
+    """The stages that this process runs of one model; the others' parameters and buffers give up their memory.
+
+    Several stages of one process (interleaved, V) share the model object. Build it before sharding, compiling or
+    hooking the model; its gates stand outside of all that comes later. `device` is where a model that has no memory
+    yet is going to run.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, cut: StageSplit, own: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        self.model = model
+        self.cut = cut
+        self.own = tuple(own)
+        self.on_leave: list[Callable[[], None]] = []
+        self._run: _Run | None = None
+        self._idle = DisabledDropout(model)
+        self._device = device or next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        blocks = [modules[name] for name in cut.blocks]
+        first = {id(p): name for name, p in model.named_parameters()}
+        outside = {
+            name: {first[id(p)] for p in module.parameters()} for name, module in keep_shared_storage(model, blocks)
+        }
+        self._gates = [
+            CallInterceptor(
+                module, self._block_gate(number, self._dummy(module, cut.blocks[number], cut.forms[number]))
+            )
+            for number, module in enumerate(blocks)
+        ]
+        self._gates += [
+            CallInterceptor(modules[name], self._glue_gate(name, parameters, self._dummy(modules[name], name)))
+            for name, parameters in outside.items()
+            if parameters
+        ]
+        free_other_stages(model, cut=cut, own=self.own, blocks=blocks, device=device)
+
+    def run(self, stage: int, received: StageOutput | None, call: Callable[[], Any]) -> Any:
+        """Run `call`, the forward of one microbatch, on one stage.
+
+        Returns what crosses to the next stage (`StageOutput`), or on the last stage what `call` returns. `received` is
+        what the stage before sent, its tensors with `requires_grad` where gradients go back.
+
+        Raises:
+            JobError: the forward ended without reaching the stage's last block.
+        """
+        if stage not in self.own:
+            raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
+        for gate in self._gates:
+            gate.renew()
+        part = self.cut.parts[stage]
+        run = _Run(part=part, received=received, trains=torch.is_grad_enabled())
+        run.stream = None if self.model.training else stream_of(self._device)
+        if received is not None:
+            self._unpack_carried(run, received)
+        before, self._run = self._run, run
+        try:
+            result = call()
+        except _Left as left:
+            if left.run is not run:
+                raise
+            return left.sent
+        except RuntimeError as error:
+            if "appears to not have been used in the graph" in str(error):
+                raise _through_stages(error) from error
+            raise
+        finally:
+            self._run = before
+            for leave in self.on_leave:
+                leave()
+        if run.called < len(self.cut.blocks):
+            raise self._another_way(run) if run.called else self._never(stage)
+        return result
+
+    def refuse_training(self) -> None:
+        """Refuse, before the first step, what only a forward without gradients can do.
+
+        Raises:
+            LayoutError: a block is called where autograd does not look.
+        """
+        if self.cut.enclosed is not None:
+            raise _enclosed(*self.cut.enclosed)
+
+    def close(self) -> None:
+        """Let calls through again."""
+        for gate in reversed(self._gates):
+            gate.undo()
+
+    # -- blocks
+
+    def _block_gate(self, number: int, dummy: Placeholder) -> Callable[..., Any]:
+        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return self._outside(call, args, kwargs, self.cut.blocks[number])
+            if number != run.called:
+                raise self._another_way(run)
+            run.called += 1
+            if run.trains and not torch.is_grad_enabled() and (function := running_function()) is not None:
+                raise _enclosed(self.cut.blocks[number], function.__name__)
+            if number == run.part.start - 1:
+                return self._take(run)
+            if number < run.part.start:
+                return dummy.answer(args, kwargs, pool=run.pool)
+            args, kwargs = self._handed(run, number, args, kwargs)
+            output = call(*args, **kwargs)
+            self._look(run, number, True, output)
+            if number == run.part.stop - 1 and run.part.stop < len(self.cut.blocks):
+                raise _Left(run, self._packed(run, number, output))
+            return output
+
+        return gate
+
+    def _never(self, stage: int) -> JobError:
+        return JobError(
+            f"the forward of stage {stage} ended before its block {self.cut.blocks[0]}.",
+            cause="a branch that skips blocks, or a forward= that does not call the model",
+            hint="forward=lambda model, batch: model(...), which calls every block once",
+        )
+
+    def _another_way(self, run: _Run) -> LayoutError:
+        """One stage can't know of another's choice, and what it would compute is nothing."""
+        number = run.called
+        due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no block any more"
+        return LayoutError(
+            f"the forward does not call its blocks as it did when the model was cut: {due} was due.",
+            cause="layers that are skipped, shuffled or repeated by chance or by the data",
+            hint="call all blocks in one order, with the choice inside of a block; or --layout ddp or fsdp",
+        )
+
+    def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
+        """Answer a call that no stage runs: the plain model's, where all of it is here, or a checkpoint's.
+
+        What a stage's backward runs again is what its forward ran; an answer of ours has no graph to go back through.
+        """
+        if len(self.own) == self.cut.num_stages or in_backward():
+            return call(*args, **kwargs)
+        raise RunError(
+            f"{name} was called, but this process holds the stages {list(self.own)} of {self.cut.num_stages} only.",
+            hint="run the model by its stages: stages.run(stage, received, call)",
+        )
+
+    def _take(self, run: _Run) -> Any:
+        assert run.received is not None, "a stage after the first runs on what it received"
+        output, streams = run.received.spec
+        if streams:
+            take_stream(run.received.tensors[-1], run.received.tensors[0].device)
+        tensors = [tensor.clone() for tensor in run.received.tensors] if run.part.copies else run.received.tensors
+        return unflatten_output(output, iter(tensors), self.cut.kinds)
+
+    def _unpack_carried(self, run: _Run, received: StageOutput) -> None:
+        numbers = run.part.takes
+        end = len(received.tensors) - int(bool(received.spec[1]))
+        run.carried = dict(zip(numbers, received.tensors[end - len(numbers) : end], strict=True))
+        run.seen.update(run.carried)
+
+    def _handed(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with carried values in their places."""
+        new = {
+            path: tensor
+            for carried, tensor in run.carried.items()
+            for block, path in self.cut.carried[carried].targets
+            if block == number
+        }
+        value = {"args": args, "kwargs": kwargs}
+        if new:
+            value = replace_at(value, new)
+        self._look(run, number, False, value)
+        return value["args"], value["kwargs"]
+
+    def _look(self, run: _Run, number: int, is_output: bool, value: Any) -> None:
+        """Keep what later stages need and this block takes or gives."""
+        wanted = [
+            (carried, sight[2])
+            for carried in run.part.gives
+            if (sight := self.cut.carried[carried].sight(run.part)) is not None and sight[:2] == (number, is_output)
+        ]
+        if wanted:
+            found = dict(tensors_in(value))
+            for carried, path in wanted:
+                if path not in found:
+                    raise LayoutError(
+                        f"{self.cut.blocks[number]} was called with other arguments than when the model was cut.",
+                        hint="the same keys in every batch",
+                    )
+                run.seen[carried] = found[path]
+
+    def _packed(self, run: _Run, number: int, output: Any) -> StageOutput:
+        tensors, spec = flatten_output(output, where=self.cut.blocks[number])
+        tensors += [run.seen[carried] for carried in run.part.gives]
+        if self.model.training:
+            streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
+        else:  # blocks have no streams of their own in evaluation: what one draws, the next does not
+            streams = run.stream is not None and not torch.equal(stream_of(tensors[0].device), run.stream)
+        if streams:
+            tensors.append(stream_of(tensors[0].device))
+        return StageOutput(tensors=tensors, spec=[spec, int(streams)])
+
+    # -- what stands outside the blocks
+
+    def _glue_gate(self, name: str, parameters: set[str], dummy: Placeholder) -> Callable[..., Any]:
+        real = {stage: self.cut.runs(parameters, stage=stage) for stage in self.own}
+
+        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return self._outside(call, args, kwargs, name)
+            return call(*args, **kwargs) if real[run.part.index] else dummy.answer(args, kwargs)
+
+        return gate
+
+    def _dummy(self, module: nn.Module, name: str, form: Form | None = None) -> Placeholder:
+        return Placeholder(module, name=name, kinds=self.cut.kinds, form=form)
+
+
+def _through_stages(error: RuntimeError) -> LayoutError:
+    """What autograd can't do where a forward asks for a gradient through other stages' blocks."""
+    line = user_line(error)
+    return LayoutError(
+        "the forward asks for the gradient of a value that is on another stage (torch.autograd.grad).",
+        where="" if line is None else str(line),
+        cause="a gradient penalty or an energy: its graph goes through all blocks, and a stage has some of them",
+        hint="--layout ddp or fsdp; or take the gradient inside of one block",
+    )
+
+
+def _enclosed(name: str, function: str) -> LayoutError:
+    if function != "CheckpointFunction":
+        return LayoutError(
+            f"the model calls {name} inside of the autograd function {function}, and no gradient would come back over "
+            "a stage border.",
+            cause="such a function knows its inputs' gradients alone, and a stage's first block answers with what came",
+            hint="call the block outside of it (checkpoint(..., use_reentrant=False)), or --layout ddp or fsdp",
+        )
+    return LayoutError(
+        f"the model checkpoints {name} with use_reentrant=True, and no gradient would come back over a stage border.",
+        cause="such a checkpoint knows its inputs' gradients alone, and a stage's first block answers with what came",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without it",
+    )
+
+
+def leaves_of(sent: StageOutput) -> Iterator[Tensor]:
+    """The tensors through which gradients go."""
+    return (tensor for tensor in sent.tensors if tensor.requires_grad)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def stream_of(device: torch.device) -> Tensor:
+    """The state of the random generator that draws on a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def take_stream(state: Tensor, device: torch.device) -> None:
+    """Go on drawing where `stream_of` was taken."""
+    state = state.clone()  # torch reads the storage from its beginning: a view of a message's buffer is another state
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state)

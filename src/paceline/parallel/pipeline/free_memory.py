@@ -1,0 +1,135 @@
+"""Giving up the memory of what other stages hold; names, shapes and types stay as they are."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError
+from paceline.parallel.pipeline.chain.split import StageSplit
+from paceline.parallel.pipeline.graph.split import GraphStageSplit
+from paceline.torch_internals.private_api import storage_key
+
+
+def keep_shared_storage(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that neither are, hold nor stand in a block."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and not any(id(part) in inside for part in module.modules()):
+            yield name, module
+
+
+def free_other_stages(
+    model: nn.Module,
+    *,
+    cut: StageSplit,
+    own: Sequence[int],
+    blocks: Sequence[nn.Module],
+    device: torch.device | None = None,
+) -> None:
+    """Move what none of this process's stages holds to the device "meta".
+
+    A parameter that belongs to a module around the blocks, whose forward runs on every stage, or that is read between
+    blocks becomes NaN without memory instead: that code can go on, on `device` where the model has none yet. Tied
+    parameters stay tied.
+    """
+    held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
+    first = {id(p): name for name, p in model.named_parameters()}
+    outside = {id(module) for _, module in keep_shared_storage(model, blocks)}
+    inside = {id(part) for block in blocks for part in block.modules()}
+    new: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        around = id(module) not in outside and id(module) not in inside
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in first and first[id(parameter)] not in held:
+                if id(parameter) not in new:
+                    is_seen = around or first[id(parameter)] in cut.read
+                    new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if is_seen else None)
+                setattr(module, key, new[id(parameter)])
+    theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
+    _empty_buffers(model, cut=cut, own=own, theirs=theirs)
+
+
+def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) -> None:
+    """Move what none of this process's stages holds to the device "meta"; buffers of modules that none calls too."""
+    empty = {id(parameter) for parameter in hollow_parameters(model, cut=cut, own=own)}
+    new: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in empty:
+                if id(parameter) not in new:
+                    new[id(parameter)] = _empty(parameter, device=None)
+                setattr(module, key, new[id(parameter)])
+    mine = {name for stage in own for name in cut.parts[stage].modules}
+    theirs = {name for part in cut.parts for name in part.modules} - mine
+    _empty_buffers(model, cut=cut, own=own, theirs=[model.get_submodule(name) for name in sorted(theirs)])
+
+
+def hollow_parameters(model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int]) -> set[nn.Parameter]:
+    """The parameters without memory: what sharding, optimizers and checkpoints of this process leave out."""
+    held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
+    return {parameter for name, parameter in model.named_parameters() if name not in held}
+
+
+def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
+    """The same model without the memory of its parameters and buffers, to export from when they are gone.
+
+    What never had any is said to be on `device`.
+
+    Raises:
+        LayoutError: it can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor.detach(), device=device if tensor.is_meta else None)
+        empty.untyped_storage().resize_(0)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise LayoutError(
+            f"the model can't be copied ({type(error).__name__}: {error}), so its forward can't be exported.",
+            cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
+            hint="make it in the forward, or leave it out of the model",
+        ) from error
+
+
+def _empty_buffers(
+    model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int], theirs: Sequence[nn.Module]
+) -> None:
+    """Move the buffers of modules that only other processes call to "meta", but for memory that is used here too.
+
+    That is memory of a module that stands elsewhere as well, of another buffer, and what a module of a stage of this
+    process takes from one that is not in it.
+    """
+    kept = {storage_key(model.get_buffer(name)) for stage in own for name in cut.parts[stage].buffers}
+    kept |= {storage_key(buffer) for module in _outside(model, theirs) for buffer in module.buffers(recurse=False)}
+    for module in {part: None for root in theirs for part in root.modules()}:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and storage_key(buffer) not in kept:
+                module._buffers[key] = torch.empty_like(buffer, device="meta")
+
+
+def _outside(model: nn.Module, closed: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that are reached without a way through the closed ones."""
+    seen, queue = {id(module) for module in closed}, [model]
+    while queue:
+        module = queue.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            queue += module.children()
+
+
+def _empty(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
+    if device is not None and parameter.is_floating_point():
+        value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+        value = value.expand(parameter.shape)
+    else:
+        value = torch.empty_like(parameter.detach(), device="meta")
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made

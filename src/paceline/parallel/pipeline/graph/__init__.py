@@ -1,0 +1,1 @@
+"""Pipeline stages of any model, split along the graph that `torch.export` gives."""

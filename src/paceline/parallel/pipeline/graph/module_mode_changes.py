@@ -1,0 +1,198 @@
+"""What a forward sets on its modules between their calls: a graph keeps the calls alone, not what is set."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.parallel.module_access.user_call_isolation import is_plain, plain_state, plain_value
+from paceline.user_code import is_users
+
+
+class ModeChangeCheck:
+    """Looks at each call of a unit, and at the end, whether its modules stand as their own forwards left them.
+
+    `before` and `after` are what the forwards of modules that do not stay whole keep from call to call. They are
+    looked at within the forward: torch.export puts back most of what a forward sets.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        self.before: dict[str, Any] = {}
+        self.after: dict[str, Any] = {}
+        self._left: list[tuple[dict[str, Any], str, Any]] = []
+        self._found = ""
+        modules = dict(model.named_modules())
+        self._parts = {unit: _named(unit, modules[unit]) for unit in units}
+        self._known: dict[int, dict[str, Any]] = {}
+        self._modules, self._hooks = modules, _hooks(modules)
+        self._opened = {name: part for name, part in modules.items() if not _is_inside(name, units)}
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end),
+        ]
+        for unit in units:
+            self._handles += [
+                modules[unit].register_forward_pre_hook(self._before(unit), prepend=True),
+                modules[unit].register_forward_hook(self._after(unit), always_call=True),
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def refuse(self) -> None:
+        """Refuse what was found, now that the forward is over.
+
+        Raises:
+            LayoutError: the first module and attribute.
+        """
+        self.close()
+        self._found = self._found or self.hooked
+        if self._found:
+            raise LayoutError(
+                f"the forward sets self.{self._found} between calls of its modules, and stages along a graph make the "
+                "calls alone.",
+                cause="a pass in eval mode, without tracking or with another momentum within the training forward; "
+                "layers that it freezes or thaws; functional_call with other parameters; a value left on a module",
+                hint="give the module what it needs as an argument; or --layout ddp or fsdp",
+            )
+
+    @property
+    def found(self) -> str:
+        """The first attribute that the forward has set between calls."""
+        return self._found
+
+    @property
+    def hooked(self) -> str:
+        """The first module that the forward has hooked or unhooked, now that it is over."""
+        hooked = [name for name, hooks in _hooks(self._modules).items() if hooks != self._hooks.get(name)]
+        return f"{hooked[0]}.register_hook".lstrip(".") if hooked else ""
+
+    @contextmanager
+    def only_hearing(self) -> Iterator[None]:
+        """Around the next forward: the hooks that this one has added may hear what goes in and out, and change nothing.
+
+        A graph has the flow of what they hear; on a stage they are not there.
+
+        Raises:
+            LayoutError: one of them changes something, or runs in the backward.
+        """
+        hooked, changing = self.hooked, list[object]()
+
+        def heard(hook: Callable[..., Any]) -> Callable[..., Any]:
+            def only(*args: Any, **kwargs: Any) -> Any:
+                given = hook(*args, **kwargs)
+                changing.extend([] if given is None else [hook])
+                return given
+
+            return only
+
+        for name, module in self._modules.items():
+            before = self._hooks.get(name, frozenset())
+            changing += [key for key in module._backward_hooks if key not in before]
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in hooks.keys() - before:
+                    hooks[key] = heard(hooks[key])
+        yield
+        if changing:
+            self._found = hooked
+            self.refuse()
+
+    @property
+    def changed(self) -> str:
+        """The first of what the forward leaves otherwise than it found it."""
+        return next((name for name in {**self.before, **self.after} if _differs(self.before, self.after, name)), "")
+
+    def settle(self) -> None:
+        """Leave the modules as the forward did."""
+        for attributes, key, value in self._left:
+            attributes[key] = value
+
+    def _begin(self, *_: Any) -> None:
+        self.before = _kept(self._opened)
+        self._learn(self._parts)
+
+    def _end(self, *_: Any) -> None:
+        for unit in self._parts:
+            self._look(unit)
+        self.after = _kept(self._opened)
+        self._left = [
+            (vars(part), key, copy.deepcopy(value))
+            for name, part in self._opened.items()
+            for key, value in vars(part).items()
+            if is_plain(value) and _differs(self.before, self.after, f"self.{name}.{key}".replace("..", "."))
+        ]
+
+    def _before(self, unit: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if torch.is_grad_enabled():  # what runs under no_grad is kept operation by operation
+                self._look(unit)
+
+        return hook
+
+    def _after(self, unit: str) -> Callable[..., None]:
+        """What a module's own forward does to it, it does on its stage too."""
+
+        def hook(*_: Any) -> None:
+            self._learn([unit])
+
+        return hook
+
+    def _learn(self, units: Iterable[str]) -> None:
+        for unit in units:
+            self._known |= {id(part): _state(part) for part in self._parts[unit].values()}
+
+    def _look(self, unit: str) -> None:
+        for name, part in self._parts[unit].items():
+            before, now = self._known.get(id(part)), _state(part)
+            if before is None or self._found:
+                return
+            key = next((key for key in {**before, **now} if _differs(before, now, key)), "")
+            self._found = f"{name}.{key}" if key else ""
+
+
+def _named(unit: str, module: nn.Module) -> dict[str, nn.Module]:
+    return {f"{unit}.{own}".rstrip("."): part for own, part in module.named_modules()}
+
+
+def _is_inside(name: str, units: Sequence[str]) -> bool:
+    return f"{name}.".startswith(tuple(f"{unit}." for unit in units))
+
+
+def _differs(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> bool:
+    return (name in before) != (name in after) or before.get(name) != after.get(name)
+
+
+def _kept(opened: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What the forwards of these modules keep from call to call: on themselves, in what they train, in globals."""
+    found = {f"self.{name}": value for name, value in plain_state(opened).items()}
+    for name, module in opened.items():
+        for key, parameter in module.named_parameters(name, recurse=False):
+            found[f"self.{key}.requires_grad"] = parameter.requires_grad
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            space = type(module).forward.__globals__
+            found |= {
+                key: plain_value(space[key], {}) for key in code.co_names if key in space and is_plain(space[key])
+            }
+    return found
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Its settings and mode, which tensors it has, and which of them train."""
+    found = plain_state({"": module}) | {"training": module.training}
+    found |= {name: id(tensor) for name, tensor in {**module._parameters, **module._buffers}.items()}
+    return found | {f"{name}.requires_grad": p.requires_grad for name, p in module._parameters.items() if p is not None}
+
+
+def _hooks(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
+    """The numbers of those that each has."""
+    return {
+        name: frozenset([*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks])
+        for name, module in modules.items()
+    }

@@ -1,0 +1,334 @@
+"""Where a graph is cut into stages, and what crosses: every value that is alive over the cut, skips included.
+
+Borders lie between two calls of modules that hold parameters, where the fewest bytes are alive. A border is kept by
+the call that it follows and the number of steps after it, so that graphs of other shapes are cut at the same place.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from paceline.errors import LayoutError
+from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall, aliased_arguments, silently_written
+from paceline.parallel.pipeline.stage_bounds import Bounds
+from paceline.parallel.pipeline.stage_parameters import parameters_of_several_stages, stages_of_parameters
+
+_UNKNOWN = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBoundary:
+    """After the call `after`, and after `steps` more steps."""
+
+    after: str
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPart:
+    """One stage: the parameters it holds, the modules that it calls, and the buffers that it computes with."""
+
+    index: int
+    parameters: frozenset[str]
+    modules: frozenset[str]
+    buffers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStageSplit:
+    """A forward without a chain cut into stages; a pure function of the model, equal on every rank.
+
+    `units` are the modules that stay whole, `blocks` the calls among them that hold parameters, `buffers` those that
+    operations between modules write, by stage.
+    """
+
+    units: tuple[str, ...]
+    blocks: tuple[str, ...]
+    bounds: Bounds
+    borders: tuple[StageBoundary, ...]
+    parts: tuple[GraphPart, ...]
+    buffers: Mapping[str, int]
+
+    @property
+    def num_stages(self) -> int:
+        """How many."""
+        return len(self.parts)
+
+    @cached_property
+    def ties(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameters that several stages hold, and which: their gradients are added over these stages."""
+        return parameters_of_several_stages(self.parts)
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a parameter, by its first name."""
+        return stages_of_parameters(name, self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json and for comparing ranks."""
+        return {
+            "blocks": list(self.blocks),
+            "bounds": [list(bound) for bound in self.bounds],
+            "borders": [[border.after, border.steps] for border in self.borders],
+            "ties": {name: list(stages) for name, stages in self.ties.items()},
+        }
+
+
+class LiveValues:
+    """What is alive between the steps of a graph, and where it can be cut."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._last: dict[str, int] = {}
+        self._made: dict[str, int] = {}
+        for place, step in enumerate(graph.steps):
+            self._last.update(dict.fromkeys(step.uses, place))
+            for name in step.makes:
+                self._made.setdefault(name, place)
+        self._last.update({value.name: len(graph.steps) for value in graph.outputs if value.name})
+        self._groups, self._writes = _memory(graph)
+
+    def over(self, place: int) -> tuple[str, ...]:
+        """The values made before the step `place` and used by it or later, in the order in which they are made."""
+        return tuple(name for name, made in self._made.items() if made < place <= self._last.get(name, -1))
+
+    def dead(self, place: int) -> Iterator[str]:
+        """What no step after this one uses."""
+        step = self.graph.steps[place]
+        return (name for name in (*step.uses, *step.makes) if self._last.get(name, -1) <= place)
+
+    def num_bytes(self, place: int) -> int:
+        """Of what is alive."""
+        return sum(num_bytes(self.graph.values[name]) or 0 for name in self.over(place))
+
+    def trouble(self, place: int) -> str:
+        """Why the graph can't be cut here; nothing if it can."""
+        live = self.over(place)
+        for name in live:
+            if num_bytes(self.graph.values[name]) is None:
+                kind = type(self.graph.values[name].meta.get("val")).__name__
+                return f"{self.words(name)}, a {kind} and no tensor, would have to cross"
+        for group, writes in self._writes.items():
+            given = [name for name in self._groups[group] if name not in self._made]
+            mine = [name for name in live if name in self._groups[group]]
+            later = any(write >= place for write in writes)
+            used_later = [name for name in given if self._last.get(name, -1) >= place]
+            if later and len(mine) > 1:
+                return f"{self.words(mine[0])} and {self.words(mine[1])} share memory that is overwritten after it"
+            if later and mine and used_later:
+                return f"{self.words(mine[0])} and {used_later[0]} share memory that is overwritten after it"
+            if used_later and any(write < place for write in writes):
+                return f"{used_later[0]} is overwritten before it and used after it"
+        return ""
+
+    def words(self, name: str) -> str:
+        """A value, and what makes it."""
+        node, place = self.graph.values[name], self.graph.inside.get(name)
+        maker = f" made in {self.graph.steps[place].name}" if place is not None else ""
+        kind = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else name
+        return f"a value ({kind}){maker}"
+
+    def writes_in(self, start: int, stop: int) -> bool:
+        """Whether a step between overwrites something."""
+        return any(start <= write < stop for writes in self._writes.values() for write in writes)
+
+    def draws_before(self, place: int) -> bool:
+        """Whether a random generator has moved."""
+        return any(step.draws for step in self.graph.steps[:place])
+
+
+def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]) -> int:
+    """Where a border lies in a graph; never beyond the next of the blocks.
+
+    Raises:
+        LayoutError: the forward goes another way than when it was cut.
+    """
+    calls = {step.name: place for place, step in enumerate(live.graph.steps) if isinstance(step, ModuleCall)}
+    if border.after not in calls:
+        raise LayoutError(
+            f"with these inputs the forward does not call {border.after}, after which the stages were cut.",
+            cause="a branch on a shape, an argument or train() and eval() that leaves modules out",
+            hint="--place.blocks with the modules that every forward calls",
+        )
+    place = calls[border.after] + 1 + border.steps
+    later = (at for name, at in calls.items() if name in blocks and at > calls[border.after])
+    following = next(later, len(live.graph.steps))
+    place = min(place, following)
+    trouble = live.trouble(place)
+    if trouble:
+        raise LayoutError(
+            f"with these inputs the border after {border.after} can't be: {trouble}.",
+            cause="a branch on a shape, an argument or train() and eval()",
+            hint="--place.stages with the border elsewhere",
+        )
+    return place
+
+
+def cut_graph(
+    model: nn.Module, graph: Graph, *, units: Sequence[str], blocks: Sequence[int], bounds: Bounds
+) -> GraphStageSplit:
+    """Cut between calls: `blocks` are the steps between which borders may lie, `bounds` how many each stage gets.
+
+    Raises:
+        LayoutError: no place between two blocks can be a border, with the value that would have to cross.
+    """
+    live = LiveValues(graph)
+    places = [_cheapest(live, blocks[stop - 1] + 1, blocks[stop]) for _, stop in bounds[:-1]]
+    ranges = list(zip([0, *places], [*places, len(graph.steps)], strict=True))
+    modules = [{s.module for s in graph.steps[start:stop] if isinstance(s, ModuleCall)} for start, stop in ranges]
+    used = [_used(graph, start, stop) for start, stop in ranges]
+    _check_buffers(graph, [buffers for _, buffers in used])
+    held = _held(
+        model,
+        [_parameters(model, graph, *each) | _firsts(model, mine) for each, (mine, _) in zip(ranges, used, strict=True)],
+    )
+    return GraphStageSplit(
+        units=tuple(units),
+        blocks=tuple(graph.steps[place].name for place in blocks),
+        bounds=bounds,
+        borders=tuple(
+            StageBoundary(after=graph.steps[blocks[stop - 1]].name, steps=place - blocks[stop - 1] - 1)
+            for (_, stop), place in zip(bounds[:-1], places, strict=True)
+        ),
+        parts=tuple(
+            GraphPart(
+                index=index,
+                parameters=held[index],
+                modules=frozenset(modules[index]),
+                buffers=frozenset(used[index][1]),
+            )
+            for index in range(len(ranges))
+        ),
+        buffers=_written_buffers(graph, ranges),
+    )
+
+
+def parameters_in(graph: Graph, start: int, stop: int) -> Iterator[str]:
+    """The parameters that operations between modules use in a stage."""
+    for step in graph.steps[start:stop]:
+        for name in step.uses:
+            source = graph.sources.get(name)
+            if source is not None and source.kind is InputKind.PARAMETER:
+                yield source.target
+
+
+def _parameters(model: nn.Module, graph: Graph, start: int, stop: int) -> set[str]:
+    first = {id(p): name for name, p in model.named_parameters()}
+    direct = {first[id(model.get_parameter(name))] for name in parameters_in(graph, start, stop)}
+    calls = [step.module for step in graph.steps[start:stop] if isinstance(step, ModuleCall)]
+    return direct | {first[id(p)] for name in calls for p in model.get_submodule(name).parameters()}
+
+
+def _held(model: nn.Module, used: Sequence[set[str]]) -> list[frozenset[str]]:
+    """Each parameter on the stages that use it; one that nothing uses where the one before it is."""
+    held, home = [set(mine) for mine in used], 0
+    for name, _ in model.named_parameters():
+        found = [index for index, mine in enumerate(used) if name in mine]
+        home = found[-1] if found else home
+        if not found:
+            held[home].add(name)
+    return [frozenset(mine) for mine in held]
+
+
+def _cheapest(live: LiveValues, start: int, stop: int) -> int:
+    """The place with the fewest bytes alive among those that can be a border; of equal ones the first."""
+    places = range(start, stop + 1)
+    good = [place for place in places if not live.trouble(place)]
+    if not good:
+        raise LayoutError(
+            f"the graph can't be cut between {live.graph.steps[start - 1].name} and {live.graph.steps[stop].name}: "
+            f"{live.trouble(stop)}.",
+            cause="only tensors cross from stage to stage, each with memory of its own",
+            hint="--place.stages with the border elsewhere, or --place.blocks with other modules",
+        )
+    return min(good, key=live.num_bytes)
+
+
+def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
+    """The parameters and buffers that a stage computes with, also those that a module takes from another one."""
+    steps = {step.name: place for place, step in enumerate(graph.steps)}
+    found: dict[InputKind | None, set[str]] = {InputKind.PARAMETER: set(), InputKind.BUFFER: set()}
+    for node in graph.values.values():
+        if start <= graph.inside.get(node.name, steps.get(node.name, -1)) < stop:
+            for given in node.all_input_nodes:
+                source = graph.sources.get(given.name)
+                if source is not None and source.kind in found:
+                    found[source.kind].add(source.target)
+    return found[InputKind.PARAMETER], found[InputKind.BUFFER]
+
+
+def _firsts(model: nn.Module, names: Collection[str]) -> set[str]:
+    """These parameters by their first names."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {first[id(model.get_parameter(name))] for name in names}
+
+
+def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
+    """That no two stages compute with a buffer that the forward writes to."""
+    groups, writes = _memory(graph)
+    written = {
+        source.target
+        for group in writes
+        for name in groups.get(group, ())
+        if (source := graph.sources.get(name)) is not None and source.kind is InputKind.BUFFER
+    }
+    for index, mine in enumerate(used):
+        for name in sorted(mine & written & set().union(*used[index + 1 :])):
+            raise LayoutError(
+                f"the buffer {name} is written by the forward and used on several stages, and only one can keep it.",
+                cause="one module called at several places of the forward, or one buffer in several modules",
+                hint="--place.stages with all its uses on one stage",
+            )
+
+
+def _written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Buffers that operations between modules write to, and the stage that does."""
+    _, writes = _memory(graph, directly=True)
+    found = {}
+    for name, places in writes.items():
+        source = graph.sources.get(name)
+        if source is not None and source.kind is InputKind.BUFFER:
+            found[source.target] = next(i for i, (start, stop) in enumerate(ranges) if start <= places[0] < stop)
+    return found
+
+
+def _memory(graph: Graph, directly: bool = False) -> tuple[dict[str, set[str]], dict[str, list[int]]]:
+    """Values that share memory, by a member's name, and the steps that overwrite it; views count as the same."""
+    root: dict[str, str] = {}
+    steps = {step.name: place for place, step in enumerate(graph.steps)}
+
+    def top(name: str) -> str:
+        while root.get(name, name) != name:
+            name = root[name]
+        return name
+
+    wrote: list[tuple[str, int]] = []
+    for node in graph.values.values():
+        place = graph.inside.get(node.name, steps.get(node.name))
+        written = [argument.name for argument in silently_written(node)]
+        for argument, is_write in aliased_arguments(node):
+            root[top(node.name)] = top(argument.name)
+            written += [argument.name] * is_write
+        if place is not None and (not directly or node.name in steps):
+            wrote += [(name, place) for name in written]
+    groups: dict[str, set[str]] = {}
+    for name in graph.values:
+        groups.setdefault(top(name), set()).add(name)
+    writes: dict[str, list[int]] = {}
+    for name, place in wrote:
+        writes.setdefault(top(name), []).append(place)
+    return groups, writes
+
+
+def num_bytes(node: Node) -> int | None:
+    """Of a tensor, more than any where that depends on the data; None of what is no tensor and can't be sent."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    numel = value.numel()
+    return numel * value.element_size() if type(numel) is int else _UNKNOWN

@@ -1,0 +1,232 @@
+"""A model as the stages of a pipeline: which this rank runs, and in what order."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import nn
+
+from paceline.comm.process_group import World
+from paceline.config.layout import Layout
+from paceline.config.settings import PlacementSettings
+from paceline.errors import LayoutError
+from paceline.parallel.initialization.deferred_fill import DeferredModel
+from paceline.parallel.module_access.blocks import NoChain, find_blocks
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.parallel.pipeline.free_memory import hollow_parameters, keep_shared_storage
+from paceline.parallel.pipeline.graph.cut_points import GraphPlan, plan_graph
+from paceline.parallel.pipeline.graph.split import GraphStageSplit
+from paceline.parallel.pipeline.graph.stages import GraphStages
+from paceline.parallel.pipeline.stagewise_check import compare_stagewise
+from paceline.planner.layout.mesh import Mesh
+from paceline.planner.layout.pipeline_options import is_file, program_of
+from paceline.schedule.lowering import forward_only
+from paceline.schedule.program import Program
+from paceline.schedule.text_format import read
+
+Programs = Callable[[int], Program]
+Seconds = Callable[[Mapping[str, nn.Module]], Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineModel:
+    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients.
+
+    `splits`: whether a stage's backward can be had in halves, as zero-bubble schedules ask for it.
+    """
+
+    stages: Stages | GraphStages
+    cut: StageSplit | GraphStageSplit
+    world: World
+    program: Programs
+    forward: Programs
+    hollow: frozenset[str]
+    splits: bool = True
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.cut.num_stages - 1 in self.stages.own
+
+    @property
+    def along_graph(self) -> bool:
+        """Whether the stages are steps of an exported graph, and no blocks of a chain."""
+        return isinstance(self.stages, GraphStages)
+
+    @property
+    def ties(self) -> dict[str, list[int]]:
+        """Parameters that several ranks hold, and the ranks."""
+        owners = self.forward(1).rank_of_stage
+        found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
+        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+
+def cut_model(
+    model: nn.Module,
+    *,
+    asked: Layout,
+    mesh: Mesh,
+    world: World,
+    call: Callable[[], object],
+    how: PlacementSettings,
+    say: Callable[[str], None] = lambda line: None,
+    splits: bool = True,
+    seconds: Seconds | None = None,
+    late: DeferredModel | None = None,
+) -> PipelineModel:
+    """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
+
+    A model without a chain of blocks is cut along its graph, and `say` hears of it. `seconds` are what modules cost,
+    where stages are to be of equal cost. `late`: the model has no memory yet.
+
+    Raises:
+        LayoutError: what can't be cut, by name.
+    """
+    program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
+    some = read(asked.schedule) if is_file(asked.schedule) else program(1)
+    own = some.stages_of(world.rank)
+    compares = not world.is_imagined  # there are no numbers
+    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)
+    stages: Stages | GraphStages
+    if isinstance(found, StageSplit):
+        _refuse_counted(found, some)
+        stages = Stages(model, cut=found, own=own, device=world.device)
+        hollow = _hollow(model, cut=found, own=own)
+    else:
+        _refuse_beside(mesh, found)
+        plan = _graph(
+            model,
+            found,
+            num_stages=some.num_stages,
+            call=call,
+            how=how,
+            seconds=seconds,
+            device=world.device,
+            late=late,
+        )
+        stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
+        hollow = _hollow_graph(model, cut=plan.cut, own=own)
+        say(_told(plan.cut, found))
+        if plan.prints:
+            say("note: the forward prints between calls of its modules, which stages along a graph do not repeat")
+    return PipelineModel(
+        stages=stages,
+        cut=stages.cut,
+        world=world,
+        program=program,
+        forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
+        hollow=hollow,
+        splits=splits,
+    )
+
+
+def _chain(
+    model: nn.Module,
+    *,
+    num_stages: int,
+    call: Callable[[], object],
+    how: PlacementSettings,
+    seconds: Seconds | None,
+    late: DeferredModel | None,
+    compares: bool,
+) -> StageSplit | NoChain | None:
+    """The first way; why it can't be gone, or None where it was not asked for."""
+    if how.cut == "export":
+        return None
+    blocks, bounds = how.blocks or None, how.stages or None
+    try:
+        chain = {block.name: block.module for block in find_blocks(model, listed=blocks)}
+        weights = None if seconds is None else seconds(chain)
+        plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
+
+        if late is not None:  # a whole forward, stage by stage, would hold what nobody may hold
+            return late.planned(plan)
+        cut = plan()
+        compare_stagewise(model, cut=cut, call=call, compares=compares)
+        return cut
+    except NoChain as error:
+        if how.cut == "chain":
+            raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
+        return error
+
+
+def _graph(
+    model: nn.Module,
+    refused: NoChain | None,
+    *,
+    num_stages: int,
+    call: Callable[[], object],
+    how: PlacementSettings,
+    seconds: Seconds | None,
+    device: torch.device,
+    late: DeferredModel | None,
+) -> GraphPlan:
+    """The second way; where neither can be gone, what was wrong with the first is told too."""
+    blocks, bounds = how.blocks or None, how.stages or None
+    try:
+        return plan_graph(
+            model,
+            num_stages=num_stages,
+            call=call,
+            device=device,
+            blocks=blocks,
+            bounds=bounds,
+            seconds=seconds,
+            late=late,
+        )
+    except LayoutError as error:
+        if refused is not None:
+            error.cause += f" (and the first way: {refused.what.partition(':')[0]})"
+        raise
+
+
+def _refuse_counted(cut: StageSplit, program: Program) -> None:
+    """A rank with several stages begins the forward once for each."""
+    several = program.num_stages > len(set(program.rank_of_stage))
+    if cut.counts and several:
+        raise LayoutError(
+            f"the forward changes self.{cut.counts}, and a rank with several stages would do it once for each.",
+            cause="a counter in Python, and a schedule with more than one stage on a rank",
+            hint="a schedule with one: --layout pp,schedule=1f1b; or count in the training loop",
+        )
+
+
+def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
+    axis = next((axis for axis in ("cp", "ep") if mesh.size(axis) > 1), None)
+    if axis is not None:
+        raise LayoutError(
+            f"pp with {axis} needs a chain of blocks: {axis} does not see the operations of an exported graph.",
+            cause="--place.cut export" if refused is None else refused.what,
+            hint=f"--layout pp or --layout {axis} alone",
+        )
+
+
+def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
+    """For the console and the log."""
+    why = "asked for" if refused is None else refused.what.partition(":")[0]
+    borders = ", ".join(f"{border.after} +{border.steps}" if border.steps else border.after for border in cut.borders)
+    return f"note: stages are cut along the exported graph ({why}); borders after {borders}"
+
+
+def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...]) -> frozenset[str]:
+    """Parameters and buffers that are other ranks' alone."""
+    empty = hollow_parameters(model, cut=cut, own=own)
+    found = {name for name, parameter in model.named_parameters() if parameter in empty}
+    found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    return frozenset(found | {name for name, stage in cut.buffers.items() if stage not in own})
+
+
+def _hollow(model: nn.Module, *, cut: StageSplit, own: tuple[int, ...]) -> frozenset[str]:
+    """Parameters and buffers that are other ranks' alone."""
+    empty = hollow_parameters(model, cut=cut, own=own)
+    found = {name for name, parameter in model.named_parameters() if parameter in empty}
+    found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    first = {id(p): name for name, p in model.named_parameters()}
+    blocks = [model.get_submodule(name) for name in cut.blocks]
+    for path, module in keep_shared_storage(model, blocks):
+        held = {first[id(p)] for p in module.parameters()}
+        if held and not any(cut.runs(held, stage=stage) for stage in own):
+            found |= {f"{path}.{name}" for name, _ in module.named_buffers()}
+    return frozenset(found)

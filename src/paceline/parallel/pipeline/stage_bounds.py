@@ -1,0 +1,51 @@
+"""Which blocks each stage gets: listed, or as even as they come."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from paceline.errors import LayoutError
+from paceline.parallel.module_access.blocks import Block
+from paceline.planner.model_costs.stage_balance import balance
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
+    """From the listed number of blocks of each stage.
+
+    Raises:
+        LayoutError: the numbers do not add up, or a stage would have no block.
+    """
+    if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
+        raise LayoutError(
+            f"place.stages lists {len(counts)} stages with {sum(counts)} blocks; the layout has {num_stages} stages, "
+            f"the model {num_blocks} blocks.",
+            cause="one number of blocks for each stage, at least 1, that add up to all blocks",
+            hint=_listed(num_stages, num_blocks),
+        )
+    return tuple(pairwise([0, *accumulate(counts)]))
+
+
+def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
+    """As even as can be over the weights.
+
+    Raises:
+        LayoutError: more stages than blocks.
+    """
+    if num_stages > len(blocks):
+        names = ", ".join(block.name for block in blocks[:3])
+        raise LayoutError(
+            f"{num_stages} stages, but the model has only {len(blocks)} blocks ({names}{', ...' * (len(blocks) > 3)}).",
+            cause="each stage needs a block, and a schedule may have several stages on each rank",
+            hint=f"a smaller pp or virtual: {len(blocks)} stages at most; or finer blocks: --place.blocks",
+        )
+    if weights is not None and len(weights) != len(blocks):
+        raise LayoutError(f"{len(weights)} weights for {len(blocks)} blocks.", hint="one number for each block")
+    return balance(num_stages=num_stages, seconds=weights or [1.0] * len(blocks)).bounds
+
+
+def _listed(num_stages: int, num_blocks: int) -> str:
+    if num_stages > num_blocks:
+        return f"a smaller pp: {num_blocks} stages at most"
+    even = balance(num_stages=num_stages, seconds=[1.0] * num_blocks).bounds
+    return f"--place.stages {','.join(str(stop - start) for start, stop in even)}"

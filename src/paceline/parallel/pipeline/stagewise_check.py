@@ -1,0 +1,86 @@
+"""A cut tried out in one process: do the stages, one after another, give what the whole model gives?"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError, user_line
+from paceline.parallel.module_access.blocks import NoChain
+from paceline.parallel.module_access.user_call_isolation import side_effect_free
+from paceline.parallel.pipeline.chain.split import StageSplit
+from paceline.parallel.pipeline.chain.stages import Stages
+from paceline.parallel.pipeline.stage_io import Path, tensors_in
+
+_ROUNDING = 1e-5
+
+
+def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], Any], compares: bool = True) -> None:
+    """Run a whole model stage by stage on one example, without gradients, and compare. Costs two forwards.
+
+    What other stages hold answers with NaN, so a value that is needed and does not cross shows itself; and hooks on
+    other stages' blocks are not called, so that what they catch is missed. Each stage begins with the model as it is,
+    as each does in a process of its own, and with the generators where the whole one's forward began. Where tensors
+    have no numbers, nothing `compares`.
+
+    Raises:
+        NoChain: a stage fails, or the last stage's result is not the whole model's.
+    """
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            with side_effect_free(model):
+                right = dict(tensors_in(call()))
+            found = dict(tensors_in(_staged(model, cut, call)))
+        if compares:
+            _compare(right, found)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
+    stages = Stages(model, cut=cut, own=range(cut.num_stages))
+    found: Any = None
+    try:
+        for index in range(cut.num_stages):
+            with side_effect_free(model):
+                found = stages.run(index, found, call)
+    except torch.OutOfMemoryError:
+        raise
+    except LayoutError as error:
+        raise NoChain(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
+    except Exception as error:
+        raise NoChain(
+            f"the forward needs more than its blocks give: stage {index}, which runs the blocks from "
+            f"{cut.blocks[cut.parts[index].start]}, ends with {type(error).__name__}: {error}",
+            where=str(user_line(error) or ""),
+            cause="a list that hooks on the blocks or the blocks themselves fill, or an attribute that they leave",
+            hint="return it from block to block, or --place.stages with both ends on one stage",
+        ) from error
+    finally:
+        stages.close()
+    return found
+
+
+def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
+    for path, whole in right.items():
+        staged = found.get(path)
+        name = f"the value at {'.'.join(map(str, path))}" if path else "the result"
+        if staged is None or staged.shape != whole.shape:
+            raise NoChain(f"run by its stages, the model gives another structure than whole: {name} differs.")
+        if not whole.is_floating_point():
+            differs = not torch.equal(whole, staged)
+        else:
+            apart = (staged.double() - whole.double()).norm()
+            differs = not bool(apart <= _ROUNDING * whole.double().norm()) and bool(whole.isfinite().all())
+        if differs:
+            missing = whole.is_floating_point() and bool(staged.isnan().any())
+            raise NoChain(
+                f"run by its stages, the model gives another result than whole: {name} "
+                + ("needs a value that an earlier stage has (it is NaN)." if missing else "differs."),
+                cause="state that a forward leaves outside of its blocks' arguments and results",
+                hint="hand it from block to block, or cut elsewhere with bounds=",
+            )

@@ -1,0 +1,92 @@
+"""Which units the ranks gather, and in which order: each rank's own must be the others'.
+
+Rows are gathered by position: where two ranks call different units of one shape, each would get rows of both, and
+nothing would say so. So every rank folds the units that it calls, and those that run backward, into one number, and
+the numbers meet once a step, before the update.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import World
+from paceline.errors import DesyncError
+
+_KEPT = 4096
+
+
+class UnitOrderCheck:
+    """Of one rank. `names` are the units', by their numbers."""
+
+    def __init__(self, names: Sequence[str], *, world: World) -> None:
+        self._names, self._world = tuple(names), world
+        self._sum, self._count, self._first = 0, 0, list[int]()
+        self._sent: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
+
+    def saw(self, number: int, *, backward: bool = False) -> None:
+        """This unit is gathered now, for its forward or its backward."""
+        word = 2 * number + backward
+        self._sum = zlib.crc32(word.to_bytes(4, "little"), self._sum)
+        self._count += 1
+        if len(self._first) < _KEPT:
+            self._first.append(word)
+
+    def compare(self) -> None:
+        """Every rank calls this once a step. On a GPU what is read is the step before, which has long arrived.
+
+        Raises:
+            DesyncError: the ranks have gathered other units, or in another order.
+        """
+        self.hear()
+        vector = torch.tensor([self._sum, -self._sum], dtype=torch.int64).to(self._world.device)
+        self._world.all_reduce(vector, op="max")
+        event, host = None, vector
+        if vector.device.type == "cuda":
+            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            host.copy_(vector, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._sent = host, event, self._first
+        self._sum, self._count, self._first = 0, 0, []
+        if event is None:
+            self.hear()
+
+    def hear(self) -> None:
+        """Read what was compared last.
+
+        Raises:
+            DesyncError: the ranks have gathered other units, or in another order.
+        """
+        if self._sent is None:
+            return
+        (host, event, mine), self._sent = self._sent, None
+        if event is not None:
+            event.synchronize()
+        largest, smallest = host.tolist()
+        if largest != -smallest:
+            raise self._apart(self._world.gather_json(mine))
+
+    def told(self) -> str:
+        """How far this rank is in the step, for those who find that the ranks wait for each other."""
+        last = f", the last {self._said(self._first[-1])}" if self._first and self._count <= _KEPT else ""
+        return f"has gathered units {self._count} times in this step{last}"
+
+    def _apart(self, every: Sequence[Sequence[int]]) -> DesyncError:
+        """Every rank finds the same: the first rank that is not as rank 0, and where."""
+        rank = next((r for r, own in enumerate(every) if list(own) != list(every[0])), 0)
+        pairs = zip(every[0], every[rank], strict=False)
+        place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(every[0]), len(every[rank])))
+        found = [self._said(own[place]) if place < len(own) else "nothing" for own in (every[0], every[rank])]
+        return DesyncError(
+            f"fsdp gathered different units on different ranks: {found[0]} on one, {found[1]} on another "
+            f"(ranks 0 and {rank} of those that hold each other's rows).",
+            cause="a branch of the forward that depends on a rank's samples, or on a draw: a block that is left out, "
+            "chosen or put elsewhere",
+            hint="--layout zero2 or ddp, where each rank may take its own way",
+        )
+
+    def _said(self, word: int) -> str:
+        number, backward = divmod(word, 2)
+        return f"{self._names[number]}{' in backward' if backward else ''}"

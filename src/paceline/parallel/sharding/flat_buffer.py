@@ -1,0 +1,110 @@
+"""Packing: the rows of several parameters laid out for one reduce-scatter or all-gather.
+
+The buffer has one chunk for each place, all of one size. Members that are cut by rows begin at the same offset in every
+chunk, so that a whole tensor is copied in or out at once; a place with fewer rows leaves the end of its room unused.
+Members that have an owner follow, in that place's chunk alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import ALL_GATHER, REDUCE_SCATTER, World
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.sharding.row_shards import RowSplit
+from paceline.torch_internals.private_api import copy_all
+
+
+class FlatBufferLayout:
+    """The layout of one unit."""
+
+    def __init__(self, members: Sequence[NamedParameter], *, cut: Mapping[str, RowSplit], places: int) -> None:
+        self.members = list(members)
+        self.cuts = [cut[member.name] for member in members]
+        self.places = places
+        by_rows = [each.numel(0) if each.owner is None else 0 for each in self.cuts]
+        shared = list(accumulate(by_rows, initial=0))
+        ends = [shared[-1]] * places
+        self._offsets = shared[:-1]
+        for position, each in enumerate(self.cuts):
+            if each.owner is not None:
+                self._offsets[position] = ends[each.owner]
+                ends[each.owner] += each.numel(each.owner)
+        self.chunk = max(ends)
+
+    def empty(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for all places, of zeros."""
+        return torch.zeros(self.places, self.chunk, dtype=dtype, device=device)
+
+    def pieces(self, chunk: Tensor, *, place: int) -> list[Tensor]:
+        """The flat views of a place's rows in its chunk, one a member."""
+        sizes = [each.numel(place) for each in self.cuts]
+        return [chunk.narrow(0, o if n else 0, n) for o, n in zip(self._offsets, sizes, strict=True)]
+
+    def pairs(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of the buffer and of a member's contiguous tensor that hold the same elements, in few pieces."""
+        cut, offset, flat = self.cuts[position], self._offsets[position], tensor.view(-1)
+        if cut.owner is not None:
+            return [(buffer[cut.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
+        each = cut.numel(0)
+        full = flat.numel() // each if each else 0
+        found = [(buffer[:full, offset : offset + each], flat[: full * each].view(full, each))] if full else []
+        rest = flat[full * each :]
+        return [*found, (buffer[full].narrow(0, offset, rest.numel()), rest)] if rest.numel() else found
+
+    def by_place(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same, flat and place by place; what is not contiguous is copied first."""
+        for place, cut in enumerate([self.cuts[position]] * self.places):
+            if cut.numel(place):
+                room = buffer[place].narrow(0, self._offsets[position], cut.numel(place))
+                yield room, cut.rows(tensor, place).reshape(-1)
+
+    def put(self, chunk: Tensor, locals_: Sequence[Tensor], *, place: int) -> None:
+        """Copy a place's own tensors into its chunk."""
+        pairs = [(p, t) for p, t in zip(self.pieces(chunk, place=place), locals_, strict=True) if t.numel()]
+        copy_all([piece.view(tensor.shape) for piece, tensor in pairs], [tensor for _, tensor in pairs])
+
+    def spread(self, buffer: Tensor, holders: Sequence[Tensor]) -> None:
+        """Copy every place's rows over the holders' own."""
+        pairs = []
+        for position, holder in enumerate(holders):
+            if holder.is_contiguous():
+                pairs += self.pairs(position, buffer, holder)
+            else:
+                self._spread_strided(position, buffer, holder)
+        copy_all([target for _, target in pairs], [source for source, _ in pairs])
+
+    def _spread_strided(self, position: int, buffer: Tensor, holder: Tensor) -> None:
+        cut = self.cuts[position]
+        for place in range(self.places):
+            rows = cut.rows(holder, place)
+            if rows.numel():
+                rows.copy_(self.pieces(buffer[place], place=place)[position].view(rows.shape))
+
+
+def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
+    """Add `buffer` of shape (places, chunk) over the world into each place's `out`; call the answer to wait."""
+    if world.group is None:
+        out.copy_(buffer.view(-1))
+        return _nothing
+    world.sends("reduce_scatter", buffer)
+    work = REDUCE_SCATTER(out, buffer.view(-1), group=world.group, async_op=True)
+    wait: Callable[[], object] = work.wait
+    return wait
+
+
+def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
+    """Collect every place's chunk in `out` of shape (places, chunk); call the answer to wait."""
+    if world.group is None:
+        out.view(-1).copy_(chunk)
+        return _nothing
+    world.sends("all_gather", chunk)
+    work = ALL_GATHER(out.view(-1), chunk, group=world.group, async_op=True)
+    wait: Callable[[], object] = work.wait
+    return wait
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,118 @@
+"""Shares: the rows of each parameter that this rank's optimizer works on, as plain local tensors.
+
+A parameter is cut on its first dimension as `torch.chunk` and `fully_shard` do, or, for update rules that look at a
+whole tensor, given whole to one place. A scalar is one row, the first place's.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec, row_range
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSplit:
+    """How a parameter of this process's model is cut: for each place its rows `[start, stop)`.
+
+    `owner` is the place that has all of them, where it is not cut by rows.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[Rows, ...]
+    owner: int | None = None
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row."""
+        return int(torch.Size(self.shape[1:]).numel()) if self.shape else 1
+
+    def numel(self, place: int) -> int:
+        """Elements that a place has."""
+        start, stop = self.ranges[place]
+        return (stop - start) * self.row_numel
+
+    def shape_of(self, place: int) -> tuple[int, ...]:
+        """The shape of a place's tensor; where a scalar is another place's, an empty vector."""
+        start, stop = self.ranges[place]
+        if not self.shape:
+            return () if stop > start else (0,)
+        return (stop - start, *self.shape[1:])
+
+    def rows(self, tensor: Tensor, place: int) -> Tensor:
+        """The view of a place's rows of a tensor of the full shape."""
+        start, stop = self.ranges[place]
+        if not self.shape:
+            return tensor if stop > start else tensor.view(1).narrow(0, 0, 0)
+        return tensor.narrow(0, start, stop - start)
+
+    def part(self, base: ShardSpec, place: int) -> ShardSpec:
+        """The place's part of the whole model's tensor, where this process's model has the part `base`."""
+        start, stop = self.ranges[place]
+        if not self.shape:
+            return base if stop > start else ShardSpec.none_of(base.shape)
+        return base.narrowed(dim=0, start=start, stop=stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShard(NamedParameter):
+    """What this rank's optimizer has of one parameter.
+
+    `index` is the place in the whole model's order; `parameter` holds this rank's rows, perhaps none; `part` says
+    which those are of the whole; `holder` is the model's own parameter.
+    """
+
+    part: ShardSpec
+    holder: nn.Parameter
+
+
+def cut_rows(named: Sequence[NamedParameter], *, places: int, whole: Collection[str] = ()) -> dict[str, RowSplit]:
+    """By rows; those named in `whole` go to one place each, the largest first to the place that has least."""
+    found = {m.name: _by_rows(tuple(m.parameter.shape), places) for m in named if m.name not in whole}
+    load = [0] * places
+    for member in sorted((m for m in named if m.name in whole), key=lambda m: (-num_bytes(m.parameter), m.index)):
+        owner = load.index(min(load))
+        load[owner] += num_bytes(member.parameter)
+        shape = tuple(member.parameter.shape)
+        rows = shape[0] if shape else 1
+        ranges = tuple((0, rows) if place == owner else (0, 0) for place in range(places))
+        found[member.name] = RowSplit(shape=shape, ranges=ranges, owner=owner)
+    return found
+
+
+def _by_rows(shape: tuple[int, ...], places: int) -> RowSplit:
+    rows = shape[0] if shape else 1
+    return RowSplit(shape=shape, ranges=tuple(row_range(rows, place=place, places=places) for place in range(places)))
+
+
+def shares_of(
+    named: Sequence[NamedParameter], *, cut: dict[str, RowSplit], place: int, parts: Parts | None = None
+) -> list[RowShard]:
+    """Views of this place's rows, in the storage of the model's own parameters.
+
+    `parts` says what this process's model has of the whole, where that is not all of it (tensor parallel).
+    """
+    return [
+        RowShard(
+            index=member.index,
+            name=member.name,
+            parameter=view_of(cut[member.name].rows(member.parameter.detach(), place)),
+            part=cut[member.name].part(_base(member, parts), place),
+            holder=member.parameter,
+        )
+        for member in named
+    ]
+
+
+def view_of(tensor: Tensor) -> nn.Parameter:
+    """A trainable parameter in the same storage."""
+    return nn.Parameter(tensor.detach(), requires_grad=True)
+
+
+def _base(member: NamedParameter, parts: Parts | None) -> ShardSpec:
+    return ShardSpec.all_of(member.parameter.shape) if parts is None else parts[member.name]

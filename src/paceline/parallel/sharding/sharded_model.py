@@ -1,0 +1,107 @@
+"""What sharding leaves: the shares of this rank's optimizer, and what the step and the checkpoint need to know."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.config.compression import Compression
+from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
+from paceline.parallel.data_parallel.reducer import BucketReducer, LocalReducer, Reducer
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.sharding.reduce_scatter import ScatterReducer
+from paceline.parallel.sharding.row_shards import RowShard, RowSplit, cut_rows, shares_of
+from paceline.parallel.sharding.zero1_zero2 import ParameterAllGather, RowsReducer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGroups:
+    """The ranks that split a batch: all of them, those that split rows, those that hold the same rows.
+
+    `compress`: how those that hold everything send their gradients.
+    """
+
+    all: World
+    shard: World
+    replicas: World | None = None
+    compress: Compression | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """One rank's side of a sharded model.
+
+    `parts` says which part of each of the model's parameters, frozen ones too, this rank's model holds between two
+    steps; `locals` are those tensors, `sources` what autograd writes to, one a share. `spread` is called after each
+    update of the shares, `settle` where `locals` got other values on every rank.
+    """
+
+    shares: Sequence[RowShard]
+    reducer: Reducer
+    spread: Callable[[], None]
+    settle: Callable[[], None]
+    parts: Parts
+    locals: Mapping[str, Tensor]
+    sources: Sequence[nn.Parameter]
+    data: DataGroups
+
+    @property
+    def meets(self) -> bool:
+        """Whether every rank must run forward and backward equally often."""
+        return bool(getattr(self.reducer, "meets", False))
+
+
+def shard_zero12(
+    *,
+    stage: int,
+    model: nn.Module,
+    named: Sequence[NamedParameter],
+    data: DataGroups,
+    grid: FixedPointGrid | None = None,
+    parts: Parts | None = None,
+    whole: Sequence[str] = (),
+) -> Sharded:
+    """ZeRO stage 1 or 2: the model keeps its parameters whole. `whole` names those that are not cut into rows."""
+    cut = cut_rows(named, places=data.shard.world_size, whole=whole)
+    shares = shares_of(named, cut=cut, place=data.shard.rank, parts=parts)
+    every = {name: p.detach() for name, p in model.named_parameters()}
+    return Sharded(
+        shares=shares,
+        reducer=_reducer(stage, named, shares, cut, data, grid),
+        spread=ParameterAllGather(shares, cut=cut, world=data.shard),
+        settle=lambda: None,  # the values are whole, and the shares are views of them
+        parts=parts or whole_parts(every),
+        locals=every,
+        sources=[share.holder for share in shares],
+        data=data,
+    )
+
+
+def _reducer(
+    stage: int,
+    named: Sequence[NamedParameter],
+    shares: Sequence[RowShard],
+    cut: Mapping[str, RowSplit],
+    data: DataGroups,
+    grid: FixedPointGrid | None,
+) -> Reducer:
+    if stage == 2:
+        sources = [share.holder for share in shares]
+        return ScatterReducer(
+            shares=shares, sources=sources, cut=cut, shard=data.shard, replicas=data.replicas, grid=grid
+        )
+    inner: Reducer
+    if grid is not None:
+        inner = ExactReducer(named=named, world=data.all, grid=grid)
+    elif data.all.world_size > 1:
+        inner = BucketReducer(named=named, world=data.all)
+    else:
+        inner = LocalReducer(named=named)
+    return RowsReducer(inner, shares=shares, cut=cut, place=data.shard.rank)
+
+
+def whole_parts(tensors: Mapping[str, Tensor]) -> Parts:
+    """All of each."""
+    return {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,213 @@
+"""The job's optimizer on shares: the groups are learned on the whole model, the work is done on local tensors.
+
+A rule that treats each element by itself is right on any cut; `tried` finds out.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import JobError, LayoutError
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.sharding.row_shards import RowShard
+from paceline.parallel.sharding.shardability_check import (
+    FIELDS,
+    built_again,
+    merge_equal_groups,
+    refuse_across,
+    refuse_unmoved,
+    shardability_error,
+    takes_nothing,
+)
+
+Pairs = list[tuple[str, nn.Parameter]]
+
+
+def meta_pairs(named: Sequence[NamedParameter]) -> Pairs:
+    """The whole model's parameters as shapes without memory, for the job's factory."""
+    return [
+        (m.name, nn.Parameter(torch.empty(m.parameter.shape, dtype=m.parameter.dtype, device="meta"))) for m in named
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedOptimizerFactory:
+    """The job's optimizers over `pairs`, the whole model's parameters."""
+
+    pairs: Pairs
+    optimizers: Sequence[Optimizer]
+
+    def whole(self, *, exact: bool = False) -> dict[str, str]:
+        """The parameters whose rule looks at whole tensors, with what it is that differs.
+
+        Raises:
+            JobError: a rule that no cut gets right.
+        """
+        names = {id(p): name for name, p in self.pairs}
+        found: dict[str, str] = {}
+        for optimizer in self.optimizers:
+            refuse_across(optimizer)
+            for group in merge_equal_groups(optimizer):
+                reason = shardability_error(optimizer, group, exact=exact, dim=0)
+                if reason:
+                    found |= {names[id(p)]: reason for p in group["params"] if p.dim()}
+        return found
+
+    def refuse_rows(self, *, layout: str, exact: bool = False) -> None:
+        """For layouts that cut every parameter into rows.
+
+        Raises:
+            LayoutError: the rule that is not right on rows, by name.
+        """
+        whole = self.whole(exact=exact)
+        for name, reason in whole.items():
+            raise LayoutError(
+                f"{reason}, and {layout} cuts {name} into rows.",
+                cause="the update rule looks at a whole tensor",
+                hint=f"--layout zero1 or zero2, which give such parameters whole to one rank each; or "
+                f"torch.optim.AdamW{' without fused=True' if exact else ''}",
+            )
+
+    def refuse_apart(self) -> None:
+        """For layouts in which a rank's optimizer has some of the parameters.
+
+        Raises:
+            JobError: a rule that looks at several at once.
+        """
+        for optimizer in self.optimizers:
+            refuse_across(optimizer)
+
+    def refuse_pieces(self, cut: Collection[str], *, layout: str) -> None:
+        """For the parameters of which this rank has a piece, along whatever dimension.
+
+        Raises:
+            LayoutError: the rule that is not right on pieces, by name.
+        """
+        names = {id(p): name for name, p in self.pairs}
+        for optimizer in self.optimizers:
+            for group in merge_equal_groups(optimizer):
+                cut_here = [p for p in group["params"] if names[id(p)] in cut and p.dim()]
+                if any(
+                    shardability_error(optimizer, {**group, "params": cut_here}, exact=False, dim=dim)
+                    for dim in (0, -1)
+                ):
+                    first = max(cut_here, key=Tensor.dim)
+                    what = "matrices" if first.dim() > 1 else "vectors"
+                    raise LayoutError(
+                        f"{type(optimizer).__name__} looks at whole {what}, and {layout} leaves pieces of "
+                        f"{names[id(first)]}.",
+                        cause=f"its step on a piece of {what} is another one than on the whole",
+                        hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW",
+                    )
+
+    def on(self, shares: Sequence[NamedParameter]) -> list[Optimizer]:
+        """The same optimizers, groups and options over the shares; a parameter without a share is left out, and one
+        whose share has no element where the rule fails on such.
+
+        Called once: the optimizers themselves move.
+        """
+        local = {share.name: share.parameter for share in shares}
+        names = {id(p): name for name, p in self.pairs}
+        return [_moved(optimizer, local, names) for optimizer in self.optimizers]
+
+
+def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[NamedParameter]) -> ShardedOptimizerFactory:
+    """Call the job's factory once, on shapes.
+
+    Raises:
+        JobError: it looks at values, hooks into the step, or gives an optimizer that moves other tensors.
+    """
+    pairs = meta_pairs(named)
+    try:
+        made = factory(pairs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise JobError(
+            f"optimizer= failed on parameters without memory: {error}",
+            cause="it reads their values; a sharded layout learns its groups from names and shapes",
+            hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])",
+        ) from error
+    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    for optimizer in optimizers:
+        if isinstance(optimizer, Optimizer):
+            _refuse_hooked(optimizer)
+            refuse_unmoved(optimizer)
+    return ShardedOptimizerFactory(pairs=pairs, optimizers=optimizers)
+
+
+def shared_optimizers(
+    factory: Callable[[Pairs], Any],
+    named: Sequence[NamedParameter],
+    shares: Sequence[RowShard],
+    *,
+    layout: str,
+    exact: bool = False,
+) -> list[Optimizer]:
+    """The job's optimizers over shares that are cut by rows.
+
+    Raises:
+        JobError, LayoutError: the factory or a rule does not fit.
+    """
+    rules = try_optimizer_factory(factory, named)
+    rules.refuse_rows(layout=layout, exact=exact)
+    return rules.on(shares)
+
+
+def _moved(optimizer: Optimizer, local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> Optimizer:
+    """In place, since named groups may not be empty when they are made, and a share's rows may be."""
+    empty = [name for name, share in local.items() if not share.numel()]
+    if empty and not takes_nothing(optimizer):
+        local = {name: share for name, share in local.items() if share.numel()}
+    groups = [_group(group, local, names) for group in optimizer.param_groups]
+    if optimizer.state:
+        return built_again(optimizer, groups)
+    _refuse_own_references(optimizer, names)
+    optimizer.param_groups[:] = groups
+    return optimizer
+
+
+def _group(group: Mapping[str, Any], local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> dict[str, Any]:
+    here = [names[id(p)] for p in group["params"] if names[id(p)] in local]
+    found = {**group, "params": [local[name] for name in here]}
+    if "param_names" in group:
+        found["param_names"] = here
+    return found
+
+
+def _refuse_hooked(optimizer: Optimizer) -> None:
+    own = vars(optimizer)
+    hooks = [h for when in ("pre", "post") for h in own.get(f"_optimizer_step_{when}_hooks", {}).values()]
+    step = own.get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a schedule's wrap does nothing of its own
+        hooks.append(step)
+    for hook in hooks:
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise JobError(
+            f"optimizer= hooked {name} into the step of {type(optimizer).__name__}.",
+            cause="it may hold the parameters that the factory was given; here others are stepped, or parts of them",
+            hint="--train.max_grad_norm 1.0 where it clips; or --layout ddp, where the parameters are the model's own",
+        )
+
+
+def _refuse_own_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    for field, value in vars(optimizer).items():
+        inside = value.param_groups if isinstance(value, Optimizer) else value
+        if field in FIELDS or inside is optimizer.param_groups:
+            continue
+        if any(id(tensor) in names or tensor.is_meta for tensor in _tensors(inside)):
+            raise JobError(
+                f"{type(optimizer).__name__}.{field} holds parameters of its own.",
+                cause="each rank steps on its own rows, which such a reference does not know",
+                hint="read self.param_groups in step(), or --layout ddp",
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for key, item in value.items() for t in (*_tensors(key), *_tensors(item))]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple | set) else []

@@ -1,0 +1,287 @@
+"""What a unit of fsdp would do otherwise than the same module in one process, found while it is called.
+
+`fully_shard` hands a unit copies of the lists and dicts that it was given, puts its own parameters in place before
+the unit runs, and drops what was written to them when they are gathered again. None of this fails: a write that gets
+lost, or parameters that are put back, would be another training.
+"""
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from traceback import extract_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.comm.process_group import World
+from paceline.errors import JobError, LayoutError, user_line
+from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
+from paceline.torch_internals.private_api import (
+    CallInterceptor,
+    in_backward,
+    module_registries,
+    tensor_version,
+    tree_flatten,
+)
+from paceline.user_code import is_users_own
+
+_DEEP = 8
+_ELSEWHERE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
+_UNCOPIED = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
+_running = threading.local()
+_open: list[None] = []  # forwards that have not ended, of all threads: on a GPU backwards run in one of their own
+
+
+class UnitGuards:
+    """Of one model. `is_left`: its forward is left in its midst, and others run before its backward does."""
+
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_left: bool) -> None:
+        names = {id(module): name or "the model's own" for name, module in model.named_modules()}
+        self._guards = {id(unit): _Guard(self, names[id(unit)], n) for n, unit in enumerate(units)}
+        self.order = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
+        self._is_left, self._model = is_left, model
+        self._runs = 0
+
+    @contextmanager
+    def around(self, unit: nn.Module) -> Iterator[None]:
+        """Hooks outside and inside of those that the unit is given inside."""
+        guard = self._guards[id(unit)]
+        unit.register_forward_pre_hook(guard.entered, prepend=True, with_kwargs=True)
+        unit.register_forward_hook(guard.left)
+        yield
+        unit.register_forward_pre_hook(guard.called, prepend=True, with_kwargs=True)
+
+    def watched(self, unit: nn.Module, output: Any) -> Any:
+        """What a unit gives, where its backward is noticed; before the hooks that gather it for that."""
+        if unit is not self._model:
+            self._guards[id(unit)].given(output)
+        return output
+
+    def know(self, unit: nn.Module, name: str, owner: nn.Module, own: str, either: Sequence[nn.Parameter]) -> None:
+        """A parameter of a unit: sharded, and gathered."""
+        if isinstance(either[0], DTensor):
+            either[0].__class__ = LockedParameter  # type: ignore[assignment]
+            vars(either[0])["known_as"] = name
+        self._guards[id(unit)].parameters.append((name, module_registries(owner)[0], own, tuple(either)))
+        self._guards[id(unit)].trains.append(either[0].requires_grad)
+
+    def begin(self) -> None:
+        """When all parameters are known. Of stages nobody calls the whole model."""
+        if not self._is_left:
+            CallInterceptor(self._model, self._run)
+
+    def refuse_early(self) -> None:
+        """Raises: LayoutError: a unit runs backward while the model's forward has not ended, or the loss."""
+        if self._runs or _open:
+            raise LayoutError(
+                "the forward or the loss runs a backward of its own, through units that fsdp has let go of already.",
+                cause="torch.autograd.grad there, as for a gradient penalty",
+                hint=_ELSEWHERE,
+            )
+
+    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._runs += 1
+        try:
+            with forward_runs():
+                return call(*args, **kwargs)
+        finally:
+            self._runs -= 1
+
+
+class _Guard:
+    """One unit's, from call to call."""
+
+    def __init__(self, guards: UnitGuards, name: str, number: int) -> None:
+        self.name, self._guards, self._number = name, guards, number
+        self.parameters: list[tuple[str, dict[str, Any], str, tuple[nn.Parameter, ...]]] = []
+        self.trains: list[bool] = []
+        self._from_caller: list[Any] = []
+        self._copies: list[tuple[Any, Any]] = []
+        self._versions: list[int] = []
+        self._left: list[int] = []
+
+    def called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """As a pre-hook, before all others."""
+        self._from_caller = [*_containers((*args, *kwargs.values()))]
+        for number, (name, owner, own, either) in enumerate(self.parameters):
+            if self._left and tensor_version(either[-1]) != self._left[number]:
+                raise LayoutError(
+                    f"{name} was written to while it was gathered, and its rows, which fsdp keeps, were not.",
+                    cause="a callback that changes weights after an evaluation",
+                    hint=_ELSEWHERE,
+                )
+            if not any(owner.get(own) is known for known in either):
+                raise LayoutError(
+                    f"{self.name} is called with another tensor in the place of its parameter {name}, and fsdp would "
+                    "put its own back.",
+                    cause="torch.func.functional_call, or an assignment to the parameter",
+                    hint=_ELSEWHERE,
+                )
+
+    def entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """As a pre-hook, after those that gather."""
+        if not in_backward():
+            self._guards.order.saw(self._number)
+        self._freeze()
+        same = set(map(id, self._from_caller))
+        inside: Iterable[Any] = _containers((*args, *kwargs.values())) if same else ()
+        self._copies = [(each, _content(each)) for each in inside if id(each) not in same]
+        self._versions = [tensor_version(either[-1]) for *_, either in self.parameters]
+
+    def _freeze(self) -> None:
+        """A parameter that is frozen or let go, sharded or gathered as the user met it, is so both ways."""
+        for number, (*_, either) in enumerate(self.parameters):
+            if either[0].requires_grad != either[-1].requires_grad:
+                for parameter in either:
+                    parameter.requires_grad_(not self.trains[number])
+            self.trains[number] = either[0].requires_grad
+
+    def left(self, *_: Any) -> None:
+        """As a hook, before those that let go."""
+        for given, before in self._copies:
+            if not _is_same(_content(given), before):
+                raise LayoutError(
+                    f"{self.name} writes to a {type(given).__name__} that it is given, and under fsdp it is given a "
+                    "copy: the writing would be lost.",
+                    cause="append, update or an assignment to what the caller keeps",
+                    hint=f"return the value instead; or {_ELSEWHERE}",
+                )
+        for known, version_before in zip(self.parameters, self._versions, strict=True):
+            if tensor_version(known[-1][-1]) != version_before:
+                raise JobError(
+                    f"the forward writes to the parameter {known[0]}: each replica would write other values.",
+                    cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
+                    hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
+                )
+        self._copies, self._from_caller = [], []
+        self._left = self._versions
+
+    def given(self, output: Any) -> None:
+        """Notice the first of its tensors to which a gradient comes."""
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        came: list[Callable[[], None]] = [
+            self._guards.refuse_early,
+            partial(self._guards.order.saw, self._number, backward=True),
+        ]
+
+        def first(_: Tensor) -> None:
+            while came:
+                came.pop(0)()
+
+        for leaf in [output] if isinstance(output, Tensor) else tree_flatten(output)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(first)
+
+
+class LockedParameter(DTensor):
+    """A sharded parameter, which no forward may use: a number read off it would be of this rank's rows."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """As ever, outside of forwards."""
+        if getattr(_running, "depth", 0) and not in_backward():
+            for leaf in tree_flatten((args, kwargs))[0]:
+                if isinstance(leaf, cls) and "known_as" in vars(leaf):
+                    raise _elsewhere(vars(leaf)["known_as"])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def forward_runs() -> Iterator[None]:
+    """Around a forward: sharded parameters are not used, and what `fully_shard` leads to is told in our words.
+
+    Raises:
+        LayoutError: what the model's author can do about it.
+    """
+    _running.depth = getattr(_running, "depth", 0) + 1
+    _open.append(None)
+    try:
+        yield
+    except (RuntimeError, AssertionError, TypeError) as error:
+        found = _copied(error) or _explained(error)
+        if found is None:
+            raise
+        raise found.with_traceback(error.__traceback__) from error
+    finally:
+        _running.depth -= 1
+        _open.pop()
+
+
+def _copied(error: Exception) -> LayoutError | None:
+    """What fully_shard and tensors in parts say of a copy."""
+    frames = extract_tb(error.__traceback__)
+    if not any(frame.filename == copy.__file__ for frame in frames):
+        return None
+    if not any(frame.filename.endswith(_UNCOPIED) for frame in frames) and "FSDP does not support" not in str(error):
+        return None
+    return LayoutError(
+        "the forward copies a module (copy.deepcopy or copy.copy) of which a rank has parts: the copy would have them "
+        "alone.",
+        where=str(user_line(error) or ""),
+        cause="a teacher or a frozen twin that is made anew in each forward",
+        hint=f"call the module itself, for a teacher under torch.no_grad(); or {_ELSEWHERE}",
+    )
+
+
+def _explained(error: Exception) -> LayoutError | None:
+    text = str(error)
+    if "DTensor" in text and not is_users_own(error):
+        return _elsewhere("a parameter")
+    if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
+        return LayoutError(
+            "a block writes in place to a tensor that it is given, which under fsdp is a view that forbids it.",
+            where=str(user_line(error) or ""),
+            cause="x += ..., x.add_(...) or x[...] = ... on an argument",
+            hint=f"x = x + ..., and return it; or {_ELSEWHERE}",
+        )
+    return None
+
+
+def in_the_loss(name: str) -> LayoutError:
+    """Of a weight penalty, whose gradient would go to rows that no backward writes to."""
+    return LayoutError(
+        f"the loss is made of {name} itself, and under fsdp a rank has its rows only.",
+        cause="a weight penalty: a sum over model.parameters() that is added to the loss",
+        hint=f"weight_decay= of the optimizer; or {_ELSEWHERE}",
+    )
+
+
+def _elsewhere(name: str) -> LayoutError:
+    return LayoutError(
+        f"{name} is used where its unit of fsdp does not run: there a rank has its rows only.",
+        cause="a weight, a submodule or another method of a block, used from outside the block's forward",
+        hint=f"{_ELSEWHERE}; or --place.units with a module around both",
+    )
+
+
+def _containers(values: Sequence[Any], depth: int = 0) -> Iterator[Any]:
+    """What can be written to, among the arguments of a call and inside of it."""
+    for value in values:
+        if value is None or isinstance(value, Tensor | int | float | str) or depth > _DEEP:
+            continue
+        if isinstance(value, dict):
+            yield value
+            yield from _containers(list(value.values()), depth + 1)
+        elif isinstance(value, list | tuple):
+            if isinstance(value, list):
+                yield value
+            yield from _containers(value, depth + 1)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield value
+            yield from _containers([getattr(value, f.name, None) for f in dataclasses.fields(value)], depth + 1)
+
+
+def _content(container: Any) -> dict[Any, Any]:
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return dict(container) if isinstance(container, dict) else dict(getattr(container, "__dict__", {}))
+
+
+def _is_same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    return len(now) == len(before) and all(key in now and now[key] is value for key, value in before.items())

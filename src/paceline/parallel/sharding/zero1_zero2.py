@@ -1,0 +1,115 @@
+"""ZeRO-1 and ZeRO-2: each rank's optimizer has its own rows; the updated rows are gathered into the whole parameters.
+
+The model stays the user's own and whole. Stage 1 adds whole gradients as data parallelism does, stage 2 keeps each
+rank's own rows of them (Rajbhandari et al., "ZeRO", 2020).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import World
+from paceline.parallel.data_parallel.reducer import Reducer
+from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, passing_bytes
+from paceline.parallel.sharding.flat_buffer import FlatBufferLayout, start_all_gather
+from paceline.parallel.sharding.row_shards import RowShard, RowSplit
+
+IN_FLIGHT = 2
+
+
+class RowsReducer:
+    """ZeRO-1: another reducer's whole gradients, of which each share gets its rows, without a copy."""
+
+    meets = False
+
+    def __init__(self, inner: Reducer, *, shares: Sequence[RowShard], cut: Mapping[str, RowSplit], place: int) -> None:
+        self._inner = inner
+        self._shares = list(shares)
+        self._cuts = [cut[share.name] for share in shares]
+        self._place = place
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self._inner.begin()
+        for share in self._shares:
+            share.parameter.grad = None
+
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+        """As for whole gradients, where no replica has to stand in; one that does adds zeros."""
+        del counts
+        self._inner.before_backward(last=last)
+
+    def after_backward(self) -> None:
+        """As for whole gradients."""
+        self._inner.after_backward()
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """Give each share its rows of the global gradient."""
+        if not self._inner.finish(divisor=divisor):
+            return False
+        for share, cut in zip(self._shares, self._cuts, strict=True):
+            if share.holder.grad is not None:
+                share.parameter.grad = cut.rows(share.holder.grad, self._place)
+        return True
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._inner.close()
+
+
+class ParameterAllGather:
+    """After an update: every place's new rows, gathered into the parameters that each rank holds whole."""
+
+    def __init__(self, shares: Sequence[RowShard], *, cut: Mapping[str, RowSplit], world: World) -> None:
+        self._shares = list(shares)
+        self._world = world
+        named = [NamedParameter(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
+        units = make_buckets(named, bucket_bytes=passing_bytes(world)) if shares and world.world_size > 1 else []
+        self._packings = [FlatBufferLayout(members, cut=cut, places=world.world_size) for members in reversed(units)]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Gather; a few units are under way at a time, so that no second copy of the model is held."""
+        rooms = [_Room(self._packings[turn::IN_FLIGHT]) for turn in range(IN_FLIGHT)]
+        under_way: list[Callable[[], None]] = []
+        for turn, packing in enumerate(self._packings):
+            if len(under_way) == IN_FLIGHT:
+                under_way.pop(0)()
+            under_way.append(self._start(packing, rooms[turn % IN_FLIGHT]))
+        for land in under_way:
+            land()
+
+    def _start(self, packing: FlatBufferLayout, room: "_Room") -> Callable[[], None]:
+        shares = [self._shares[member.index] for member in packing.members]
+        out, chunk = room.lay(packing)
+        packing.put(chunk, [share.parameter.detach() for share in shares], place=self._world.rank)
+        wait = start_all_gather(chunk, out=out, world=self._world)
+
+        def land() -> None:
+            wait()
+            packing.spread(out, [share.holder.detach() for share in shares])
+
+        return land
+
+
+class _Room:
+    """Memory for one gather after another. gloo's thread lets go of a unit's tensors some time after it is waited for:
+    with new ones for each unit, now and then three units would be held in the place of two."""
+
+    def __init__(self, packings: Sequence[FlatBufferLayout]) -> None:
+        self._num_bytes = max((_bytes(packing) * (packing.places + 1) for packing in packings), default=0)
+        self._memory: Tensor | None = None
+
+    def lay(self, packing: FlatBufferLayout) -> tuple[Tensor, Tensor]:
+        """Every place's chunk, and this rank's own, of zeros."""
+        first = packing.members[0].parameter
+        if self._memory is None:
+            self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=first.device)
+        each, places = _bytes(packing), packing.places
+        out = self._memory[: each * places].view(first.dtype).view(places, packing.chunk)
+        return out, self._memory[each * places : each * (places + 1)].view(first.dtype).zero_()
+
+
+def _bytes(packing: FlatBufferLayout) -> int:
+    return packing.chunk * packing.members[0].parameter.element_size()

@@ -1,0 +1,206 @@
+"""What tensor ranks say to each other, and the same as steps of autograd.
+
+The rule that makes every gradient right: the gradient of a whole value is whole and equal on all ranks, the gradient
+of a cut value is the rank's own piece. Each function here keeps it (Megatron-LM's f and g, and their relatives).
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.process_group import REDUCE_SCATTER, World
+from paceline.parallel.tensor_parallel.once_differentiable import once
+from paceline.parallel.tensor_parallel.sharding import DimSharding
+from paceline.torch_internals.private_api import tensor_version
+
+
+class TensorParallelGroup(Protocol):
+    """The collectives of one tensor-parallel group; `sequence`: sums come back as pieces of the sequence."""
+
+    rank: int
+    size: int
+    sequence: bool
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks; the argument may be overwritten."""
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The maximum over all ranks."""
+
+    def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
+        """The whole of what each rank holds a piece of."""
+
+    def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
+        """This rank's piece of the sum over all ranks."""
+
+    def tell(self, what: str) -> None:
+        """Note once that something whole was put together that need not have been."""
+
+
+class WorldWire:
+    """Over the processes of a `World`."""
+
+    def __init__(self, world: World, *, sequence: bool = False) -> None:
+        self._world = world
+        self.sequence = sequence
+        self.rank, self.size = world.rank, world.world_size
+        self.told: dict[str, None] = {}
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """An all-reduce."""
+        return self._world.all_reduce(tensor.contiguous())
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """An all-reduce."""
+        return self._world.all_reduce(tensor.contiguous(), op="max")
+
+    def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
+        """An all-gather; pieces of unequal size are padded for the way."""
+        if self.size == 1:
+            return tensor
+        sizes = [cut.held(rank) for rank in range(self.size)]
+        own = tensor.movedim(cut.dim, 0).contiguous()
+        padded = own.new_zeros((max(sizes), *own.shape[1:]))
+        padded[: len(own)] = own
+        pieces = [torch.empty_like(padded) for _ in sizes]
+        self._world.sends("all_gather", padded)
+        dist.all_gather(pieces, padded, group=self._world.group)
+        return join_pieces([p[:n].movedim(0, cut.dim) for p, n in zip(pieces, sizes, strict=True)], cut)
+
+    def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
+        """A reduce-scatter; an all-reduce where the pieces are of unequal size."""
+        if self.size == 1:
+            return tensor
+        sizes = {cut.held(rank) for rank in range(self.size)}
+        if len(sizes) > 1 or len(cut.sections) > 1:
+            return piece_of(self.total(tensor.clone()), cut, self.rank).contiguous()
+        rows = tensor.movedim(cut.dim, 0).contiguous()
+        own = rows.new_empty((sizes.pop(), *rows.shape[1:]))
+        self._world.sends("reduce_scatter", rows)
+        REDUCE_SCATTER(own, rows, group=self._world.group)
+        return own.movedim(0, cut.dim).contiguous()
+
+    def tell(self, what: str) -> None:
+        """Kept for the notes."""
+        self.told[what] = None
+
+
+def piece_of(whole: Tensor, cut: DimSharding, rank: int) -> Tensor:
+    """A rank's piece of a whole tensor."""
+    parts = [whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges(rank)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+
+
+def join_pieces(pieces: list[Tensor], cut: DimSharding) -> Tensor:
+    """The whole of all ranks' pieces."""
+    if len(cut.sections) == 1:
+        return torch.cat(pieces, cut.dim)
+    found, offsets = [], [0] * len(pieces)
+    for fences in cut.sections:
+        for rank, own in enumerate(pieces):
+            length = fences[rank + 1] - fences[rank]
+            found.append(own.narrow(cut.dim, offsets[rank], length))
+            offsets[rank] += length
+    return torch.cat(found, cut.dim)
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, wire: TensorParallelGroup) -> Tensor:
+        ctx.wire = wire
+        return whole.detach()  # no view: it would hold `whole`, which remembers it, and neither would ever go
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.wire.total(grad.clone()), None
+
+
+class _ReduceOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, wire: TensorParallelGroup) -> Tensor:
+        return wire.total(partial.clone())
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _TakeOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
+        ctx.cut, ctx.wire = cut, wire
+        return piece_of(whole, cut, wire.rank).contiguous()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.wire.join(grad, ctx.cut), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cut: DimSharding, wire: TensorParallelGroup, partial: bool) -> Tensor:
+        ctx.cut, ctx.wire, ctx.partial = cut, wire, partial
+        return wire.join(local, cut)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.partial:
+            return ctx.wire.total_piece(grad, ctx.cut), None, None, None
+        return piece_of(grad, ctx.cut, ctx.wire.rank).contiguous(), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
+        ctx.cut, ctx.wire = cut, wire
+        return wire.total_piece(partial, cut)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.wire.join(grad, ctx.cut), None, None
+
+
+def copy_in(whole: Tensor, wire: TensorParallelGroup) -> Tensor:
+    """A whole value that cut work reads: forward as it is, backward summed; once, however often it is read."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole
+    if whole.is_leaf:
+        return _CopyIn.apply(whole, wire)  # type: ignore[no-any-return, no-untyped-call]
+    known = getattr(whole, "_paceline_copied", None)
+    if known is not None and known[0] is wire and known[1] == tensor_version(whole):
+        copied: Tensor = known[2]
+        return copied
+    copied = _CopyIn.apply(whole, wire)  # type: ignore[no-untyped-call]
+    whole._paceline_copied = (wire, tensor_version(whole), copied)  # type: ignore[attr-defined]
+    return copied
+
+
+def reduce_out(partial: Tensor, wire: TensorParallelGroup) -> Tensor:
+    """The sum of what the ranks hold in part: forward summed, backward as it is."""
+    found: Tensor = _ReduceOut.apply(partial, wire)  # type: ignore[no-untyped-call]
+    return found
+
+
+def take_own(whole: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
+    """This rank's piece of a whole value; backward puts the pieces' gradients together."""
+    found: Tensor = _TakeOwn.apply(whole, cut, wire)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather(local: Tensor, cut: DimSharding, wire: TensorParallelGroup, *, partial: bool = False) -> Tensor:
+    """The whole of a cut value; `partial` where what reads it is cut work, so that gradients must be summed."""
+    found: Tensor = _Gather.apply(local, cut, wire, partial)  # type: ignore[no-untyped-call]
+    return found
+
+
+def scatter(partial: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
+    """This rank's piece of the sum of what the ranks hold in part; backward gathers."""
+    found: Tensor = _Scatter.apply(partial, cut, wire)  # type: ignore[no-untyped-call]
+    return found

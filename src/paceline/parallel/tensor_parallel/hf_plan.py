@@ -1,0 +1,72 @@
+"""The plan that a model brings: Hugging Face's `_tp_plan` and `base_model_tp_plan`."""
+
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan
+
+STYLES = {
+    "colwise": ParameterRole(kind="column"),
+    "colwise_rep": ParameterRole(kind="column"),
+    "colwise_gather_output": ParameterRole(kind="column"),
+    "rowwise": ParameterRole(kind="row"),
+    "rowwise_rep": ParameterRole(kind="row"),
+    "rowwise_split_input": ParameterRole(kind="row"),
+    "embedding_rowwise": ParameterRole(kind="embedding"),
+    "embedding_colwise": ParameterRole(kind="column", dim=1),
+    "packed_colwise": ParameterRole(kind="column", fused=2),
+    "packed_rowwise": ParameterRole(kind="row", fused=2),
+    "moe_tp_experts": ParameterRole(kind="local"),
+}
+WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "all_reduce", "local_params")
+KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")
+
+
+def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
+    """The model's own plan, None where it has none. Outputs that its styles would put together stay cut until
+    something needs the whole.
+
+    Raises:
+        LayoutError: a style that is not known here, by name.
+    """
+    styles = _styles(model)
+    if not styles:
+        return None
+    roles, notes = {}, []
+    config: Any = getattr(model, "config", None)
+    for pattern, style in styles.items():
+        if style in WHOLE:
+            continue
+        if style not in STYLES:
+            raise LayoutError(
+                f"{type(model).__name__} wants {pattern} split as {style!r}, which is not known here.",
+                hint="derive the plan from a batch, or write it: see docs/tensor.md",
+            )
+        heads = _heads(pattern, config)
+        if pattern.endswith(KEYS) and heads is not None and heads % ranks:
+            notes.append(f"{pattern} stays whole: {heads} key-value heads do not divide by {ranks}")
+            continue
+        base = STYLES[style]
+        roles[pattern] = ParameterRole(kind=base.kind, fused=base.fused, dim=base.dim, heads=heads)
+    return TensorPlan(roles=roles, source="the model's own", notes=tuple(notes))
+
+
+def _styles(model: nn.Module) -> dict[str, str]:
+    """The model's own patterns, and its base model's below the base model's name."""
+    found: dict[str, str] = {}
+    prefix = getattr(model, "base_model_prefix", "")
+    config: Any = getattr(model, "config", None)
+    base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    below = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    found.update({f"{below}{pattern}": style for pattern, style in base.items()})
+    found.update(getattr(type(model), "_tp_plan", None) or {})
+    return found
+
+
+def _heads(pattern: str, config: Any) -> int | None:
+    heads = getattr(config, "num_attention_heads", None)
+    if pattern.endswith(KEYS):
+        return getattr(config, "num_key_value_heads", None) or heads
+    return heads if pattern.endswith(QUERIES) else None

@@ -1,0 +1,1 @@
+"""How each torch function propagates the sharding of its arguments."""

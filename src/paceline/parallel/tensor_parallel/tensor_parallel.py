@@ -1,0 +1,206 @@
+"""A model split over tensor-parallel ranks: its own modules, its own names, each rank's pieces of the weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.parallel.module_access.shard_spec import ShardSpec
+from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldWire, copy_in, reduce_out
+from paceline.parallel.tensor_parallel.rules import elementwise, indexing, loss, matmul, views
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor
+from paceline.parallel.tensor_parallel.sharding import DimSharding
+from paceline.parallel.tensor_parallel.tensor_plan import ParameterCuts, TensorPlan, cuts_of
+from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
+
+_FILES_OF_RULES = (loss, elementwise, indexing, matmul, views)  # importing them fills RULES
+assert len(RULES) > 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlaced:
+    """What `split_model` did.
+
+    `parts`: what this rank holds of every parameter, by name. `summed`: parameters whose gradient each rank holds only
+    in part; always empty, since the sums are steps of backward. `close` takes the hooks away; the pieces stay. `rest`
+    is for whoever leaves the model's forward in its midst.
+    """
+
+    parts: dict[str, ShardSpec]
+    summed: frozenset[str]
+    plan: TensorPlan
+    wire: TensorParallelGroup
+    close: Callable[[], None]
+    rest: Callable[[], None]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the plan noted, and what had to be put together so far."""
+        return [*self.plan.notes, *getattr(self.wire, "told", ())]
+
+
+def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False) -> TensorPlaced:
+    """Cut the model's parameters in place and let its forward work on the pieces.
+
+    Every rank of `world` calls this on the same whole model (memory-free tensors will do) and keeps its own slices.
+    A batch is the same on all its ranks, and so are the random generators.
+
+    Raises:
+        LayoutError: the plan can't be had on this model, by name.
+    """
+    return split_over(model, plan=plan, wire=WorldWire(world, sequence=sequence))
+
+
+def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup) -> TensorPlaced:
+    """`split_model` over any wire."""
+    cuts = cuts_of(model, plan, ranks=wire.size)
+    parts: dict[str, ShardSpec] = {}
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            name = f"{prefix}.{own}" if prefix else own
+            cut = cuts.of.get(name)
+            if id(parameter) in {id(p) for p in made.values()}:
+                continue  # a module that is there twice
+            if cut is None:
+                parts[name] = ShardSpec.all_of(parameter.shape)
+                continue
+            parts[name] = ShardSpec.of_ranges(parameter.shape, dim=cut.dim, ranges=cut.ranges(wire.rank))
+            if id(parameter) not in made:
+                made[id(parameter)] = _own(parameter, parts[name])
+            module.register_parameter(own, made[id(parameter)])
+    undo, rest = show_cut_parameters(model, cuts, wire)
+    return TensorPlaced(parts=_once(model, parts), summed=frozenset(), plan=plan, wire=wire, close=undo, rest=rest)
+
+
+def _own(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
+    whole = parameter.detach()
+    if whole.dim() and not any(whole.stride()) and part.local is not None:  # one number: another stage has the memory
+        piece = whole[(0,) * whole.dim()].expand(part.local) if whole.numel() else whole
+    else:
+        piece = part.take(whole)
+    own = nn.Parameter(piece, requires_grad=parameter.requires_grad)
+    own.__dict__.update(parameter.__dict__)
+    return own
+
+
+def _once(model: nn.Module, parts: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
+    """By the names that the model itself reports, each tied weight once."""
+    return {name: parts[name] for name, _ in model.named_parameters()}
+
+
+def show_cut_parameters(
+    model: nn.Module, cuts: ParameterCuts, wire: TensorParallelGroup
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Show each cut parameter as what it is while the model runs; returns the undo, and what ends a run."""
+    handles: list[Any] = []
+    shown: list[_Shown] = []
+    for prefix, module in model.named_modules():
+        if prefix in cuts.local:
+            handles += _run_locally(module, wire)
+            continue
+        names = [own for own, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+        own_cuts = {own: (name, cuts.of[name]) for own in names if (name := _join(prefix, own)) in cuts.of}
+        if own_cuts:
+            shown.append(_Shown(module, own_cuts, wire))
+            handles += shown[-1].hooks()
+    handles += _everywhere(model, shown)
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for each in shown:
+            each.rest()
+
+    def rest() -> None:
+        for each in shown:
+            each.rest()
+
+    return undo, rest
+
+
+def _join(prefix: str, own: str) -> str:
+    return f"{prefix}.{own}" if prefix else own
+
+
+class _Shown:
+    """Cut parameters of one module. They lie in its `__dict__` while it runs, before what is registered under the
+    same name: the module sees the whole's shape, everybody else the plain piece."""
+
+    def __init__(self, module: nn.Module, cuts: dict[str, tuple[str, DimSharding]], wire: TensorParallelGroup) -> None:
+        self.module, self._cuts, self._wire = module, cuts, wire
+        self._depth = 0
+
+    def hooks(self) -> Sequence[Any]:
+        return [
+            self.module.register_forward_pre_hook(lambda *_: self.show()),
+            self.module.register_forward_hook(lambda *_: self.hide(), always_call=True),
+        ]
+
+    def show(self) -> None:
+        self._depth += 1
+        for own, (name, cut) in self._cuts.items():
+            parameter = self.module._parameters[own]
+            known = self.module.__dict__.get(own)
+            if type(parameter) not in (nn.Parameter, Tensor) and not _is_plain(parameter):
+                continue  # still sharded along another axis: shown once it is put together
+            if known is None or known.local is not parameter:
+                assert parameter is not None
+                self.module.__dict__[own] = ShardPropagatingTensor.of(parameter, cut, self._wire, origins=(name,))
+
+    def hide(self) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self.rest()
+
+    def rest(self) -> None:
+        self._depth = 0
+        for own in self._cuts:
+            self.module.__dict__.pop(own, None)
+
+
+def _is_plain(parameter: Any) -> bool:
+    return type(parameter).__torch_function__ is Tensor.__torch_function__ or not hasattr(parameter, "placements")
+
+
+def _everywhere(model: nn.Module, shown: list[_Shown]) -> list[Any]:
+    """A weight that another module reads (a tied head written by hand) must look the same there."""
+
+    def show(*_: Any) -> None:
+        for each in shown:
+            each.show()
+
+    def hide(*_: Any) -> None:
+        for each in shown:
+            each.hide()
+
+    return [
+        model.register_forward_pre_hook(show, prepend=True),
+        model.register_forward_hook(hide, always_call=True),
+    ]
+
+
+def _run_locally(module: nn.Module, wire: TensorParallelGroup) -> list[Any]:
+    """The module's own forward on its pieces: inputs are read by cut work, outputs are summed."""
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _mapped((args, kwargs), lambda x: _read(x, wire))
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return _mapped(output, lambda x: reduce_out(x, wire) if x.is_floating_point() else x)
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def _read(x: Tensor, wire: TensorParallelGroup) -> Tensor:
+    return x.gathered(partial=True) if isinstance(x, ShardPropagatingTensor) else copy_in(x, wire)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    leaves, shape = tree_flatten(value)
+    return tree_unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape)

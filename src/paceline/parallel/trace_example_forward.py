@@ -1,0 +1,86 @@
+"""What a model is asked with before it is placed: one microbatch, and the settings of tensor plans."""
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.config.settings import PlacementSettings
+from paceline.parallel.initialization.deferred_fill import DeferredModel
+from paceline.parallel.module_access.user_call_isolation import side_effect_free
+from paceline.parallel.tensor_parallel.auto_plan import choose_plan
+from paceline.parallel.tensor_parallel.tensor_plan import TensorPlan
+from paceline.profiling.model_tracing.block_timer import BlockTimes, time_blocks
+
+Found = TypeVar("Found")
+
+
+class ExampleRun(Protocol):
+    """Forward and loss on one microbatch."""
+
+    def __call__(self) -> object:
+        """Of the job's model, in training mode."""
+
+    def run(self, model: nn.Module) -> Any:
+        """Of this model, as it is; its sums."""
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` gives; where the model is one of several copies, what it gave for another one."""
+
+
+def seconds_of(
+    model: nn.Module, how: PlacementSettings, world: World, example: ExampleRun, late: DeferredModel | None = None
+) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
+    """What stages are balanced by, where they are: rank 0's times of each block, forward and backward.
+
+    A model without memory has the values of one block at a time, beside those of what stands around the blocks.
+    """
+    if how.balance != "measured" or how.stages:
+        return None
+
+    def seconds(blocks: Mapping[str, nn.Module]) -> list[float]:
+        found = None
+        if world.is_main:
+            found = list(_timed(model, blocks, example, late).both)
+        return list(world.share_json(found))
+
+    return seconds
+
+
+def _timed(
+    model: nn.Module, blocks: Mapping[str, nn.Module], example: ExampleRun, late: DeferredModel | None
+) -> BlockTimes:
+    timed = partial(time_blocks, model, blocks=blocks, call=lambda: _scalar(example()))
+    if late is None:
+        with side_effect_free(model) as written:
+            example()
+        with side_effect_free(model, parameters=bool(written)):  # looking for it costs time in each operation
+            return timed()
+    inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
+    with (
+        side_effect_free(model, parameters=False),
+        late.held([parameter for parameter in model.parameters() if id(parameter) not in inside]),
+    ):
+        return timed(held=lambda block: late.held(block.parameters()))
+
+
+def _scalar(terms: Any) -> Tensor:
+    total: Tensor = sum(terms.values())
+    return total
+
+
+def tensor_plan(
+    model: nn.Module, how: PlacementSettings, ranks: int, example: ExampleRun | None, late: DeferredModel | None = None
+) -> TensorPlan:
+    """The user's file, else derived from the example, else the model's own."""
+    file = None if how.tensor_plan is None else Path(how.tensor_plan)
+    run = None if example is None else example.run
+    choose = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)
+
+    def plan() -> TensorPlan:
+        return choose() if late is None else late.planned(choose)
+
+    return plan() if example is None else example.once(("tensor", ranks, file, tuple(how.replicate)), plan)

@@ -1,0 +1,1 @@
+"""The cost model: memory and seconds of one step for a layout."""

@@ -1,0 +1,136 @@
+"""One way to place a model and to cut its batch: what the planner weighs, and what a user would type for it."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from paceline.config.layout import AXES, Layout, LayoutKind
+from paceline.planner.layout.mesh import Mesh, layout_label
+from paceline.schedule.registry import schedule_named
+
+MODEL_AXES = ("pp", "tp", "cp", "ep")
+MICRO = "micro_batch_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Axes, options and the microbatch. `params` is the type in which fsdp gathers; `precision` that of the products;
+    blocks are compiled where it `compiles`.
+
+    `micro_batch_size` is in samples of one forward of one replica; `virtual` how many stages a rank holds.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    virtual: int = 1
+    micro_batch_size: int = 1
+    remat: str = "none"
+    offload: tuple[str, ...] = ()
+    sequence: bool = False
+    params: str = "fp32"
+    precision: str = "fp32"
+    compiles: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """One a device."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Each gets other samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def num_micro(self, global_batch_size: int) -> int:
+        """Microbatches of the replica that has most; the last may be short."""
+        return num_micro(global_batch_size, replicas=self.replicas, micro_batch_size=self.micro_batch_size)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Its axes alone."""
+        return Mesh(
+            pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep,
+            zero=self.zero,
+        )  # fmt: skip
+
+    @cached_property
+    def asked(self) -> Layout:
+        """The layout that gives it, as if typed."""
+        sizes = {axis: self.mesh.size(axis) for axis in self.mesh.split} or {"dp_replicate": 1}
+        made = {"interleaved": 2, "breadth_first": 2, "zb_interleaved": 2}.get(self.schedule, 0)
+        return Layout(
+            kind=LayoutKind.AXES,
+            sizes=sizes,
+            zero=self.zero or 3,
+            schedule=self.schedule if self.pp > 1 else "1f1b",
+            virtual=self.virtual if made not in (0, self.virtual) else None,
+            remat=self.remat,
+            offload=self.offload,
+            sequence=self.sequence,
+            params=self.params,
+        )
+
+    @cached_property
+    def layout(self) -> str:
+        """What to type after `--layout`."""
+        text = layout_label(self.asked, self.mesh)
+        return text.replace("single,", "dp=1,", 1)
+
+    def but(self, **changes: Any) -> "Candidate":
+        """The same with other values; as `dataclasses.replace`, in a tenth of the time."""
+        found = object.__new__(Candidate)
+        own = vars(self)
+        vars(found).update({name: own[name] for name in _FIELDS}, **changes)
+        return found
+
+    @cached_property
+    def family(self) -> str:
+        """Its kind among layouts: the one model axis it has, `mixed` with several, or how its data axes share."""
+        axes = [axis for axis, size in zip(MODEL_AXES, (self.pp, self.tp, self.cp, self.ep), strict=True) if size > 1]
+        if axes:
+            return axes[0] if len(axes) == 1 else "mixed"
+        if self.dp_shard == 1:
+            return "ddp" if self.dp_replicate > 1 else "single"
+        return "hsdp" if self.dp_replicate > 1 else ("zero1", "zero2", "fsdp")[self.zero - 1]
+
+    def __str__(self) -> str:
+        """`fsdp,remat=full in microbatches of 2`."""
+        return f"{self.layout} in microbatches of {self.micro_batch_size}{', compiled' * self.compiles}"
+
+
+_FIELDS = tuple(field.name for field in fields(Candidate))
+
+
+def candidate_of(
+    layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str, compiles: bool = False
+) -> Candidate:
+    """Of a layout that was asked for. What runs every second block again is forecast as if it kept all of them."""
+    remat = layout.remat.partition(":")[0]
+    return Candidate(
+        **{axis: mesh.size(axis) for axis in AXES},
+        zero=mesh.zero,
+        schedule=schedule_named(layout.schedule).name if mesh.pp > 1 else "1f1b",
+        virtual=(layout.virtual or schedule_named(layout.schedule).virtual) if mesh.pp > 1 else 1,
+        micro_batch_size=micro_batch_size,
+        remat="none" if remat == "every" else remat,
+        offload=layout.offload,
+        sequence=layout.sequence and mesh.tp > 1,
+        params=layout.params if mesh.zero == 3 else "fp32",
+        precision=precision,
+        compiles=compiles,
+    )
+
+
+def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -> int:
+    """Microbatches of the replica that has most: they are dealt to the replicas in turn."""
+    every = -(-global_batch_size // micro_batch_size)
+    return -(-every // replicas)
+
+
+FAMILIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "mixed")

@@ -1,0 +1,1 @@
+"""Clusters, devices and links: catalogue, benchmark results, efficiency."""

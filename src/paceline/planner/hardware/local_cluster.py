@@ -1,0 +1,86 @@
+"""This machine as a cluster to plan for: what a probe has found, as one device a rank and the link between them."""
+
+from pathlib import Path
+
+from paceline.errors import MachineError
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark
+from paceline.planner.hardware.catalog import sheet_rates
+from paceline.planner.hardware.cluster import Cluster, Device, Link
+from paceline.planner.layout.host_resources import gpu_memory
+
+_OWN = 1e15  # bytes a second of what nobody has to send
+RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
+"""Of a process with torch in it, beside all that belongs to the job."""
+
+
+def fleet_here(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:
+    """`memory_bytes` is a GPU's; of CPUs those of all machines together, which the ranks share."""
+    rates, mark = probe.of_busy(ranks), probe.fingerprint
+    is_cpu = mark.device == "cpu"
+    flops = {name: products.square.best_rate for name, products in rates.products.items()}
+    device = Device(
+        name=mark.cpu if is_cpu else mark.gpus[0],
+        kind=mark.device,
+        memory_bytes=memory_bytes / ranks if is_cpu else memory_bytes,
+        flops_per_second=flops,
+        bytes_per_second=rates.streams["add"].best_rate,
+        reserve_bytes=RESERVE_BYTES["cpu" if is_cpu else "cuda"],
+        source="measured here",
+        peaks={} if is_cpu else sheet_rates(mark.gpus[0]),
+    )
+    link = _link(probe, ranks)
+    host = Link(name="memory", latency_seconds=0.0, bytes_per_second=rates.streams["copy"].best_rate, origin="measured")
+    return Cluster(device=device, devices=ranks, inside=link, between=link, host=host, name="here")
+
+
+def _link(probe: HardwareBenchmark, ranks: int) -> Link:
+    """A ring's steps, from what an all-reduce took: 2 (n - 1) of them, each with a part of the bytes."""
+    if ranks == 1:
+        return Link(name="none", latency_seconds=0.0, bytes_per_second=_OWN, origin="measured")
+    small, large = 1 << 10, 16 << 20
+    first = probe.collective_seconds("all_reduce", num_bytes=small, ranks=ranks)
+    last = probe.collective_seconds("all_reduce", num_bytes=large, ranks=ranks)
+    rate = 2 * (ranks - 1) / ranks * (large - small) / max(last - first, 1e-9)
+    return Link(
+        name="all-reduce",
+        latency_seconds=first / (2 * (ranks - 1)),
+        bytes_per_second=rate,
+        source="measured here",
+        origin="measured",
+    )
+
+
+def node_memory(device: str) -> int:
+    """Bytes for ranks to share; of GPUs those of one, which each has.
+
+    Raises:
+        MachineError: the driver does not say how much a GPU has.
+    """
+    if device == "cpu":
+        return host_memory()
+    found = gpu_memory()
+    if found is None:
+        raise MachineError(
+            "nvidia-smi does not say how much memory the GPUs have.",
+            hint="--cluster FILE.toml with memory = ..., or --device cpu",
+        )
+    return found
+
+
+def host_memory() -> int:
+    """Bytes that this machine, or the control group that this process is in, lets it have."""
+    found = [_total()]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            found.append(int(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(found)
+
+
+def _total() -> int:
+    try:
+        line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemTotal"))
+    except (OSError, StopIteration):
+        return 16 << 30
+    return int(line.split()[1]) << 10

@@ -1,0 +1,50 @@
+"""The machines a plan is for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config.axis_counts import MOST_RANKS
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.planner.hardware.catalog import catalog_cluster, device_named, link_named
+from paceline.planner.hardware.cluster import Cluster
+from paceline.planner.hardware.cluster_file import read_fleet_file
+
+_EXAMPLE = "--cluster 4x8xH100-80G, 8xA100-80G@eth-100g, here, or a file cluster.toml"
+_COUNTED = re.compile(r"(?:(\d+)[x×])?(?:(\d+)[x×])?([^@x×][^@]*)(?:@(.+))?", re.IGNORECASE)
+
+
+def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
+    """Nodes × devices × name, with the link between nodes after `@`; `here` is what was measured of this machine.
+
+    Raises:
+        UsageError, Problems: an unknown device or link, a count that is none, a file with something wrong in it.
+    """
+    text = text.strip()
+    if text == "here":
+        if here is None:
+            raise UsageError("this machine was not measured.", cause="--cluster here is of a probe", hint=_EXAMPLE)
+        return here
+    if text.endswith(".toml") or "/" in text:
+        return read_fleet_file(Path(text))
+    found = _COUNTED.fullmatch(text)
+    if found is None:
+        raise UsageError(f"--cluster {text!r} can't be read.", cause="nodes x devices x name", hint=_EXAMPLE)
+    problems: list[PacelineError] = []
+    counts = [_count(text, part, problems) for part in found.groups()[:2] if part]
+    entry = device_named(found[3], problems=problems)
+    between = replace(link_named(found[4], problems=problems), origin="given") if found[4] else None
+    nodes, devices = ([1, *counts] if len(counts) < 2 else counts) if counts else (1, 1)
+    if not problems and nodes * devices > MOST_RANKS:
+        what = f"--cluster {text!r}: {nodes * devices:,} ranks, {MOST_RANKS:,} at most."
+        problems.append(UsageError(what, cause="a digit too many", hint=_EXAMPLE))
+    raise_all(problems)
+    return catalog_cluster(entry, nodes=nodes, devices=devices, between=between)
+
+
+def _count(text: str, part: str, problems: list[PacelineError]) -> int:
+    if part.strip("0") and len(part) <= len(str(MOST_RANKS)):
+        return int(part)
+    cause = "a digit too many" if part.strip("0") else "at least one node, and one device in each"
+    problems.append(UsageError(f"--cluster {text!r}: {part} is no count.", cause=cause, hint=_EXAMPLE))
+    return 1

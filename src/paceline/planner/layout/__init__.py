@@ -1,0 +1,1 @@
+"""From a layout and a cluster to an execution plan; which combinations cannot work."""

@@ -1,0 +1,235 @@
+"""What is decided: ranks, replicas, microbatches, backend and threads, each with one line that says why."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.config.compression import Compression, parse_compress
+from paceline.config.layout import Layout, LayoutKind
+from paceline.config.update_rule import UpdateRule, parse_update
+from paceline.console.formatting import plural
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.planner.layout.asynchronous_rules import refuse_update, update_notes
+from paceline.planner.layout.axis_products import check_axis_products
+from paceline.planner.layout.compression_checks import refuse_compress
+from paceline.planner.layout.local_sgd_checks import refuse_no_share
+from paceline.planner.layout.mesh import Mesh, layout_label, mesh_of
+from paceline.planner.layout.parameter_server_checks import workers_of
+from paceline.planner.layout.pipeline_options import pipeline_notes
+
+_DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Ranks and what each has."""
+
+    ranks: int
+    device: str = "cpu"
+    cores: int = 1
+    ranks_per_node: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """What is known of the job."""
+
+    global_batch_size: int
+    micro_batch_size: int | None = None
+    accumulation: int | None = None
+    num_samples: int | None = None
+    one_thread: bool = False
+    threads: int | None = None
+    backend: str = "auto"
+    built_in: tuple[str, ...] = ("nccl", "gloo")
+    goes_on: bool = False
+    """Whether it is of a run that has its microbatches already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionPlan:
+    """The decision that every rank follows. `layout` is the name of `asked` on this `mesh`."""
+
+    layout: str
+    asked: Layout
+    mesh: Mesh
+    update: str
+    processes: int
+    replicas: int
+    device: str
+    backend: str
+    threads: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro: int
+    notes: tuple[str, ...]
+    compress: str = "none"
+
+    @property
+    def wire(self) -> Compression:
+        """How replicas send gradients."""
+        return parse_compress(self.compress)
+
+    @property
+    def rule(self) -> UpdateRule:
+        """How a batch becomes an update."""
+        return parse_update(self.update)
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        return asdict(self)
+
+
+def make_execution_plan(
+    *, layout: Layout, update: UpdateRule, cluster: Resources, facts: JobFacts, compress: Compression | None = None
+) -> ExecutionPlan:
+    """Decide, or refuse with all problems at once.
+
+    Raises:
+        LayoutError, UsageError, Problems
+    """
+    problems: list[PacelineError] = []
+    processes = layout.processes(ranks=cluster.ranks)
+    workers = workers_of(update, ranks=cluster.ranks, problems=problems)
+    mesh = mesh_of(layout, ranks=workers, problems=problems, update=update)
+    mesh = replace(mesh, sites=mesh.dp_replicate) if update.has_sites else mesh
+    wire = compress or Compression()
+    problems += [*check_axis_products(layout, mesh), *refuse_update(update, layout, mesh)]
+    problems += refuse_compress(wire, update, layout, mesh)
+    replicas = mesh.replicas
+    micro = _micro_batch_size(facts, replicas, problems)
+    backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
+    num_micro = -(-facts.global_batch_size // micro)
+    problems += refuse_no_share(update, mesh, num_micro=num_micro)
+    raise_all(problems)
+    threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
+    pipeline = update_notes(update, mesh, num_micro=num_micro)
+    if not update.is_stashed:
+        pipeline += pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)
+    return ExecutionPlan(
+        layout=layout_label(layout, mesh),
+        asked=layout,
+        mesh=mesh,
+        update=str(update),
+        compress=str(wire),
+        processes=processes,
+        replicas=replicas,
+        device=cluster.device,
+        backend=backend,
+        threads=threads,
+        global_batch_size=facts.global_batch_size,
+        micro_batch_size=micro,
+        num_micro=num_micro,
+        notes=(*_notes(layout, mesh, cluster, facts, why, threads, micro, num_micro), *pipeline),
+    )
+
+
+def settle_threads(*, cluster: Resources, one: bool, asked: int | None) -> int:
+    """Threads per rank: what was asked, or one, or the usable cores divided by the ranks on this machine."""
+    if one:
+        return 1
+    return asked or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
+
+
+def refuse_backend(asked: str, built_in: Sequence[str]) -> list[PacelineError]:
+    """Refuse a backend that a build of torch does not have."""
+    if asked == "auto" or asked in built_in:
+        return []
+    what = f"this build of torch has no backend {asked}; it has {', '.join(built_in) or 'none'}."
+    return [UsageError(what, hint="leave --train.backend out: it follows from the device")]
+
+
+def settle_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
+    """The backend, and the same with its reason.
+
+    NCCL for GPUs, over Ethernet too, with Gloo where the build lacks it; Gloo for CPUs; none for one process.
+    """
+    asked = facts.backend
+    if cluster.ranks == 1:
+        return "none", "none, because there is one process"
+    if asked == "auto":
+        if cluster.device == "cpu":
+            return "gloo", "gloo, because the ranks compute on CPUs"
+        if "nccl" in facts.built_in:
+            return "nccl", "nccl, because each rank has a GPU"
+        return "gloo", "gloo, because this build of torch has no nccl: slower, since tensors go through the host"
+    missing = refuse_backend(asked, facts.built_in)
+    problems += missing
+    if not missing and cluster.device not in _DEVICES[asked]:
+        problems.append(
+            UsageError(f"the backend {asked} can't send tensors of a {cluster.device}.", hint="--train.backend gloo")
+        )
+    return asked, f"{asked}, because --train.backend asks for it"
+
+
+def _micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineError]) -> int:
+    total, asked, rounds = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
+    if total < 1:
+        problems.append(UsageError(f"global_batch_size is {total}, expected at least 1."))
+    if asked is not None and not 1 <= asked <= max(total, 1):
+        problems.append(
+            UsageError(
+                f"micro_batch_size {asked} is not between 1 and global_batch_size {total}.",
+                cause="a microbatch is a part of the global batch",
+                hint=f"--train.micro_batch_size {max(1, min(asked, total))}",
+            )
+        )
+        return 1
+    if rounds is not None and rounds < 1:
+        problems.append(UsageError(f"gradient_accumulation_steps is {rounds}, expected at least 1."))
+        return 1
+    if asked is not None and rounds is not None and asked * replicas * rounds != total:
+        problems.append(
+            UsageError(
+                f"micro_batch_size {asked} × {replicas} replicas × {rounds} accumulation steps = "
+                f"{asked * replicas * rounds}, but global_batch_size is {total}.",
+                hint="leave --train.gradient_accumulation_steps out: it is derived",
+            )
+        )
+    return asked or -(-max(total, 1) // (replicas * (rounds or 1)))
+
+
+def _splits(mesh: Mesh) -> list[str]:
+    """What each axis does, in a user's words."""
+    sharded = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
+    found = {
+        "pp": f"layers in {mesh.pp} groups, one after another",
+        "dp_shard": f"{sharded.get(mesh.zero, '')} in {mesh.dp_shard} shares",
+        "cp": f"sequences in {mesh.cp} parts",
+        "tp": f"large weights in {mesh.tp} pieces",
+        "ep": f"experts over {mesh.ep} ranks",
+    }
+    return [said for axis, said in found.items() if axis in mesh.split]
+
+
+def _notes(
+    layout: Layout,
+    mesh: Mesh,
+    cluster: Resources,
+    facts: JobFacts,
+    why: str,
+    threads: int,
+    micro: int,
+    num_micro: int,
+) -> tuple[str, ...]:
+    replicas = mesh.replicas
+    one = "replica" if layout.kind is LayoutKind.THREADS else "rank"
+    per_rank = -(-num_micro // replicas)
+    idle = max(0, replicas - num_micro)
+    fair = -(-facts.global_batch_size // replicas)
+    unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
+    if facts.goes_on:
+        unused = (
+            f"warning: {idle} of {replicas} replicas get no samples, in the microbatches that this run was started "
+            f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, as another training"
+        )
+    return (
+        f"layout: {layout_label(layout, mesh)}, {plural(replicas, 'replica')}"
+        + (" in one process" if layout.kind is LayoutKind.THREADS else "")
+        + "".join(f"; {said}" for said in _splits(mesh)),
+        f"backend: {why}",
+        f"batch: {plural(facts.global_batch_size, 'sample')} a step in {plural(num_micro, 'microbatch')} of {micro}"
+        f" ({per_rank} a replica)",
+        *([unused] if idle else []),
+        f"threads: {threads} a {one} ({'pinned' if facts.one_thread else plural(cluster.cores, 'usable core')})",
+    )

@@ -1,0 +1,40 @@
+"""Hogwild: what it goes with."""
+
+from collections.abc import Iterator
+
+from paceline.config.layout import Layout
+from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.update_rule import UpdateKind, UpdateRule
+from paceline.errors import LayoutError, PacelineError
+from paceline.planner.layout.mesh import Mesh
+
+
+def refuse_hogwild(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """Workers that write to the same memory each have the whole model."""
+    if update.kind is not UpdateKind.HOGWILD:
+        return []
+    found: list[PacelineError] = []
+    others = [axis for axis in mesh.split if axis != "dp_replicate"]
+    if others or layout.kind is LayoutKind.THREADS:
+        found.append(
+            LayoutError(
+                f"--update hogwild goes with ddp, not with {layout}.",
+                cause="its workers are processes that write to the same whole model without waiting for each other",
+                hint=f"--layout ddp --ranks {mesh.ranks} --update hogwild",
+            )
+        )
+    elif mesh.ranks == 1:
+        found.append(
+            LayoutError(
+                "--update hogwild with one rank: nobody races with it.",
+                cause="that is what one process does",
+                hint="--ranks 2, or --update sync",
+            )
+        )
+    return found
+
+
+def hogwild_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
+    """What is decided."""
+    if update.kind is UpdateKind.HOGWILD:
+        yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"

@@ -1,0 +1,78 @@
+"""Settings that a layout can't have, whatever the job is: known before anything is started."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from paceline.config.layout import Layout
+from paceline.config.settings import Settings
+from paceline.errors import PacelineError, UsageError
+from paceline.planner.layout.mesh import Mesh
+
+_ADDS = {
+    "cp": "a ring's softmax adds in another order",
+    "tp": "the ranks' parts of a product are added in another order",
+    "ep": "an expert's rows come from several ranks, in another order",
+}
+
+
+def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> list[PacelineError]:
+    """What these settings ask for and this layout can't do."""
+    train = settings.train
+    found = list(_inexact(mesh)) if train.exact else []
+    if train.compile and mesh.tp > 1:
+        cause = "torch.compile does not see through tensors of which each rank holds a piece"
+        found.append(UsageError("--train.compile with tp can't be had.", cause=cause, hint="leave --train.compile out"))
+    if train.buffers == "sync_bn" and mesh.ranks > mesh.replicas:
+        cause = "its statistics meet in the forward, where these ranks meet for something else"
+        hint = "--train.buffers fold, which gives one process's statistics"
+        found.append(UsageError(f"sync_bn with {mesh} is not proved.", cause=cause, hint=hint))
+    return [*found, *_no_file(mesh, settings)]
+
+
+def refuse_homeless(layout: Layout, mesh: Mesh, settings: Settings, *, asked: Collection[str]) -> list[PacelineError]:
+    """Settings of placing that were typed for this very layout, which has nothing for them to act on."""
+    blocks = mesh.pp > 1 or layout.remat != "none" or settings.train.compile
+    homes = {
+        "units": (mesh.zero == 3, "which modules are gathered together", "--layout fsdp"),
+        "reshard": (mesh.zero == 3, "when gathered parameters are freed", "--layout fsdp"),
+        "prefetch": (mesh.zero == 3, "how far ahead parameters are gathered", "--layout fsdp"),
+        "stages": (mesh.pp > 1, "how many blocks each stage has", "--layout pp"),
+        "balance": (mesh.pp > 1, "how stages are balanced", "--layout pp"),
+        "cut": (mesh.pp > 1, "how stages are cut", "--layout pp"),
+        "tensor_plan": (mesh.tp > 1, "which weights are cut", "--layout tp"),
+        "replicate": (mesh.tp > 1, "which weights are not cut", "--layout tp"),
+        "blocks": (blocks, "what is cut, computed again or compiled", f"--layout {_with_remat(layout)}"),
+    }
+    return [
+        UsageError(
+            f"--place.{name} says {says}, and layout {layout} does nothing of the kind.",
+            cause="another layout was meant, or the setting is left from another",
+            hint=f"{hint}, or leave --place.{name} out",
+        )
+        for name, (has_home, says, hint) in homes.items()
+        if f"place.{name}" in asked and not has_home
+    ]
+
+
+def _with_remat(layout: Layout) -> str:
+    return f"{layout},remat=full" if layout.sizes else "pp"
+
+
+def _inexact(mesh: Mesh) -> Iterator[PacelineError]:
+    axes = [axis for axis in _ADDS if mesh.size(axis) > 1]
+    if axes:
+        yield UsageError(
+            f"exact mode with {', '.join(axes)} can't be had: it cuts sums within a microbatch.",
+            cause="; ".join(_ADDS[axis] for axis in axes),
+            hint="exact mode with ddp, zero1, zero2, fsdp, hsdp, pp and their mixtures: --layout fsdp",
+        )
+
+
+def _no_file(mesh: Mesh, settings: Settings) -> Iterator[PacelineError]:
+    file = settings.place.tensor_plan
+    if file is not None and mesh.tp > 1 and not Path(file).is_file():
+        yield UsageError(
+            f"there is no tensor plan {file}.",
+            cause=f"looked for in {Path.cwd()}",
+            hint="leave --place.tensor_plan out: the plan is derived from the model; docs/tensor.md shows a file",
+        )

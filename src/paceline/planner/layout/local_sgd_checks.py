@@ -1,0 +1,110 @@
+"""Sites that train on their own and meet now and then: when, over what, and what that goes with."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from paceline.config.layout import Layout
+from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.update_rule import UpdateRule
+from paceline.console.formatting import plural
+from paceline.errors import LayoutError, PacelineError, UsageError
+from paceline.planner.layout.mesh import Mesh
+
+
+def fragment_of(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
+    """Each parameter's fragment: the model, in its order, in `fragments` of about as many numbers (`sizes`) each."""
+    total, before = max(sum(sizes.values()), 1), 0
+    found = {}
+    for name, size in sizes.items():
+        found[name] = (2 * before + size) * fragments // (2 * total)
+        before += size
+    return found
+
+
+def sent_after(step: int, *, update: UpdateRule) -> int | None:
+    """The fragment that is sent once `step` updates are taken; each once in `every` of them, at even distances."""
+    place = step % update.every
+    return next((f for f in range(update.fragments) if f * update.every // update.fragments == place), None)
+
+
+def shortest_interval(update: UpdateRule) -> UpdateRule:
+    """The same rule with as short a way between two meetings as it can have: a check can't wait for 500 updates."""
+    return replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
+
+
+def refuse_local(update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
+    """A site is a replica: there must be two, each within itself."""
+    if not update.has_sites:
+        return
+    if layout.kind is LayoutKind.THREADS:
+        yield LayoutError(
+            f"--update {update.kind} goes with processes, not with {layout}.",
+            cause="what it saves is messages between machines",
+            hint=f"--layout ddp --update {update}",
+        )
+        return
+    if mesh.dp_replicate == 1:
+        yield LayoutError(
+            f"--update {update.kind} needs sites, and layout {layout} has one.",
+            cause="sites are the replicas of dp_replicate",
+            hint=f"{_two_sites(mesh)} --update {update}",
+        )
+    if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
+        yield LayoutError(
+            f"ep={mesh.ep} would spread experts over sites, which train on their own.",
+            cause=f"a site has {plural(mesh.dp_shard, 'replica')} of its own (dp_shard)",
+            hint=f"dp_shard={mesh.ep} with ep={mesh.ep}, or --update sync",
+        )
+    for is_wrong, what, hint in (
+        (update.fragments > update.every, f"{update.fragments} fragments", f"fragments={update.every}"),
+        (update.delay >= update.every, f"a delay of {plural(update.delay, 'update')}", f"delay={update.every - 1}"),
+    ):
+        if is_wrong:
+            yield LayoutError(
+                f"--update {update}: {what} in a round of {plural(update.every, 'update')}.",
+                cause="each fragment is sent once in a round, and taken before it is sent again",
+                hint=f"--update {update.kind},every={update.every},{hint}",
+            )
+
+
+def _two_sites(mesh: Mesh) -> str:
+    """What was asked for, twice."""
+    if mesh.ranks == 1:
+        return "--ranks 2"
+    zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
+    return f"--layout dp_replicate=2,{mesh}{zero} --ranks {2 * mesh.ranks}"
+
+
+def refuse_no_share(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
+    """Each site needs a microbatch of a full batch."""
+    needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
+    if update.has_sites and num_micro < needed:
+        yield UsageError(
+            f"{plural(num_micro, 'microbatch')} a batch for {plural(mesh.dp_replicate, 'site')}: "
+            "one would never train.",
+            cause="microbatches are dealt to replicas one after another",
+            hint=f"a smaller --train.micro_batch_size: at least {plural(needed, 'microbatch')} a batch",
+        )
+
+
+def never_meet(update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
+    """A run that is over before its sites have met once."""
+    if update.has_sites and total_steps is not None and total_steps < update.every:
+        often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
+        yield (
+            f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have met: they meet every "
+            f"{update.every:,}; --update {often}"
+        )
+
+
+def local_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
+    """What is decided."""
+    if not update.has_sites:
+        return
+    ranks = mesh.ranks // mesh.dp_replicate
+    sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
+    how = f"an outer step of their mean way (lr {update.lr:g}, momentum {update.momentum:g})"
+    how = "their mean" if update.lr == 1.0 and not update.momentum else how
+    parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
+    late = f", taken {plural(update.delay, 'update')} later, mixed {update.mix:g} of its own" if update.delay else ""
+    yield f"update: {update.kind}, {sites} meet every {plural(update.every, 'update')}: {how}{parts}{late}"

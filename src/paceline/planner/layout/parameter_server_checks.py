@@ -1,0 +1,80 @@
+"""A parameter server: how ranks are shared out, and what it goes with."""
+
+from collections.abc import Iterator
+
+from paceline.config.layout import Layout
+from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.update_rule import UNBOUNDED, UpdateRule
+from paceline.console.formatting import plural
+from paceline.errors import LayoutError, PacelineError, UsageError
+from paceline.planner.layout.mesh import Mesh
+
+
+def workers_of(update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
+    """The ranks that compute gradients; what does not go is added to `problems`."""
+    if not update.has_servers:
+        return ranks
+    workers = ranks - update.servers
+    if workers < 1:
+        problems.append(
+            LayoutError(
+                f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
+                cause=f"the first {_first(update.servers)} the parameters, the others compute gradients",
+                hint=f"--ranks {update.servers + 2}",
+            )
+        )
+    return max(1, workers)
+
+
+def _first(servers: int) -> str:
+    return "rank holds" if servers == 1 else f"{servers} ranks hold"
+
+
+def refuse_joined(update: UpdateRule, *, kind: str | None) -> list[PacelineError]:
+    """A world that others made has no place for a worker that comes back."""
+    if not update.has_servers or kind is None:
+        return []
+    return [
+        UsageError(
+            f"--update ps under {kind} is not in this version yet.",
+            cause="a lost worker is started again, alone, which that launcher leaves to nobody",
+            hint="paceline train JOB --ranks 4 --update ps, without it",
+        )
+    ]
+
+
+def refuse_server(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """Each worker has the whole model."""
+    if not update.has_servers:
+        return []
+    found: list[PacelineError] = []
+    others = [axis for axis in mesh.split if axis != "dp_replicate"]
+    ranks = mesh.ranks + update.servers
+    if others or layout.kind is LayoutKind.THREADS:
+        found.append(
+            LayoutError(
+                f"--update ps goes with ddp, not with {layout}.",
+                cause="each worker computes the gradient of its share with a whole model",
+                hint=f"--layout ddp --ranks {ranks} --update {update}",
+            )
+        )
+    return found
+
+
+def server_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
+    """What is decided."""
+    if not update.has_servers:
+        return
+    who = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
+    bound = update.staleness
+    if bound == 0:
+        yield f"{who}; the shares of a batch are one update, as of ddp"
+        return
+    known = str(update).rpartition("=")[2]
+    late = "any number of updates late" if known == UNBOUNDED else f"at most {plural(int(bound), 'update')} late"
+    yield f"{who}; each share of a batch is an update of its own, {late}"
+    if bound + 1 < mesh.replicas:
+        yield (
+            f"note: of {mesh.replicas} workers {int(bound) + 1} at a time compute: one more gradient under way would "
+            f"be more than {plural(int(bound), 'update')} late"
+        )

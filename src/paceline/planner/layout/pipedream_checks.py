@@ -1,0 +1,65 @@
+"""Pipelines that are never flushed: what they go with, and what is known of their versions before they run."""
+
+from collections.abc import Iterator
+
+from paceline.config.layout import Layout
+from paceline.config.update_rule import UpdateKind, UpdateRule
+from paceline.console.formatting import plural
+from paceline.errors import LayoutError, PacelineError
+from paceline.planner.layout.mesh import Mesh
+from paceline.schedule.weight_version_rules import Rule, VersionRule, continuous, weight_versions_used
+
+
+def stash_of(update: UpdateRule, mesh: Mesh) -> VersionRule:
+    """The rule by which stages choose weights."""
+    rule = Rule.DOUBLE if update.kind is UpdateKind.DOUBLE else Rule.ENTRY if update.vertical else Rule.NEWEST
+    return VersionRule(stages=mesh.pp, rule=rule)
+
+
+def refuse_stash(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """What a layout has that stages with weights of several times can't."""
+    if not update.is_stashed:
+        return []
+    found: list[PacelineError] = []
+    if mesh.pp == 1:
+        found.append(
+            LayoutError(
+                f"--update {update} needs a pipeline, and layout {layout} has none.",
+                cause="it lets the stages of a pipeline go on without waiting for each other",
+                hint=f"--layout pp --ranks {max(2, mesh.ranks)} --update {update}",
+            )
+        )
+    others = [axis for axis in mesh.split if axis not in ("pp", "dp_replicate")]
+    if others:
+        found.append(
+            LayoutError(
+                f"--update {update} goes with pp and dp_replicate, not with {', '.join(others)}.",
+                cause="each stage keeps whole weights of several times",
+                hint=f"--layout pp={max(2, mesh.pp)},dp_replicate=N --update {update}, or --update sync",
+            )
+        )
+    if mesh.pp > 1 and layout.schedule != "1f1b":
+        found.append(
+            LayoutError(
+                f"--update {update} has a schedule of its own: 1F1B that goes on from batch to batch.",
+                cause=f"schedule={layout.schedule} empties the pipeline after each",
+                hint=f"--layout pp={mesh.pp} --update {update}",
+            )
+        )
+    return found
+
+
+def stash_notes(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
+    """Versions and staleness by stage, from the program of a few batches."""
+    if not update.is_stashed:
+        return
+    stash = stash_of(update, mesh)
+    rounds = -(-num_micro // mesh.replicas)
+    sizes = [rounds] * (2 * mesh.pp + 4)
+    found = weight_versions_used(continuous(stash, sizes=sizes), stash)
+    versions = ", ".join(str(one.alive) for one in found)
+    late = ", ".join(str(max(one.staleness)) for one in found)
+    yield (
+        f"update: {update}, never emptied in between; {plural(rounds, 'microbatch')} an update; by stage: "
+        f"{versions} versions of its weights, at most {late} updates late"
+    )

@@ -1,0 +1,104 @@
+"""What is known of a pipeline before it runs: its stages, its schedule, its bubble."""
+
+from pathlib import Path
+
+from paceline.config.axis_counts import MOST_RANKS
+from paceline.config.layout import Layout
+from paceline.console.formatting import plural
+from paceline.errors import LayoutError, PacelineError
+from paceline.planner.layout.mesh import Mesh
+from paceline.schedule.program import Program
+from paceline.schedule.program_simulation import simulate
+from paceline.schedule.registry import build
+from paceline.schedule.text_format import read
+
+_IDLE = 0.3
+
+
+def is_file(schedule: str) -> bool:
+    """Whether it is the path of a schedule of one's own."""
+    return "/" in schedule or "." in schedule
+
+
+def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
+    """The schedule's program for this many microbatches of one replica.
+
+    Raises:
+        LayoutError, UsageError: no such schedule, or one that does not fit.
+    """
+    if not is_file(layout.schedule):
+        return build(layout.schedule, ranks=mesh.pp, micro=num_micro, virtual=layout.virtual)
+    program = _own(layout, mesh)
+    if program.num_micro != num_micro:
+        raise LayoutError(
+            f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}; "
+            f"this run has {num_micro} in each replica.",
+            cause="a schedule of one's own holds for one number of microbatches; a short last batch has fewer",
+            hint="--train.micro_batch_size to fit and --data.drop_last true, or a schedule by name",
+        )
+    return program
+
+
+def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """What is wrong with the schedule whatever the batch is."""
+    if mesh.pp == 1:
+        return []
+    try:
+        if is_file(layout.schedule):
+            _own(layout, mesh)
+        else:
+            _check_size(layout, mesh)
+            build(layout.schedule, ranks=mesh.pp, micro=1, virtual=layout.virtual)
+    except PacelineError as error:
+        return [error]
+    return []
+
+
+def _check_size(layout: Layout, mesh: Mesh) -> None:
+    """Before anything of that size is made."""
+    stages = mesh.pp * (layout.virtual or 1)
+    if stages > MOST_RANKS:
+        raise LayoutError(
+            f"pp={mesh.pp} × virtual={layout.virtual} is {stages:,} stages, more than {MOST_RANKS:,}.",
+            cause="a digit too many",
+            hint="--layout pp=2,schedule=interleaved,virtual=2",
+        )
+
+
+def _own(layout: Layout, mesh: Mesh) -> Program:
+    """The one that the user wrote."""
+    if not Path(layout.schedule).is_file():
+        raise LayoutError(
+            f"there is no file {layout.schedule} with a schedule.",
+            cause=f"looked for in {Path.cwd()}",
+            hint=f"--layout pp={mesh.pp},schedule=1f1b, or a file's path",
+        )
+    program = read(layout.schedule)
+    if program.num_ranks != mesh.pp:
+        raise LayoutError(
+            f"the schedule {layout.schedule} is for {plural(program.num_ranks, 'rank')}, this layout has pp={mesh.pp}.",
+            cause="one line for each rank of the pipeline, no more and no less",
+            hint=f"--layout pp={program.num_ranks},schedule={layout.schedule}",
+        )
+    return program
+
+
+def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_size: int) -> tuple[str, ...]:
+    """Stages, microbatches and the bubble, by the schedule's own simulation with equal stages."""
+    if mesh.pp == 1:
+        return ()
+    each = -(-num_micro // mesh.replicas)
+    program = program_of(layout, mesh, num_micro=each)
+    bubble = simulate(program).bubble
+    text = (
+        f"pipeline: {program.name}, {plural(program.num_stages, 'stage')} on {mesh.pp} ranks, "
+        f"{plural(each, 'microbatch')} a replica, each rank idle {bubble:.0%} of the time (the bubble, of equal stages)"
+    )
+    if bubble < _IDLE or micro_batch_size == 1:
+        return (text,)
+    finer = max(1, micro_batch_size // 4)
+    return (
+        text,
+        f"warning: few microbatches for {plural(program.num_stages, 'stage')}; "
+        f"--train.micro_batch_size {finer} would leave them less idle",
+    )

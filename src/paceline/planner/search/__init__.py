@@ -1,0 +1,1 @@
+"""Search for the fastest layout that fits: search space, bounds, branch and bound."""

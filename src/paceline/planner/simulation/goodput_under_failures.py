@@ -1,0 +1,125 @@
+"""What failures leave of a planned run: at a distance between checkpoints, and at the best one."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.console.formatting import long_duration, plural
+from paceline.errors import UsageError
+from paceline.planner.simulation.checkpoint_interval import in_steps
+from paceline.planner.simulation.goodput import (
+    DAY_SECONDS,
+    FailureModel,
+    FailureSource,
+    Goodput,
+    combined_failure_interval,
+    goodput,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Training stops `stall_seconds` for one, and it is safe `write_seconds` later; after a failure training goes on
+    `restart_seconds` later, from the newest that is safe. `every` steps there is one, None: as often as is best."""
+
+    stall_seconds: float = 60.0
+    write_seconds: float = 0.0
+    restart_seconds: float = 300.0
+    every: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureForecast:
+    """`best` is with a checkpoint every `best_every` steps, `asked` with one as often as was asked."""
+
+    ranks: int
+    device_mean_seconds: float
+    hazard: FailureModel
+    step_seconds: float
+    best_every: int
+    best: Goodput
+    every: int | None
+    asked: Goodput | None
+
+    @property
+    def wins(self) -> float:
+        """How much more of the time is useful at the best distance than at that which was asked."""
+        return 0.0 if self.asked is None else self.best.useful - self.asked.useful
+
+    def steps_a_day(self, found: Goodput) -> float:
+        """Steps that are kept."""
+        return found.useful * DAY_SECONDS / self.step_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Each with where time goes, as parts of 1."""
+        found: dict[str, Any] = {
+            "mean_seconds": self.hazard.mean_seconds,
+            "device_mean_seconds": self.device_mean_seconds,
+            **{name: getattr(self.hazard, name) for name in ("stall_seconds", "write_seconds", "restart_seconds")},
+            "best": self._as_json(self.best_every, self.best),
+        }
+        if self.asked is not None and self.every is not None:
+            found |= {"asked": self._as_json(self.every, self.asked), "wins": self.wins}
+        return found
+
+    def lines(self) -> Iterator[str]:
+        """For the screen."""
+        one, each = long_duration(self.hazard.mean_seconds), long_duration(self.device_mean_seconds)
+        yield f"one failure in {one}: each of {plural(self.ranks, 'device')} fails once in {each}"
+        hazard = self.hazard
+        later = f", is safe {hazard.write_seconds:g} s later" if hazard.write_seconds else ""
+        yield (
+            f"  a checkpoint stops training for {hazard.stall_seconds:g} s{later}; "
+            f"a failure stops it for {hazard.restart_seconds:g} s"
+        )
+        if self.asked is not None and self.every is not None:
+            yield f"  {self._said(self.every, self.asked)}"
+        more = f"; {self.wins:.1%} of the time more than every {self.every:,}" if self.asked is not None else ""
+        yield f"  best: {self._said(self.best_every, self.best)}{more}"
+
+    def _as_json(self, every: int, found: Goodput) -> dict[str, Any]:
+        return {"every": every, **asdict(found), "steps_a_day": self.steps_a_day(found)}
+
+    def _said(self, every: int, found: Goodput) -> str:
+        return (
+            f"every {plural(every, 'step')} ({long_duration(found.interval_seconds)}): {found.useful:.1%} useful; "
+            f"saving {found.saving:.1%}, restarting {found.restarting:.1%}, done again {found.redone:.1%}; "
+            f"{self.steps_a_day(found):,.0f} steps a day"
+        )
+
+
+def forecast_failures(
+    *, step_seconds: float, ranks: int, device_mean_seconds: float, checkpoints: Checkpoints
+) -> FailureForecast:
+    """Of a run in which each of `ranks` devices fails once in `device_mean_seconds`.
+
+    Raises:
+        UsageError: times that none can be, a checkpoint that is not safe before the next begins, or failures so often
+            that nothing is left.
+    """
+    mean = combined_failure_interval([FailureSource(name="device", count=ranks, mean_seconds=device_mean_seconds)])
+    hazard = FailureModel(
+        mean_seconds=mean,
+        stall_seconds=checkpoints.stall_seconds,
+        restart_seconds=checkpoints.restart_seconds,
+        write_seconds=checkpoints.write_seconds,
+    )
+    best_every, every = in_steps(hazard=hazard, step_seconds=step_seconds), checkpoints.every
+    best = goodput(hazard=hazard, interval_seconds=best_every * step_seconds)
+    if not best.useful > _LEAST:
+        raise UsageError(
+            f"one failure in {long_duration(mean)} leaves nothing of a run.",
+            cause=f"{plural(ranks, 'device')} that fail once in {long_duration(device_mean_seconds)} each, and "
+            f"a step of {long_duration(step_seconds)}",
+            hint='--failures is of one device: --failures "50000 h"',
+        )
+    if every is not None and every < 1:
+        raise UsageError(f"--every {every}: a checkpoint after 1 step at the soonest.", hint="--every 1000")
+    asked = None if every is None else goodput(hazard=hazard, interval_seconds=every * step_seconds)
+    return FailureForecast(
+        ranks=ranks, device_mean_seconds=device_mean_seconds, hazard=hazard, step_seconds=step_seconds,
+        best_every=best_every, best=best, every=every, asked=asked,
+    )  # fmt: skip
+
+
+_LEAST = 1e-3

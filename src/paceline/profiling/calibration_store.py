@@ -1,0 +1,112 @@
+"""What is kept beside the probe of a machine: plans of jobs, and how runs came out against their forecasts."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.config.job_reference import parse_jobref
+from paceline.filesystem.atomic_files import read_json, write_json
+from paceline.planner.hardware.benchmark_results import Fingerprint
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, cache_folder
+
+_MOST = 5  # runs of a family
+_ALL = ""
+
+
+def plan_key(
+    job: str, *, settings: Mapping[str, Any], precision: str, global_batch_size: int, compiles: bool = False
+) -> str:
+    """Of the job's file as it is now, its parameters, and what else its numbers follow; of a module, of its name."""
+    ref = parse_jobref(job)
+    text = ref.path.read_bytes() if ref.path is not None else str(ref.module).encode()
+    own = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
+    rest = json.dumps([ref.name, own, precision, global_batch_size, *(["compiled"] if compiles else [])])
+    return hashlib.sha256(text + rest.encode()).hexdigest()[:16]
+
+
+def keep_plan(key: str, plan: Mapping[str, Any]) -> None:
+    """For runs of the job; where nothing can be written, nothing is kept."""
+    _write(_plan_file(key), plan)
+
+
+def read_plan(key: str) -> Any:
+    """The plan that was kept, or None."""
+    return _read(_plan_file(key))
+
+
+def keep_timed(key: str, found: Mapping[str, Any]) -> None:
+    """Steps that were timed here; where nothing can be written, nothing is kept."""
+    _write(_timed_file(key), found)
+
+
+def read_timed(key: str) -> Any:
+    """What was kept of them, or None."""
+    return _read(_timed_file(key))
+
+
+def record_forecast_ratio(mark: Fingerprint, family: str, *, longer: float | None, fuller: float | None) -> None:
+    """How many times the forecast a run here took, of seconds and of bytes, where that is known."""
+    file = _ratios_file(mark)
+    found = _checked(_read(file))
+    for kind, ratio in (("longer", longer), ("fuller", fuller)):
+        if ratio is not None:
+            runs = found.setdefault(kind, {}).setdefault(family, [])
+            found[kind][family] = [*runs, ratio][-_MOST:]
+    if found:
+        _write(file, found)
+
+
+def forecast_ratios(mark: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds and bytes of runs here as so many times their forecast, by family: the median of the last ones.
+
+    Of families that were not run, that of all others: mostly it is the model that was reckoned wrong.
+    """
+    found = _checked(_read(_ratios_file(mark)))
+    return _medians(found.get("longer", {})), _medians(found.get("fuller", {}))
+
+
+def _plan_file(key: str) -> Path:
+    return cache_folder() / f"plan-{key}.json"
+
+
+def _timed_file(key: str) -> Path:
+    return cache_folder() / f"timed-{key}.json"
+
+
+def _ratios_file(mark: Fingerprint) -> Path:
+    file = cache_file(mark)
+    return file.with_name(file.name.replace("probe-", "ratios-", 1))
+
+
+def _medians(kind: Mapping[str, list[float]]) -> dict[str, float]:
+    own = {family: median(runs) for family, runs in kind.items() if runs}
+    return {**own, _ALL: median(own.values())} if own else {}
+
+
+def _checked(found: Any) -> dict[str, dict[str, list[float]]]:
+    """What was read, less what is none of it."""
+    if not isinstance(found, dict):
+        return {}
+    kinds = {kind: found[kind] for kind in ("longer", "fuller") if isinstance(found.get(kind), dict)}
+    return {
+        kind: {family: [float(one) for one in runs if isinstance(one, int | float) and one > 0]
+               for family, runs in own.items() if isinstance(runs, list)}
+        for kind, own in kinds.items()
+    }  # fmt: skip
+
+
+def _read(file: Path) -> Any:
+    try:
+        return read_json(file)
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _write(file: Path, value: Mapping[str, Any]) -> None:
+    with suppress(OSError, RuntimeError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, value)

@@ -1,0 +1,1 @@
+"""Memory that CPU kernels use internally, by operator."""

@@ -1,0 +1,77 @@
+"""What operations need within themselves on a CPU, which no tensor of theirs shows: one table, by what was seen there.
+
+oneDNN turns the operands of a convolution into an order of its own and back; gloo copies what it gathers and what it
+reduces. On a GPU the first is a workspace that the reserve covers, and nccl copies nothing.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.profiling.cpu_workspace.convolution_workspace import Convolution
+from paceline.torch_internals.dispatch_modes import name_of
+from paceline.torch_internals.private_api import has_tiles
+
+
+def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
+    """The most that it holds beyond what was there before, its results included; 0 of what is not known here."""
+    name = name_of(func)
+    if name == "aten::convolution":
+        return _read(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
+    if name != "aten::convolution_backward":
+        return 0
+    gradient, wanted = args[0], args[10]
+    call = _read(args[1], args[2], args[3] or None, args[4:10], threads)
+    in_order = gradient.is_contiguous() or (call.channels_last and _is_channels_last(gradient))
+    copied = 0 if in_order else int(gradient.nbytes)
+    return copied + call.backward_bytes(source=wanted[0], weight=wanted[1], bias=wanted[2])
+
+
+def _read(source: Tensor, weight: Tensor, bias: Any, rest: Any, threads: int) -> Convolution:
+    stride, padding, dilation, transposed, _, groups = rest
+    each = source.dim() - 2
+
+    def of(values: Any) -> tuple[int, ...]:
+        return tuple(values[place % len(values)] for place in range(each))
+
+    return Convolution(
+        images=source.shape[0],
+        given=source.shape[1],
+        found=weight.shape[1] * groups if transposed else weight.shape[0],
+        sides=tuple(source.shape[2:]),
+        kernel=tuple(weight.shape[2:]),
+        stride=of(stride),
+        padding=of(padding),
+        dilation=of(dilation),
+        groups=groups,
+        transposed=transposed,
+        has_bias=bias is not None,
+        item_bytes=source.element_size(),
+        channels_last=_is_channels_last(source),
+        threads=threads,
+        block=_block(),
+        has_tiles=has_tiles(),
+    )
+
+
+@cache
+def _block() -> int:
+    """Numbers of float32 in a register of this machine's."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+
+
+def _is_channels_last(source: Tensor) -> bool:
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    order = orders.get(source.dim())
+    return order is not None and not source.is_contiguous() and source.is_contiguous(memory_format=order)
+
+
+def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
+    """Bytes of the copy that gloo makes of what it gathers and of what it reduces, and the tensors that it keeps: all
+    that it is given, but of what is reduced only the copy."""
+    name = name_of(func)
+    if name == "c10d::_allgather_base_":
+        return int(args[0].nbytes), args
+    return (int(args[1].nbytes), args[0]) if name == "c10d::_reduce_scatter_base_" else (0, args)

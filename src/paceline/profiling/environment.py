@@ -1,0 +1,136 @@
+"""Where a run took place: the facts that may explain a difference."""
+
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+import sysconfig
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config.job_reference import parse_jobref
+from paceline.errors import PacelineError
+from paceline.filesystem.atomic_files import read_regular
+from paceline.planner.layout.host_resources import cpu_name, usable_cores
+
+_PACKAGES = (
+    "paceline", "torch", "numpy", "safetensors", "transformers", "tokenizers", "datasets", "scikit-learn",
+    "torchvision", "torchmetrics", "accelerate", "lightning", "deepspeed", "triton", "wandb", "tensorboard",
+)  # fmt: skip
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_CBWR", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_GIT_SECONDS = 5
+_ONLY_WATCH = ("wandb", "tensorboard")
+_STARTERS = ("__main__", "__mp_main__")
+_PATHS = sysconfig.get_paths()
+_INSTALLED = (
+    *(_PATHS[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+
+
+def environment(job: str = "") -> dict[str, Any]:
+    """Versions, processor, memory, the job's file and commit, and the few variables that change results.
+
+    No other variable is written: they hold keys and passwords.
+    """
+    versions = {name: _version(name) for name in _PACKAGES}
+    return {
+        "job": code_facts(job),
+        "python": platform.python_version(),
+        "packages": {name: found for name, found in versions.items() if found is not None},
+        "torch_build": torch_build(),
+        "os": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": gpu_names(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def code_facts(job: str) -> dict[str, Any]:
+    """What decides which training a job is, beside its settings: its file, the code it has loaded, and libraries."""
+    versions = {name: found for name in _PACKAGES if name not in _ONLY_WATCH and (found := _version(name)) is not None}
+    return {**job_facts(job), "modules": loaded_modules(), "torch_build": torch_build(), "packages": versions}
+
+
+def loaded_modules() -> dict[str, str]:
+    """Return the digest of the file of every module that is loaded now and belongs to nobody's package: the user's."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and name not in _STARTERS and not _is_installed(file):
+            with suppress(OSError, ValueError):
+                found[name] = hashlib.sha256(read_regular(Path(file))).hexdigest()
+    return found
+
+
+def _is_installed(file: str) -> bool:
+    """Whether it is of Python, Paceline or a package, wherever that was installed."""
+    return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def job_facts(job: str) -> dict[str, Any]:
+    """The file a job is read from, its digest, and the commit of its folder, with whether files were changed since."""
+    file = _file_of(job)
+    folder = file.parent if file is not None else Path.cwd()
+    commit = _git(folder, "rev-parse", "HEAD")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") if commit is not None else None
+    return {
+        "file": file.name if file is not None else None,
+        "digest": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None else None,
+        "git_commit": commit,
+        "git_dirty": None if changed is None else bool(changed),
+    }
+
+
+def _file_of(job: str) -> Path | None:
+    """A job's file; of a script that runs by itself, the script."""
+    try:
+        ref = parse_jobref(job)
+        spec = find_spec(ref.module) if ref.module else None
+        given = ref.path or (spec.origin if spec else None)
+    except (PacelineError, ImportError, ValueError):
+        given = None
+    for path in (given, sys.argv[0]):
+        if path and str(path).endswith(".py") and Path(path).is_file():
+            return Path(path).resolve()
+    return None
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says, if it is there, knows the folder and answers at once."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def torch_build() -> str:
+    """The version, with what it was built for."""
+    return str(torch.__version__)
+
+
+def gpu_names() -> list[str]:
+    """The GPUs, if CUDA was started."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,70 @@
+"""Where the last probe of this machine is kept. One that can't be read, or of another machine, is as if it were not."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline.filesystem.atomic_files import read_json, write_json
+from paceline.launch.launcher import kernel_fingerprint
+from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
+from paceline.planner.layout.execution_plan import Resources, settle_threads
+from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_cores
+
+
+def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
+    """Of this machine as it is now, for so many ranks. Needs no torch, only its version."""
+    cores = usable_cores()
+    cluster = Resources(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
+    return Fingerprint(
+        cpu=cpu_name(),
+        cores=cores,
+        torch=version("torch"),
+        gpus=gpu_models() if device == "cuda" else (),
+        kernels=kernel_fingerprint(),
+        device=device,
+        ranks=ranks,
+        threads=settle_threads(cluster=cluster, one=False, asked=None),
+    )
+
+
+def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
+    """`$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none.
+
+    A user without a home, as a number in a container has none, gets a folder among the temporary files.
+    """
+    asked = Path(environ.get("XDG_CACHE_HOME", ""))
+    if asked.is_absolute():
+        return asked / "paceline"
+    try:
+        return Path.home() / ".cache" / "paceline"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "cache"
+
+
+def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the probe of this is."""
+    digest = hashlib.sha256(json.dumps(asdict(mark), sort_keys=True).encode()).hexdigest()[:12]
+    return cache_folder(environ=environ) / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
+
+
+def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> HardwareBenchmark | None:
+    """The probe that was kept for exactly this."""
+    try:
+        found = read_probe(read_json(cache_file(mark, environ=environ)))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if found.fingerprint == mark else None
+
+
+def store_benchmark(probe: HardwareBenchmark, *, environ: Mapping[str, str] = os.environ) -> None:
+    """For next time; where nothing can be written, nothing is kept."""
+    with suppress(OSError, RuntimeError):
+        file = cache_file(probe.fingerprint, environ=environ)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, probe.as_json())

@@ -1,0 +1,196 @@
+"""What is timed on each rank's own device: products, attention, streams, optimizers, and next to nothing."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.comm.process_group import World
+from paceline.planner.hardware.benchmark_results import ATTENTION_WORK, HEAD_WIDTH, TRAINED_WORK, MatmulTimings, Rates
+from paceline.planner.hardware.timing_curve import TimingCurve
+from paceline.profiling.machine_benchmarks.interleaved_timer import Call, Family, Key, Size, time_all
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = (4, 16, 64, 256, 1024)
+_NARROWER = 8  # than the other edges, at least
+_MOST_SECONDS = 0.1  # of one call
+_CALLS_IN_BUDGET = 100  # of the slowest kind
+_CHAIN = 32
+_TENSORS = 8
+_ADAMW_BYTES = 28  # an element: parameter, gradient and two moments are read, all but the gradient written
+_NORMED = 512
+_ROW_BYTES = 4 * _NORMED
+_MIB = 2**20
+_STREAMS = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
+"""Around 32 MiB too: what is larger than that, glibc's malloc gets from the system anew each time, page by page."""
+_STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
+
+
+def measure_compute(world: World, *, busy: int, threads: int, seconds: float, crowded: bool = False) -> Rates:
+    """Every rank of `world` calls this while the others of its machine do nothing; `crowded`: they share cores."""
+    torch.set_num_threads(threads)
+    limit = min(_MOST_SECONDS, seconds / _CALLS_IN_BUDGET)
+    found = time_all(
+        list(_families(world.device)), world=world, seconds=seconds, limit=limit, join=fmean, crowded=crowded
+    )
+
+    def named(kind: str) -> dict[str, TimingCurve]:
+        return {key[1]: curve for key, curve in found.items() if key[0] == kind}
+
+    return Rates(
+        busy=busy,
+        threads=threads,
+        products={name: _products(name, curve, found) for name, curve in named("product").items()},
+        attention=named("attention"),
+        attention_trained=named("trained"),
+        streams=named("stream"),
+        optimizers=named("optimizer"),
+        operation_seconds=found["operation", "forward"].points[0].seconds,
+        trained_operation_seconds=found["operation", "trained"].points[0].seconds,
+    )
+
+
+def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
+    """Between host and device, on all ranks at once; nothing where there is no GPU."""
+    if world.device.type != "cuda":
+        return {}
+    sizes = [2**power for power in (12, 16, 20, 24, 28)]
+    families = [
+        Family(key=(way,), sizes=[Size(amount=size, make=partial(_copy, way, size, world.device)) for size in sizes])
+        for way in ("to_device", "to_host")
+    ]
+    found = time_all(families, world=world, seconds=seconds, limit=_MOST_SECONDS, join=fmean)
+    return {key[0]: curve for key, curve in found.items()}
+
+
+def _products(precision: str, square: TimingCurve, found: Mapping[Key, TimingCurve]) -> MatmulTimings:
+    """Narrow ones, beside a square one with as many FLOPs."""
+    narrow = []
+    for key, curve in found.items():
+        if key[:2] == ("narrow", precision):
+            one = curve.points[0]
+            narrow.append((int(key[2]), one.seconds / square.seconds(one.amount)))
+    if narrow:
+        narrow.append((_NARROWER * narrow[-1][0], 1.0))
+    return MatmulTimings(square=square, narrow=tuple(narrow))
+
+
+def _families(device: torch.device) -> Iterator[Family]:
+    big = device.type == "cuda"
+    wide = 4096 if big else 512
+    edges = (256, 512, 1024, 2048, 4096, 8192) if big else (32, 64, 128, 256, 512, 1024, 2048)
+    lengths = (128, 512, 2048, 8192) if big else (32, 128, 512, 2048)
+    for name, dtype in PRECISIONS.items():
+        cubes = [Size(amount=2.0 * n**3, make=partial(_product, n, n, dtype, device), times=3) for n in edges]
+        yield Family(key=("product", name), sizes=cubes)
+        for least in (each for each in _NARROW if _NARROWER * each <= wide):
+            make = partial(_product, least, wide, dtype, device)
+            yield Family(
+                key=("narrow", name, str(least)), sizes=[Size(amount=2.0 * least * wide**2, make=make, times=3)]
+            )
+        for kind, work in (("attention", ATTENTION_WORK), ("trained", TRAINED_WORK)):
+            heads = 128 if big else 4
+            sizes = [
+                Size(
+                    amount=work * length**2 * HEAD_WIDTH,
+                    make=partial(_attention, heads, length, dtype, device, trained=kind == "trained"),
+                    times=heads,
+                )
+                for length in lengths
+            ]
+            yield Family(key=(kind, name), sizes=sizes)
+    yield from _streams(device, sizes=_STREAMS_GPU if big else _STREAMS)
+    yield from _optimizers(device, most=2**22 if big else 2**19)
+    for kind in ("forward", "trained"):
+        make_chain = partial(_chain, device, trained=kind == "trained")
+        yield Family(key=("operation", kind), sizes=[Size(amount=1, make=make_chain, times=_CHAIN)])
+
+
+def _streams(device: torch.device, *, sizes: Sequence[int]) -> Iterator[Family]:
+    held: list[Tensor] = []  # two, of which all sizes and kinds have their part
+
+    def make(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
+        while len(held) < 2:
+            held.append(torch.rand(sizes[-1] // _ROW_BYTES, _NORMED, device=device))
+        one, other = (tensor[: size // _ROW_BYTES] for tensor in held)
+        return partial(kind, one, other)
+
+    kinds: dict[str, tuple[int, Callable[[Tensor, Tensor], object]]] = {
+        "copy": (2, lambda one, other: other.copy_(one)),
+        "add": (3, torch.add),
+        "gelu": (2, lambda one, _: F.gelu(one)),
+        "norm": (2, lambda one, _: F.layer_norm(one, (_NORMED,))),
+    }
+    for name, (moved, kind) in kinds.items():
+        yield Family(
+            key=("stream", name), sizes=[Size(amount=moved * size, make=partial(make, kind, size)) for size in sizes]
+        )
+
+
+def _optimizers(device: torch.device, *, most: int) -> Iterator[Family]:
+    elements = [number for number in (2**6, 2**12, 2**16, 2**19, 2**22) if number <= most]
+    for name, fused in (("adamw", None), ("adamw fused", True)):
+        sizes = [
+            Size(amount=_ADAMW_BYTES * number, make=partial(_adamw, number, fused, device), times=_TENSORS)
+            for number in elements
+        ]
+        yield Family(key=("optimizer", name), sizes=sizes)
+
+
+def _product(rows: int, edge: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """A linear layer's three: forward, its input's gradient, its weight's."""
+    x = torch.rand(rows, edge, device=device).to(dtype)
+    gradient = torch.rand(rows, edge, device=device).to(dtype)
+    weight = torch.rand(edge, edge, device=device).to(dtype)
+
+    def call() -> None:
+        F.linear(x, weight)
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), x)
+
+    return call
+
+
+def _attention(heads: int, length: int, dtype: torch.dtype, device: torch.device, *, trained: bool) -> Call:
+    query, key, value, gradient = (
+        torch.rand(1, heads, length, HEAD_WIDTH, device=device).to(dtype).requires_grad_(trained) for _ in range(4)
+    )
+
+    def call() -> None:
+        output = F.scaled_dot_product_attention(query, key, value)
+        if trained:
+            torch.autograd.grad(output, (query, key, value), gradient)
+
+    return call
+
+
+def _adamw(elements: int, fused: bool | None, device: torch.device) -> Call:
+    parameters = [torch.nn.Parameter(torch.rand(elements, device=device)) for _ in range(_TENSORS)]
+    for parameter in parameters:
+        parameter.grad = torch.rand_like(parameter)
+    return torch.optim.AdamW(parameters, fused=fused).step
+
+
+def _chain(device: torch.device, *, trained: bool) -> Call:
+    start = torch.rand(16, device=device, requires_grad=trained)
+    one, gradient = torch.ones(16, device=device), torch.ones(16, device=device)
+
+    def call() -> None:
+        end = start
+        for _ in range(_CHAIN):
+            end = end * one
+        if trained:
+            torch.autograd.grad(end, start, gradient)
+
+    return call
+
+
+def _copy(way: str, size: int, device: torch.device) -> Call:
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    if way == "to_device":
+        return partial(there.copy_, host, non_blocking=True)
+    return partial(host.copy_, there, non_blocking=True)

@@ -1,0 +1,107 @@
+"""A probe of this machine for so many ranks: the kept one, or a new one."""
+
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.console.formatting import plural
+from paceline.errors import ExitCode, MachineError
+from paceline.filesystem.atomic_files import read_json
+from paceline.filesystem.temporary_folders import scratch_folder
+from paceline.launch.environments import JoinedWorld
+from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
+from paceline.planner.layout.host_resources import busy_share
+from paceline.plugins import resolve
+from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached, store_benchmark
+from paceline.run_folder.run_folder import ROOT, RunFolder
+
+ENTRY = "paceline.profiling.machine_benchmarks.benchmark_worker:measure"
+SECONDS = 20.0
+_START_SECONDS = 5.0  # starting processes that have torch
+_LEAST_SHARE = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkRequest:
+    """What is the same for every way to probe: seconds for all of it, and the folder whose disk is tried."""
+
+    seconds: float = SECONDS
+    folder: Path = ROOT
+
+    def payload(self, mark: Fingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
+        """For the ranks."""
+        return {
+            "seconds": max(self.seconds - _START_SECONDS, _LEAST_SHARE * self.seconds),
+            "folder": str(self.folder.absolute()),
+            "fingerprint": asdict(mark),
+            "answer": str(answer),
+            "ranks_per_node": ranks_per_node,
+        }
+
+
+def probe_here(
+    *, ranks: int, device: str = "cpu", asked: BenchmarkRequest | None = None, again: bool = False
+) -> HardwareBenchmark:
+    """What was kept of this machine, torch and number of ranks; else, or `again`, measured by new processes and kept.
+
+    What was measured while others used the machine holds until it is found quiet.
+
+    Raises:
+        MachineError: the processes did not start, or failed.
+    """
+    mark = fingerprint(ranks=ranks, device=device)
+    kept = None if again else read_cached(mark)
+    if kept is not None and kept.is_quiet:
+        return kept
+    if kept is not None and not replace(kept, others=busy_share()).is_quiet:
+        return kept
+    probe = _measured(mark, asked or BenchmarkRequest())
+    store_benchmark(probe)
+    return probe
+
+
+def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
+    with scratch_folder("probe") as scratch:
+        answer = scratch.path / "answer.json"
+        payload = asked.payload(mark, answer=answer, ranks_per_node=mark.ranks)
+        request = LaunchRequest(
+            ranks=mark.ranks,
+            run=RunFolder(scratch.path),
+            entry=ENTRY,
+            payload=payload,
+            threads=mark.threads,
+            saves=False,
+        )
+        outcome = start(request)
+        if outcome.exit_code == ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
+        if outcome.exit_code or not answer.exists():
+            raise MachineError(
+                f"the probe of {plural(mark.ranks, 'rank')} on {mark.device} failed.",
+                cause=failure_screen(outcome),
+                hint="--ranks 1 to see whether one works",
+            )
+        return read_probe(read_json(answer))
+
+
+def probe_joined(
+    joined: JoinedWorld, *, device: str = "cpu", asked: BenchmarkRequest | None = None
+) -> HardwareBenchmark | None:
+    """By the processes that a launcher has started, all of which call this; rank 0 has the answer. Nothing is kept.
+
+    Raises:
+        PacelineError: this process, or another, failed.
+    """
+    adopt_launcher_variables(joined, os.environ)
+    local = joined.local_world_size
+    mark = fingerprint(ranks=joined.world_size, device=device, ranks_per_node=local)
+    with scratch_folder("probe") as scratch:
+        answer = scratch.path / "answer.json"
+        payload = (asked or BenchmarkRequest()).payload(mark, answer=answer, ranks_per_node=local)
+        ended = resolve("paceline.launch.agent.worker_process:run_joined")(ENTRY, payload, threads=mark.threads)
+        if ended.error is not None:
+            raise ended.error
+        return read_probe(read_json(answer)) if answer.exists() else None

@@ -1,0 +1,44 @@
+"""The machine that this process is on, as a cluster to plan for: the kept probe of it, or a new one."""
+
+import time
+from dataclasses import dataclass, replace
+
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark
+from paceline.planner.hardware.cluster import Cluster
+from paceline.planner.hardware.local_cluster import fleet_here, node_memory
+from paceline.profiling.calibration_store import forecast_ratios
+from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached
+from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMachine:
+    """This machine; `seconds` went to a new probe of it, none where one was kept."""
+
+    fleet: Cluster
+    seconds: float
+
+
+def machine_here(*, ranks: int, device: str) -> LocalMachine:
+    """For so many ranks.
+
+    Raises:
+        MachineError: it can't be probed, or the memory of its GPUs can't be known.
+    """
+    began = time.monotonic()
+    before = read_cached(fingerprint(ranks=ranks, device=device))
+    probe = probe_here(ranks=ranks, device=device)  # anew too where others used the machine when it was kept
+    return LocalMachine(
+        fleet=_fleet(probe, ranks, device), seconds=0.0 if probe == before else time.monotonic() - began
+    )
+
+
+def kept_here(*, ranks: int, device: str) -> Cluster | None:
+    """The same where a probe was kept, and nothing is measured; else None."""
+    probe = read_cached(fingerprint(ranks=ranks, device=device))
+    return None if probe is None else _fleet(probe, ranks, device)
+
+
+def _fleet(probe: HardwareBenchmark, ranks: int, device: str) -> Cluster:
+    longer, fuller = forecast_ratios(probe.fingerprint)
+    return replace(fleet_here(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)

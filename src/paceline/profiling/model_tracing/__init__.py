@@ -1,0 +1,1 @@
+"""A traced step: FLOPs, activations, memory over time, communication."""

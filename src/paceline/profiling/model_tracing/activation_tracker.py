@@ -1,0 +1,119 @@
+"""What the parts of a model hold of one forward and its backward: for backward, and beside that for a moment."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from paceline.profiling.model_tracing.flop_counter import FIRST, LAST
+from paceline.torch_internals.private_api import in_backward
+from paceline.torch_internals.pytree import tensor_leaves
+
+
+@dataclass(kw_only=True)
+class ActivationUsage:
+    """Bytes of one part: `kept_bytes` there when backward begins, `moment_bytes` the most beside what it and all parts
+    before it keep, while it runs forward or backward."""
+
+    kept_bytes: float = 0.0
+    moment_bytes: float = 0.0
+
+
+class ActivationTracker:
+    """Hears of each operation of a forward and its backward (`FakeExecutionMode(see=lives.see)`).
+
+    What is there before is not counted. A block's backward begins when the gradient of its output is there.
+    """
+
+    def __init__(self, *, blocks: Mapping[str, nn.Module]) -> None:
+        self._blocks = blocks
+        self._order = [FIRST, *blocks, LAST]
+        self._part = FIRST
+        self._live: dict[int, tuple[int, str, weakref.ref[UntypedStorage]]] = {}
+        self._bytes = 0
+        self._began = 0
+        self._up_to: dict[str, float] | None = None
+        self._forward = dict.fromkeys(self._order, 0.0)
+        self.lives = {name: ActivationUsage() for name in self._order}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A forward with its loss, then `backward`."""
+        handles = []
+        for name, block in self._blocks.items():
+            handles.append(block.register_forward_pre_hook(partial(self._enter, name), prepend=True))
+            handles.append(block.register_forward_hook(partial(self._leave, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._live.clear()
+
+    def turn(self) -> None:
+        """The forward is over: what is there now is kept."""
+        sums = dict.fromkeys(self._order, 0.0)
+        for size, part, _ in self._live.values():
+            sums[part] += size
+        total, self._up_to = 0.0, {}
+        for name in self._order:
+            total += sums[name]
+            self._up_to[name] = total
+            self.lives[name].kept_bytes = sums[name]
+            self.lives[name].moment_bytes = max(0.0, self._forward[name] - sums[name])
+        self._part = LAST
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One operation."""
+        given = {id(tensor.untyped_storage()) for tensor in tensor_leaves([args, kwargs]) if _is_plain(tensor)}
+        for tensor in tensor_leaves(result):
+            if _is_plain(tensor) and id(tensor.untyped_storage()) not in given:
+                self._follow(tensor.untyped_storage())
+        if self._up_to is None:
+            self._forward[self._part] = max(self._forward[self._part], float(self._bytes - self._began))
+        else:
+            life = self.lives[self._part]
+            life.moment_bytes = max(life.moment_bytes, self._bytes - self._up_to[self._part])
+
+    def _follow(self, storage: UntypedStorage) -> None:
+        place = id(storage)
+        if place in self._live:
+            return
+        self._live[place] = (storage.nbytes(), self._part, weakref.ref(storage, lambda _: self._forget(place)))
+        self._bytes += storage.nbytes()
+
+    def _forget(self, place: int) -> None:
+        gone = self._live.pop(place, None)
+        if gone is not None:
+            self._bytes -= gone[0]
+
+    def _go_on(self, name: str) -> None:
+        self._part, self._began = name, self._bytes
+
+    def _enter(self, name: str, *_: Any) -> None:
+        if not in_backward():
+            self._go_on(name)
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if in_backward():  # a second run, of remat
+            return
+        for tensor in tensor_leaves(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._back(name))
+        following = self._order[self._order.index(name) + 1]
+        self._go_on(following)
+
+    def _back(self, name: str) -> Callable[[Tensor], None]:
+        def back(_: Tensor) -> None:
+            self._part = name
+
+        return back
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta

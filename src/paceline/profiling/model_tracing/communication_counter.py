@@ -1,0 +1,90 @@
+"""What a rank sends: calls and bytes of each collective and of each message, whoever asked for it.
+
+Every collective of torch is an operation that a dispatch mode sees: ours, those of `fully_shard` and of distributed
+tensors, and messages from one rank to another.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paceline.bytes_sent import SHARES
+from paceline.torch_internals.dispatch_modes import DispatchMode, group_size
+
+_NAMES = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast", "broadcast": "broadcast", "reduce_": "reduce", "gather_": "gather",
+    "scatter_": "scatter", "send": "send", "isend": "send", "recv_": "receive", "recv_any_source_": "receive",
+    "irecv": "receive", "barrier": "barrier", "monitored_barrier_": "barrier",
+}  # fmt: skip
+_INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors")
+
+
+@dataclass(kw_only=True)
+class CollectiveTotals:
+    """Of one kind of collective. `payload_bytes` is what was handed over, `sent_bytes` what leaves this rank for it
+    (`traffic.SHARES`)."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+    sent_bytes: float = 0.0
+
+
+class CommunicationCounter(DispatchMode):
+    """Counts while it is on, in this thread and in the backward that it starts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flows: dict[str, CollectiveTotals] = {}
+
+    @property
+    def total_bytes(self) -> float:
+        """What left this rank."""
+        return sum(flow.sent_bytes for flow in self.flows.values())
+
+    def as_json(self) -> dict[str, dict[str, float]]:
+        """By collective."""
+        return {name: asdict(flow) for name, flow in sorted(self.flows.items())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, and pass everything on; distributed tensors come back as the local operations they are."""
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = _NAMES.get(func._schema.name.partition("::")[2])
+        if name is None:
+            return
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        group = next((given[key] for key in ("process_group", "group_name", "group") if key in given), None)
+        payload = sum(_bytes(tensor) for key in _INPUTS for tensor in _tensors(given.get(key)))
+        flow = self.flows.setdefault(name, CollectiveTotals())
+        flow.calls += 1
+        if name in SHARES:
+            flow.payload_bytes += payload
+            flow.sent_bytes += payload * SHARES[name](group_size(group))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

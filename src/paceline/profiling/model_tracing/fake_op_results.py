@@ -1,0 +1,163 @@
+"""The one table of what operations give where their numbers are not there, and where shapes alone mislead."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import JobError, line_now
+
+
+def _number(func: Any, args: Any, kwargs: Any) -> Any:
+    """A number that is not there is one; integers and booleans are there."""
+    return 1.0 if args[0].is_floating_point() else func(*args, **kwargs)
+
+
+def _yes(func: Any, args: Any, kwargs: Any) -> bool:
+    return True
+
+
+ANSWERS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "aten::_local_scalar_dense": _number,
+    "aten::equal": _yes,
+    "aten::is_nonzero": _yes,
+    "aten::allclose": _yes,
+}
+COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
+_POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
+_POSITIONS |= {"aten::multinomial"}
+DRAWN = {"aten::native_dropout", "aten::bernoulli"}
+"""Whose masks are as large as activations, and which nobody reads."""
+
+
+def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:
+    """Fill integers and booleans that come of numbers which are not there.
+
+    Everything is finite; of positions each is chosen as often as any other, so that experts get equally many tokens.
+    `holds` is what comparisons come to: in a step they hold, while a model is built they don't, or draws that are
+    repeated until all are within bounds would never end.
+    """
+    name = func._schema.name
+    if name in _POSITIONS and tensor.dtype is torch.int64:
+        _in_turn(tensor, args)
+    elif name in ("aten::eq", "aten::ne"):  # with itself it is equal, with infinity it is not: it is finite
+        tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
+    elif holds and name in COMPARES:
+        tensor.fill_(1)
+    else:
+        tensor.zero_()
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
+
+
+def _in_turn(tensor: Tensor, args: Any) -> None:
+    source: Tensor = args[0]
+    numbers = [arg for arg in args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
+    dim = numbers[-1] if numbers and -source.dim() <= numbers[-1] < source.dim() else -1
+    among = source.shape[dim] if source.dim() else 1
+    tensor.copy_((torch.arange(tensor.numel()) % max(among, 1)).view(tensor.shape))
+
+
+def result_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Its results on `meta`, as the operation really gives them where that is not what it says itself."""
+    corrected = _CORRECTED.get(func._schema.name)
+    return func(*args, **kwargs) if corrected is None else corrected(func, args, kwargs)
+
+
+def unknown_result_error(func: Any, error: Exception) -> JobError:
+    """An operation whose results nobody can tell without its numbers."""
+    name, sizes = func._schema.name, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
+    return JobError(
+        f"what {name} gives can't be told without numbers.",
+        where=str(line_now() or ""),
+        cause="the size of its result depends on values" if sizes else f"it says of no shapes: {_first_line(error)}",
+        hint="a result whose size follows from its operands' sizes, as torch.where has with three of them"
+        if sizes
+        else "a layout by name, which asks for no plan: --layout ddp"
+        if name.startswith("aten::")
+        else f'@torch.library.register_fake("{name}"), a function that gives empty results of the right sizes',
+    )
+
+
+PACKED = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
+"""What brings rows of several lengths into another order, with the dimensions of its rows."""
+
+
+def packed_sequence_form(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor]:
+    """The form of what it gives, and the lengths beside, which are known: as of rows of one number."""
+    data, rows = args[0], PACKED[func._schema.name]
+    thin, lengths = func(torch.zeros((*data.shape[:rows], 1), dtype=data.dtype), *args[1:], **kwargs)
+    shape = (*thin.shape[: 3 - rows], *data.shape[rows:])
+    return (shape, torch.empty(shape, device="meta").stride(), data.dtype), lengths
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _every_place(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """No number is zero."""
+    found: Tensor = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
+    return found.t()
+
+
+def _all_differ(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """No number is there twice."""
+    tensor, asked = args[0], dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
+    inverse = tensor.shape if asked.get("return_inverse") or asked.get("return_counts") else (0,)
+    counts = (tensor.numel(),) if asked.get("return_counts") else (0,)
+    places = [tensor.new_empty(shape, dtype=torch.int64) for shape in (inverse, counts)]
+    return tensor.new_empty((tensor.numel(),)), *places
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Without memory it takes few types and alignments only; with it, what it is given."""
+    left, right = args[0], args[1]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    shapes = {
+        (2, 3): (left.shape[0], right.shape[-1]),
+        (3, 2): (left.shape[1] if left.dim() == 3 else 0, right.shape[-1]),
+        (3, 3): (left.shape[0], left.shape[-2], right.shape[-1]),
+        (2, 2): (0 if offsets is None else offsets.shape[0], left.shape[0], right.shape[-1]),
+    }
+    found: Tensor = left.new_empty(shapes[left.dim(), right.dim()], dtype=kwargs.get("out_dtype") or left.dtype)
+    return found
+
+
+_FEW, _MORE, _PAGE = 8, 24, 4096
+
+
+def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+    """Its workspace is left out without memory: found on few positions, since it grows by the same with each."""
+    inputs, rest = args[0], args[1:]
+    output, hidden, cell, kept = func(*args, **kwargs)
+    positions = inputs.shape[0]
+
+    def workspace(length: int) -> int:
+        real = [_real(inputs[:length]), *(_real(arg) if isinstance(arg, Tensor) else arg for arg in rest)]
+        found = func(*real, **kwargs)[3]
+        return 0 if found is None else int(found.numel())  # without gradients there is none
+
+    if positions <= _MORE:
+        num_bytes = workspace(positions)
+    else:
+        few, more = workspace(_FEW), workspace(_MORE)
+        num_bytes = more + (more - few) * (positions - _MORE) // (_MORE - _FEW)
+        num_bytes = -(-num_bytes // _PAGE) * _PAGE
+    return output, hidden, cell, torch.empty(num_bytes, dtype=torch.uint8, device="meta") if num_bytes else kept
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+_CORRECTED = {
+    "aten::_grouped_mm": _grouped,
+    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::nonzero": _every_place,
+    "aten::_unique2": _all_differ,
+}

@@ -1,0 +1,135 @@
+"""What a rank held at every operation of a step; and from two steps that are less deep, at those of a deep one.
+
+A block more in each chain puts the operations of one block into the middle of every forward and every backward. All
+that lies before and after them stays what it was, and what is held there grows by as much with each further block. So
+every operation's own amount is carried on, and the most is looked for among them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, takewhile
+from operator import add
+
+from paceline.profiling.model_tracing.memory_tracker import KINDS, MemoryByKind
+
+Bytes = tuple[int, ...]
+Part = list[tuple[str, Bytes]]
+Turn = tuple[int, int]
+
+
+@dataclass
+class MemoryTimeline:
+    """Bytes of each kind (`held.KINDS`) at every operation, in parts: a forward, a backward, an update."""
+
+    parts: list[Part] = field(default_factory=lambda: [[]])
+
+    def note(self, name: str, held: Bytes) -> None:
+        """So much was there at this operation."""
+        self.parts[-1].append((name, held))
+
+    def turn(self) -> None:
+        """Another part begins."""
+        if self.parts[-1]:
+            self.parts.append([])
+
+
+def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
+    """The most at once with so many further blocks: each of `more` has one block where they come, and their number.
+
+    None where the steps are not alike but for those blocks.
+    """
+    if any(len(journal.parts) != len(base.parts) for journal, _ in more):
+        return None
+    found: list[Bytes] = []
+    for place, part in enumerate(base.parts):
+        rows = [[held for _, held in part]]
+        for journal, blocks in more:
+            turns = _turns(part, journal.parts[place])
+            if turns is None:
+                return None
+            rows.append([_grown(pair, blocks) for pair in _pairs(part, journal.parts[place], turns)])
+        found += [tuple(map(sum, zip(*each, strict=True))) for each in zip(*rows, strict=True)]
+    most = max(found, key=sum, default=())
+    return MemoryByKind(**dict(zip(KINDS, most, strict=False)))
+
+
+def extrapolate(base: MemoryTimeline, more: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
+    """Every operation with so many further blocks than `base`; `more` has one. None where they are not alike."""
+    if len(more.parts) != len(base.parts):
+        return None
+    found = MemoryTimeline(parts=[])
+    for few, other in zip(base.parts, more.parts, strict=True):
+        turns = _turns(few, other)
+        lines = None if turns is None else _lines(few, other, turns, blocks)
+        if lines is None:
+            return None
+        found.parts.append(lines)
+    return found
+
+
+def _lines(few: Part, more: Part, turns: Sequence[Turn], blocks: int) -> Part | None:
+    """Of the blocks between, each holds as much more than the one before it."""
+    grown = [_grown(pair, blocks) for pair in _pairs(few, more, turns)]
+    held = [(name, tuple(map(add, own, more_))) for (name, own), more_ in zip(few, grown, strict=True)]
+    found: Part = []
+    before = 0
+    for turn, once in turns:
+        found += held[before:turn]
+        last, following = held[max(0, turn - once) : turn], held[turn : turn + once]
+        if [name for name, _ in last] != [name for name, _ in following] or len(last) != once:
+            return None
+        for block in range(1, blocks + 1):
+            for (name, low), (_, high) in zip(last, following, strict=True):
+                steps = [divmod((b - a) * block, blocks + 1) for a, b in zip(low, high, strict=True)]
+                if any(rest for _, rest in steps):
+                    return None
+                found.append((name, tuple(a + step for a, (step, _) in zip(low, steps, strict=True))))
+        before = turn
+    return found + held[before:]
+
+
+def _grown(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
+    return tuple((b - a) * blocks for a, b in zip(*pair, strict=True))
+
+
+def _pairs(few: Part, more: Part, turns: Sequence[Turn]) -> list[tuple[Bytes, Bytes]]:
+    """What each operation of `few` held there and in `more`."""
+    ends = [turn for turn, _ in turns]
+    added = list(accumulate((once for _, once in turns), initial=0))
+    return [(held, more[at + added[bisect_right(ends, at)]][1]) for at, (_, held) in enumerate(few)]
+
+
+def _turns(few: Part, more: Part) -> list[Turn] | None:
+    """Where loops over blocks go round once more in `more`, and how many operations they have.
+
+    Each as far from what comes before its loop as from what comes after it. None where there is another difference.
+    """
+    names, others = [name for name, _ in few], [name for name, _ in more]
+    found: list[Turn] = []
+    known = added = 0
+    while added < len(others) - len(names):
+        stop = known + _alike(names, others, known, known + added)
+        left = len(others) - len(names) - added
+        rounds = _rounds(others, stop + added, left)
+        if not rounds:
+            return None
+        runs = {n: _alike(names, others, stop, stop + added + n) for n in rounds}
+        once = max(rounds, key=lambda n: (runs[n], n == left))  # what goes on to the end is all that is left
+        start = stop
+        while start > known and others[start - 1 + added] == others[start - 1 + added + once]:
+            start -= 1
+        found.append(((start + stop) // 2, once))
+        known, added = stop, added + once
+    return found if names[known:] == others[known + added :] else None
+
+
+def _rounds(names: list[str], at: int, most: int) -> list[int]:
+    """How many operations a loop may have that goes round once more there: as many just before are the same."""
+    return [n for n in range(1, min(most, at) + 1) if names[at - n : at] == names[at : at + n]]
+
+
+def _alike(names: list[str], others: list[str], start: int, other: int) -> int:
+    """How many they have in common from there on."""
+    pairs = zip(islice(names, start, None), islice(others, other, None), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

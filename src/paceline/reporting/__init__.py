@@ -1,0 +1,1 @@
+"""`report.html`: runs, plans, comparisons and verify results as pages."""

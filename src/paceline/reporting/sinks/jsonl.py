@@ -1,0 +1,95 @@
+"""The run folder's own record: every event, and every logged number, one JSON object a line."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict, metrics_of, ratios_of
+from paceline.filesystem.atomic_files import open_in_place, parse_json, read_regular
+from paceline.run_folder.run_folder import RunFolder
+
+_MOST_BYTES = 1 << 30
+
+
+class JsonlSink:
+    """Appends each event with one write, so that a kill never leaves two lines in one."""
+
+    def __init__(self, run: RunFolder) -> None:
+        run.path.mkdir(parents=True, exist_ok=True)
+        self._events = _open(run.events)
+        self._metrics = _open(run.metrics)
+
+    def handle(self, event: Event) -> None:
+        """Append it."""
+        record = as_dict(event)
+        _append(self._events, record)
+        if isinstance(event, StepDone):
+            _append(self._metrics, {"step": event.step, "time": record["time"], **metrics_of(event)})
+        if isinstance(event, ForecastChecked):
+            _append(self._metrics, {"step": event.step, "time": record["time"], **ratios_of(event)})
+        if isinstance(event, EvalDone):
+            named = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+            _append(self._metrics, {"step": event.step, "time": record["time"], **named})
+
+    def close(self) -> None:
+        """Close both files."""
+        os.close(self._events)
+        os.close(self._metrics)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file; a line torn by a kill is passed over."""
+    yield from read_counted(path)[0]
+
+
+def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of a JSONL file, and how many lines are none."""
+    try:
+        text = read_regular(path, most_bytes=_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return [], 0
+    except ValueError:  # a pipe, a device, or more than any run writes
+        return [], 1
+    records, torn = [], 0
+    for line in text.split("\n"):
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            torn += 1
+    return records, torn
+
+
+def _open(path: Path) -> int:
+    """Open to append; a line torn by a kill is ended first, or it would swallow the next one."""
+    handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        os.write(handle, b"\n")
+    return handle
+
+
+def _append(handle: int, record: Mapping[str, Any]) -> None:
+    line = (json.dumps(_plain(record), default=str) + "\n").encode()
+    if os.write(handle, line) != len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: such numbers become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,110 @@
+"""The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
+
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.console.output import fitting_print, with_no_reader
+from paceline.events import Note
+from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.failures.failure_record import END_OF_TALK
+from paceline.reporting.sinks.jsonl import JsonlSink
+from paceline.run_folder.run_folder import RunFolder
+
+_CHATTER = re.compile(
+    r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ [^]]*(torch/|c10d|\.cpp:|ProcessGroup)[^]]*\]  # of torch's own places
+    |\[Gloo\]\ Rank\ \d+\ is\ connected
+    |terminate\ called\ after\ throwing\ an\ instance\ of\ 'gloo::|\ +what\(\):\ +\[enforce\ fail\ at\ \S*gloo
+    |NCCL\ version\ |\S+:\d+:\d+\ \[\d+\]\ NCCL\ INFO\ """,
+    re.VERBOSE,
+)
+"""What libraries say to their own developers: the rank's log keeps it.
+
+Errors are never among it, but for gloo's last words, in whose place the failure screen has a sentence."""
+
+
+class Tail:
+    """Follows one rank's log and pulse."""
+
+    def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
+        self._log = folder / f"rank-{rank}.log"
+        self._pulse = folder / f"pulse-{rank}"
+        self._place = 0
+        self._rest = b""
+        self._silent = False
+        self._out = out or sys.stdout
+        self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR makes a file none
+        self._bar = self._make_bar() if self._console.is_terminal else None
+        self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
+
+    def __call__(self) -> None:
+        """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal, a full disk) the run goes on."""
+        error = with_no_reader(self._print_new, self._out)
+        if error is not None:
+            self._note(f"the console can't be written and is silent from here on: {error.strerror}")
+
+    def _note(self, text: str) -> None:
+        """Write it among the run's events, if it keeps any."""
+        run = RunFolder(self._log.parents[2])
+        with suppress(OSError):
+            if run.events.exists():
+                sink = JsonlSink(run)
+                sink.handle(Note(text=text, level="warning"))
+                sink.close()
+
+    def _print_new(self) -> None:
+        for line in self._new_lines():
+            if self._bar is not None:
+                self._bar.console.print(fitting_print(line, self._out), markup=False, highlight=False, soft_wrap=True)
+            else:
+                self._out.write(fitting_print(line, self._out) + "\n")
+        self._out.flush()
+        self._move_bar()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self()
+        if self._rest:
+            rest = fitting_print(self._rest.decode(errors="replace"), self._out)
+            with_no_reader(lambda: print(rest, file=self._out, flush=True), self._out)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _new_lines(self) -> list[str]:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError:
+            return []
+        self._place += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        talk = [text for line in lines if not _CHATTER.match(text := line.decode(errors="replace"))]
+        if END_OF_TALK in talk or self._silent:
+            talk = [] if self._silent else talk[: talk.index(END_OF_TALK)]
+            self._silent, self._rest = True, b""
+        return talk
+
+    def _move_bar(self) -> None:
+        beat = read_pulse(self._pulse)
+        if self._bar is None or self._task is None or beat is None or not beat.step:
+            return
+        self._bar.start()
+        loss = f"loss {beat.loss:.4f}"
+        self._bar.update(self._task, completed=beat.step, total=beat.total or None, loss=loss)
+
+    def _make_bar(self) -> Progress:
+        return Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )

@@ -1,0 +1,142 @@
+"""Where events can go, by name, or `"my.pkg:Thing"` for one of your own."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.console.formatting import did_you_mean
+from paceline.errors import UsageError
+from paceline.events import EvalDone, Event, ForecastChecked, RunStarted, Sink, StepDone, metrics_of, ratios_of
+from paceline.plugins import resolve
+from paceline.reporting.sinks.console_lines import ConsoleSink
+from paceline.reporting.sinks.jsonl import JsonlSink
+from paceline.run_folder.run_folder import RunFolder
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, under the run folder's `tb/`.
+
+    All numbers of a step are one record: one call for each would take a third of a millisecond more.
+    Steps that an earlier attempt wrote and a resume does again are purged, or two curves would lie on one another.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self._make: Any = resolve("torch.utils.tensorboard:SummaryWriter")
+        self._summary: Any = resolve("tensorboard.compat.proto.summary_pb2:Summary")
+        self._folder = run.path / "tb"
+        self._writer: Any = None
+
+    def handle(self, event: Event) -> None:
+        """Write its numbers."""
+        if isinstance(event, RunStarted):
+            self._open(after=event.resumed_from or 0)
+        numbers = _numbers(event)
+        if numbers:
+            self._open(after=None)
+            values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+            self._writer.file_writer.add_summary(self._summary(value=values), event.step)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, *, after: int | None) -> None:
+        if self._writer is None:
+            earlier = after is not None and any(self._folder.glob("events.*"))
+            purge = after + 1 if earlier and after is not None else None
+            self._writer = self._make(log_dir=str(self._folder), purge_step=purge)
+
+
+class WandbSink:
+    """Scalars for Weights & Biases; the run's id is the folder's name. Of a step done again it keeps the first."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run: Any = resolve("wandb:init")(
+            project=run.path.resolve().parent.name,
+            id=run.path.name,
+            name=run.path.name,
+            dir=str(run.path),
+            resume="allow",
+        )
+
+    def handle(self, event: Event) -> None:
+        """Log its numbers."""
+        numbers = _numbers(event)
+        if numbers:
+            self._run.log(numbers, step=event.step)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _numbers(event: Event) -> dict[str, float]:
+    if isinstance(event, StepDone):
+        return dict(metrics_of(event))
+    if isinstance(event, ForecastChecked):
+        return dict(ratios_of(event))
+    if isinstance(event, EvalDone):
+        return {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+    return {}
+
+
+SINKS: dict[str, Callable[[RunFolder], Sink]] = {
+    "console": lambda run: ConsoleSink(),
+    "jsonl": JsonlSink,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+}
+CURVES = {"tensorboard", "wandb"}
+_OPTIONAL = {"tensorboard"}
+
+
+def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
+    """The sinks of one run, and notes on what is left out because it is not installed or could not start.
+
+    Raises:
+        UsageError: a name that is no sink, or an extra that was asked for and is missing.
+    """
+    sinks: list[Sink] = []
+    notes: list[str] = []
+    for name in names:
+        try:
+            sinks.append(_make(name, run))
+        except (ImportError, UsageError):
+            if name not in _OPTIONAL:
+                raise
+            notes.append(f"{name} is not installed and left out: pip install {name}")
+        except Exception as error:
+            notes.append(f"{name} could not start and is left out: {type(error).__name__}: {error}")
+    return sinks, notes
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse what is neither a sink nor a reference to one.
+
+    Raises:
+        UsageError: with a suggestion.
+    """
+    for name in names:
+        if ":" not in name and name not in SINKS:
+            raise UsageError(
+                f"{name!r} is nothing to watch with.",
+                cause=did_you_mean(name, SINKS),
+                hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
+            )
+        place, colon, thing = name.partition(":")
+        if colon and not all(part.isidentifier() for part in [*place.split("."), *thing.split(".")]):
+            raise UsageError(f"{name!r} names nothing to watch with.", hint="--watch.to my.pkg:Thing")
+
+
+def _make(name: str, run: RunFolder) -> Sink:
+    check_names([name])
+    if ":" in name:
+        sink: Sink = resolve(name)(run)
+        return sink
+    return SINKS[name](run)
+
+
+def sink_path(run: RunFolder) -> Path:
+    """Where TensorBoard's files are."""
+    return run.path / "tb"

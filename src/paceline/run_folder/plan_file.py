@@ -1,0 +1,79 @@
+"""plan.json: what was decided for a run, and beside it the advice that `plan` gave, in one file."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.filesystem.atomic_files import read_json, read_regular, write_json, write_text
+
+NAME = "plan.json"
+_DOING = "doing.txt"
+ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
+
+
+def write_decided(folder: Path, decided: Mapping[str, Any]) -> None:
+    """What every rank follows, `ExecutionPlan.as_json`; advice that is there stays."""
+    advice = {key: value for key, value in _found(folder / NAME).items() if key in ADVICE}
+    write_json(folder / NAME, {**decided, **advice})
+
+
+def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
+    """The answer to `plan`: those of its keys that are in `ADVICE`; what was decided stays."""
+    decided = {key: value for key, value in _found(folder / NAME).items() if key not in ADVICE}
+    write_json(folder / NAME, {**decided, **{key: advice[key] for key in ADVICE if key in advice}})
+
+
+def has_advice(folder: Path) -> bool:
+    """Whether `plan` has answered there."""
+    return "plans" in _found(folder / NAME)
+
+
+def read_advice(path: Path) -> dict[str, Any]:
+    """What `write_advice` wrote, of a run's folder or of the file.
+
+    Raises:
+        UsageError: there is none.
+    """
+    file = path / NAME if path.is_dir() else path
+    if not file.exists():
+        raise UsageError(f"there is no plan in {path}.", hint="paceline plan job.py --run-dir FOLDER writes one")
+    found = _found(file)
+    if not _is_list_of_plans(found.get("plans")):
+        raise UsageError(
+            f"{file} has no layouts in it.",
+            cause="a run's own plan.json, which has the one layout that it runs, or no file of `paceline plan`",
+            hint="paceline plan job.py --run-dir FOLDER writes one",
+        )
+    return {key: value for key, value in found.items() if key in ADVICE}
+
+
+def write_doing(folder: Path, doing: str) -> None:
+    """Say what a plan is at, for whoever waits for it; nothing once it is done."""
+    with suppress(OSError):
+        if doing:
+            write_text(folder / _DOING, doing)
+        else:
+            (folder / _DOING).unlink(missing_ok=True)
+
+
+def read_doing(folder: Path) -> str:
+    """Return what `write_doing` said last, or that processes begin."""
+    try:
+        return read_regular(folder / _DOING).decode(errors="replace")
+    except (OSError, ValueError):
+        return "processes begin"
+
+
+def _is_list_of_plans(plans: Any) -> bool:
+    return isinstance(plans, list) and bool(plans) and all(isinstance(one, dict) and "layout" in one for one in plans)
+
+
+def _found(file: Path) -> dict[str, Any]:
+    """Nothing where it can't be read: what is decided anew goes over it."""
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,264 @@
+"""The run folder: what was asked, what was decided, what happened."""
+
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paceline.checkpoint.files.checkpoint_folder import all_steps, newest_good, step_of, was_saved
+from paceline.checkpoint.files.manifest import MANIFEST
+from paceline.config.task import Task
+from paceline.console.formatting import closest_word
+from paceline.errors import UsageError
+from paceline.filesystem.atomic_files import read_json, read_regular
+
+ROOT = Path("runs")
+NUMBER = ".number"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run's folder and the places in it."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Where each attempt's logs are."""
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        """What happened, one JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """The numbers of each logged step, one JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def task(self) -> Path:
+        """What was asked for, of a run that came to train."""
+        return self.path / "task.json"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.path / "report.html"
+
+    def attempt_folder(self, number: int) -> Path:
+        """The logs of one attempt."""
+        return self.logs / f"attempt-{number}"
+
+    def next_attempt(self) -> int:
+        """The number of an attempt that begins now."""
+        numbers = [int(p.name[8:]) for p in self.logs.glob("attempt-*") if p.name[8:].isdecimal()]
+        return max(numbers, default=0) + 1
+
+
+def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFolder:
+    """Make the folder of a new run; ids sort by time and never meet."""
+    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    path = root / name / run_id
+    try:
+        path.mkdir(parents=True, exist_ok=False)
+        number_run(path, root=root)
+    except FileExistsError:
+        raise UsageError(f"{path} exists.", hint="--resume to go on with it") from None
+    except OSError as error:
+        raise UsageError(
+            f"the run folder {path} can't be made: {error.strerror}.",
+            hint="--run-dir FOLDER on a disk you may write",
+        ) from None
+    return RunFolder(path)
+
+
+def number_run(path: Path, *, root: Path = ROOT) -> None:
+    """Give a run that begins the number after that of every run here, which no clock can set back.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    if not (path / NUMBER).exists():
+        (path / NUMBER).write_text(str(1 + max((_number_of(run) for run in _all_runs(root)), default=0)))
+
+
+def _number_of(path: Path) -> int:
+    """A run from before runs had numbers is older than all that have one."""
+    try:
+        text = read_regular(path / NUMBER, most_bytes=32).decode(errors="replace")
+    except (OSError, ValueError):
+        return 0
+    return int(text) if text.isdecimal() else 0
+
+
+def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
+    """The newest run of a job, or of all; `trains`: of those that came to train, where there is one."""
+    found = _all_runs(root) if name is None else _runs_in(root / name)
+    found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
+    return RunFolder(max(found, key=_begun)) if found else None
+
+
+def _all_runs(root: Path) -> list[Path]:
+    return [run for path in root.glob("*") for run in _runs_in(path)]
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Of a job's folder, or the folder itself where a run was told to be there."""
+    own = RunFolder(path)
+    if own.task.exists() or own.logs.is_dir():
+        return [path]
+    return [each for each in path.glob("*") if each.is_dir()]
+
+
+def _begun(path: Path) -> tuple[int, str, str]:
+    """Its number; then when, as ids say it; a folder that was named otherwise says it by what it holds."""
+    number = _number_of(path)
+    if re.match(r"[0-9]{8}-[0-9]{6}", path.name):
+        return number, path.name, ""
+    task = RunFolder(path).task
+    made = (task if task.exists() else path).stat().st_mtime
+    return number, time.strftime("%Y%m%d-%H%M%S", time.localtime(made)), path.name
+
+
+def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
+    """The newest run of a job that has saved something; where none has, the newest that came to train."""
+    saved = [path for path in (root / name).glob("*") if was_saved(RunFolder(path).checkpoints)]
+    if saved:
+        return RunFolder(max(saved, key=_begun))
+    newest = newest_run(name, root=root, trains=True)
+    return newest if newest is not None and newest.task.exists() else None
+
+
+def run_of(checkpoint: Path) -> RunFolder:
+    """The run that a checkpoint was saved by, also where it was set aside there."""
+    whole = checkpoint.absolute()
+    places = [parent for parent in whole.parents if parent.name == RunFolder(parent.parent).checkpoints.name]
+    found = places[0].parent if places else whole.parent.parent
+    return RunFolder(found if checkpoint.is_absolute() else Path(os.path.relpath(found)))
+
+
+def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | None, str | None]:
+    """The folder to run in (None: a new one), and what to go on from: `newest`, a checkpoint, or nothing.
+
+    `run` is the folder that was asked for, or empty. `resume` is a run, a checkpoint, empty for the newest run of
+    `name`, or None: then a folder in which something was saved is gone on with. With both, `run` is a branch that
+    begins at the other's checkpoint; the same words again go on with the branch.
+
+    Raises:
+        UsageError: there is no such run or checkpoint.
+    """
+    own = RunFolder(Path(run)) if run else None
+    if resume is None:
+        return own, ("newest" if own is not None and was_saved(own.checkpoints) else None)
+    if not resume:
+        found = own or newest_saved_run(name)
+        if found is None or not found.path.is_dir():
+            raise UsageError(f"there is no run of {name} to go on with.", hint="the same without --resume")
+        return found, "newest"
+    origin, checkpoint = find_run(resume)
+    if own is None or own.path.resolve() == origin.path.resolve():
+        _check_not_aside(origin, checkpoint)
+        return origin, str(checkpoint or "newest")
+    if was_saved(own.checkpoints):
+        return own, "newest"
+    checkpoint = checkpoint or newest_good(origin.checkpoints)[0]
+    if checkpoint is None:
+        raise UsageError(f"{origin.path} has no checkpoint to begin from.", hint=f"paceline ckpt ls {origin.path}")
+    return own, str(checkpoint)
+
+
+def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
+    if checkpoint is not None and checkpoint.parent.resolve() != run.checkpoints.resolve():
+        raise UsageError(
+            f"{checkpoint} was set aside: {run.path} went on from an older checkpoint.",
+            hint=f"--resume {checkpoint} --run-dir runs/BRANCH to go on from it in a folder of its own",
+        )
+
+
+def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tuple[RunFolder, Path | None]:
+    """A run folder, and the checkpoint in it that was named, if one was; nothing means the newest run, and where it
+    `trains` the newest that does: what `plan` and `verify` keep of themselves are folders too.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    if text is None:
+        newest = newest_run(root=root, trains=trains)
+        if newest is None:
+            raise UsageError("there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py")
+        return newest, None
+    path = Path(text)
+    if not text.strip():
+        raise UsageError("the run is empty: an unset variable?", hint="ls runs/*/")
+    if is_checkpoint(path):
+        return run_of(path), path
+    if not path.is_dir():
+        what = f"{text} is no folder, and a run is one." if path.exists() else f"there is no run {text}."
+        raise UsageError(what, cause=_near(path, root), hint=_newest_hint(path, root))
+    run = RunFolder(path)
+    if not (run.events.exists() or run.logs.exists() or all_steps(run.checkpoints)):
+        raise UsageError(
+            f"{text} is no run folder.",
+            cause=_near(path, root) or "it has neither events nor checkpoints",
+            hint=_newest_hint(path, root),
+        )
+    return run, None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, and no run that is called like one."""
+    run = RunFolder(path)
+    if not path.is_dir() or run.events.exists() or run.logs.exists():
+        return False
+    return (path / MANIFEST).exists() or step_of(path) >= 0
+
+
+def _near(path: Path, root: Path) -> str:
+    """The run that was probably meant, among those of the folder it is in and those in `runs`."""
+    runs = [*_all_runs(root), *(each for each in path.parent.glob("*") if _is_run(each))]
+    meant = closest_word(str(path), map(str, runs)) or closest_word(path.name, (run.name for run in runs))
+    return f"did you mean {next((str(run) for run in runs if meant in (str(run), run.name)), meant)}?" if meant else ""
+
+
+def _newest_hint(path: Path, root: Path) -> str:
+    """Of a job whose name was given, its newest run."""
+    newest = newest_run(path.name, root=root) if path.name else None
+    return str(newest.path) if newest is not None else "ls -d runs/*/*/"
+
+
+def _is_run(path: Path) -> bool:
+    run = RunFolder(path)
+    return path.is_dir() and (run.events.exists() or run.logs.is_dir())
+
+
+def read_task(run: RunFolder) -> Task:
+    """Return the task that a run was started with.
+
+    Raises:
+        UsageError: the run never got that far, or the file is not what was written.
+    """
+    if not os.path.lexists(run.task):
+        raise UsageError(
+            f"{run.path} does not say what it ran.",
+            cause="it ended before its first step, or is of a plan or a verify",
+            hint="ls runs/*/, and the same with another run",
+        )
+    try:
+        return msgspec.convert(read_json(run.task), Task)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{run.task} is not what was written: {error}.",
+            cause="a damaged disk, or an edited file: it says which job the run is of",
+            hint="the checkpoints are whole: paceline ckpt consolidate RUN --to FOLDER needs no job",
+        ) from None

@@ -1,0 +1,17 @@
+"""A program in virtual time."""
+
+from paceline.schedule.action_walk import Costs, walk_actions
+from paceline.schedule.program import Program
+from paceline.schedule.program_check import check
+from paceline.schedule.timeline import Timeline
+
+
+def simulate(program: Program, *, costs: Costs | None = None) -> Timeline:
+    """When each rank does what, if computes and messages take `costs` (1 second for each of F, I and W; B both).
+
+    Raises:
+        ScheduleError: the program is incomplete or deadlocks.
+    """
+    check(program)
+    followed = walk_actions(program, costs=costs or Costs())
+    return Timeline(name=program.name, num_ranks=program.num_ranks, spans=followed.spans)

@@ -1,0 +1,158 @@
+"""Timelines as a picture: one self-contained SVG, readable on light and dark grounds and without colours."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import floor, log10
+
+from paceline.console.formatting import plural
+from paceline.schedule.program import Action, Op
+from paceline.schedule.text_timeline import names_stages
+from paceline.schedule.timeline import Span, Timeline
+
+_HEAD, _TAIL, _ROW, _CELL, _TITLE, _FOOT = 58, 128, 32, 28, 34, 52
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT: "gradient of the input",
+    Op.WEIGHT: "gradient of the weights",
+    Op.UPDATE: "update of the weights",
+}
+
+
+def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = "") -> str:
+    """The SVG of a timeline, and of a measured one under it on the same axis; `unit` is said behind the axis' numbers.
+
+    Each compute has its letter (F, B, I, W; with the stage where a rank has several) over its microbatch. At the right
+    stands how much of the time a rank was idle and how many stage activations it held at most.
+    """
+    panels = [timeline] if measured is None else [timeline, measured]
+    scale = _Scale.of(panels)
+    high = _TITLE + _ROW * timeline.num_ranks
+    body = [f'<g transform="translate(0 {n * (high + 8)})">{_panel(p, scale)}</g>' for n, p in enumerate(panels)]
+    top = len(panels) * (high + 8)
+    used = [op for op in _WORDS if any(span.action.op is op for span in timeline.computes)]
+    below = _axis(scale, unit) + _legend(used, with_stage=names_stages(_rows(timeline)))
+    body.append(f'<g transform="translate(0 {top})">{below}</g>')
+    size = f'viewBox="0 0 {scale.width:.0f} {top + _FOOT}" width="{scale.width:.0f}"'
+    said = f"{timeline.name}: bubble {timeline.bubble:.1%}"
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(said, quote=True)}">'
+    return f"{start}<style>{_STYLE}</style>{''.join(body)}</svg>\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """Seconds to pixels, the same for all panels."""
+
+    seconds: float
+    per_second: float
+
+    @staticmethod
+    def of(panels: Sequence[Timeline]) -> "_Scale":
+        seconds = max(panel.makespan for panel in panels) or 1.0
+        passes = [span for span in panels[0].computes if span.action.op is not Op.UPDATE]
+        lengths = sorted(span.seconds for span in passes if span.seconds > 0) or [seconds]
+        plot = min(max(seconds / lengths[len(lengths) // 10] * 17, 560), 4200)
+        return _Scale(seconds=seconds, per_second=plot / seconds)
+
+    @property
+    def width(self) -> float:
+        """Of the picture."""
+        return _HEAD + self.seconds * self.per_second + _TAIL
+
+    def x(self, seconds: float) -> float:
+        """Where a time lies."""
+        return _HEAD + seconds * self.per_second
+
+
+def _panel(timeline: Timeline, scale: _Scale) -> str:
+    rows = _rows(timeline)
+    with_stage = names_stages(rows)
+    ways = {stage: n for row in rows for n, stage in enumerate(sorted({action.stage for action in row}))}
+    held = timeline.peak_activations()
+    heading = f"{timeline.name} · {plural(timeline.num_ranks, 'rank')} · bubble {timeline.bubble:.1%}"
+    found = [f'<text class="t" x="{_HEAD}" y="20">{escape(heading)}</text>']
+    end = scale.x(scale.seconds)
+    for rank in range(timeline.num_ranks):
+        y = _TITLE + rank * _ROW
+        found.append(f'<text class="s" x="{_HEAD - 8}" y="{y + 18}" text-anchor="end">rank {rank}</text>')
+        found.append(f'<rect class="idle" x="{_HEAD}" y="{y}" width="{end - _HEAD:.1f}" height="{_CELL}"/>')
+        said = f"idle {timeline.bubbles[rank]:.1%}" + (f" · holds {held[rank]:g}" if any(held) else "")
+        found.append(f'<text class="s" x="{end + 8:.1f}" y="{y + 18}">{said}</text>')
+    for span in timeline.computes:
+        shade = "b" if ways[span.action.stage] % 2 else "a"
+        found += _cell(span, timeline.start, scale, with_stage=with_stage, shade=shade)
+    return "".join(found)
+
+
+def _rows(timeline: Timeline) -> list[list[Action]]:
+    return [[span.action for span in timeline.computes if span.rank == rank] for rank in range(timeline.num_ranks)]
+
+
+def _cell(span: Span, start: float, scale: _Scale, *, with_stage: bool, shade: str) -> Iterator[str]:
+    action = span.action
+    x, wide = scale.x(span.start - start), span.seconds * scale.per_second
+    y = _TITLE + span.rank * _ROW
+    kind = f"{action.op}{shade}"
+    said = f"{action} on rank {span.rank}: {span.start - start:.4g} to {span.stop - start:.4g}"
+    shape = f'x="{x + 0.5:.1f}" y="{y}" width="{max(wide - 1, 0.5):.1f}" height="{_CELL}" rx="2"'
+    yield f'<rect class="{kind}" {shape}><title>{said}</title></rect>'
+    if wide < 9:
+        return
+    middle = f'x="{x + wide / 2:.1f}" text-anchor="middle" class="on {kind}t'
+    letter = f"{action.op}{action.stage}" if with_stage else str(action.op)
+    size = "k" if len(letter) < 3 else "k kk"
+    yield f'<text {middle} {size}" y="{y + 11}">{letter}</text><text {middle}" y="{y + 23}">{action.microbatch}</text>'
+
+
+def _axis(scale: _Scale, unit: str) -> str:
+    step = _nice(scale.seconds / 8)
+    count = floor(scale.seconds / step + 1e-9)
+    found = [f'<path class="axis" d="M{_HEAD} 4H{scale.x(scale.seconds):.1f}"/>']
+    for n in range(count + 1):
+        x = scale.x(n * step)
+        found.append(f'<path class="axis" d="M{x:.1f} 4v4"/>')
+        text = f"{n * step:g} {unit}" if n == count else f"{n * step:g}"
+        found.append(f'<text class="s" x="{x:.1f}" y="21" text-anchor="middle">{escape(text.strip())}</text>')
+    return "".join(found)
+
+
+def _nice(step: float) -> float:
+    """The next of 1, 2, 5 times a power of ten."""
+    power = 10.0 ** floor(log10(step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
+
+
+def _legend(ops: Sequence[Op], *, with_stage: bool) -> str:
+    x = float(_HEAD)
+    found = []
+    for op in ops:
+        found.append(f'<rect class="{op}a" x="{x:.0f}" y="31" width="16" height="16" rx="2"/>')
+        found.append(f'<text class="on {op}at" x="{x + 8:.0f}" y="43" text-anchor="middle">{op}</text>')
+        found.append(f'<text class="s" x="{x + 21:.0f}" y="43">{_WORDS[op]}</text>')
+        x += 36 + 5.7 * len(_WORDS[op])
+    if with_stage:
+        words = "above: letter and stage; below: microbatch; light: every second stage of a rank"
+        found.append(f'<text class="s" x="{x:.0f}" y="43">{words}</text>')
+    return "".join(found)
+
+
+_DARK_TEXT, _WHITE = "#14181c", "#fff"
+_INKS = {  # the letters say the same
+    Op.FORWARD: (("#0b62a4", _WHITE), ("#8cc4ea", _DARK_TEXT)),
+    Op.BACKWARD: (("#b34d00", _WHITE), ("#f3b48c", _DARK_TEXT)),
+    Op.INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),
+    Op.WEIGHT: (("#00745a", _WHITE), ("#8fd3bf", _DARK_TEXT)),
+    Op.UPDATE: (("#7b3fa0", _WHITE), ("#cdb0e0", _DARK_TEXT)),
+}
+_STYLE = (
+    "text{font:11px system-ui,-apple-system,'Segoe UI',sans-serif;font-variant-numeric:tabular-nums}"
+    ".t{font-weight:600;font-size:13px;fill:#1d2126}.s{fill:#59626b}.on{font-size:10px}.k{font-size:8px}.kk{font-size:7px}"
+    ".idle{fill:#8a94a0;opacity:.16}.axis{fill:none;stroke:#8a94a0}"
+    + "".join(
+        f".{op}{shade}{{fill:{fill}}}.{op}{shade}t{{fill:{text}}}"
+        for op, shades in _INKS.items()
+        for shade, (fill, text) in zip("ab", shades, strict=True)
+    )
+    + "@media(prefers-color-scheme:dark){.t{fill:#e5e8eb}.s{fill:#a5b0ba}}"
+)

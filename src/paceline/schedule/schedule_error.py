@@ -1,0 +1,80 @@
+"""What is wrong with a program, said with the place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import LayoutError
+from paceline.schedule.action_walk import Costs, walk_actions
+from paceline.schedule.program import Action, Op, Program
+from paceline.schedule.text_timeline import marked_panel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFault:
+    """One thing that is wrong; `place` counts the rank's actions from 0, and is past them where the end is meant."""
+
+    rank: int
+    place: int
+    action: Action  # that is foreign, doubled, missing, too early, or waited in
+    what: str
+    cause: str = ""
+    severity: int = 0  # what does not belong is said before what is missing, and that before what is too early
+    others: tuple[tuple[int, int], ...] = ()  # further (rank, place) to mark
+
+
+class ScheduleError(LayoutError):
+    """A pipeline program that can't be run: incomplete, out of order, or deadlocking."""
+
+    def __init__(self, program: Program, fault: ScheduleFault, *, more: int = 0) -> None:
+        row = program.actions[fault.rank] if fault.rank < len(program.actions) else ()
+        place = (
+            f"action {fault.place + 1} of {len(row)}: {row[fault.place]}" if fault.place < len(row) else "at the end"
+        )
+        also = f" (and {more} more after it)" if more else ""
+        super().__init__(
+            f"schedule {program.name!r}: {fault.what}{also}",
+            where=f"rank {fault.rank}, {place}",
+            cause=fault.cause,
+            hint="mend that rank's line; `paceline.schedule.build` gives orders that are right",
+        )
+        self.fault = fault
+        self.timeline = schedule_picture(program, marks={fault.rank: fault.place, **dict(fault.others)})
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.timeline}"
+
+
+def schedule_picture(program: Program, *, marks: Mapping[int, int]) -> str:
+    """The program one tick a compute, as far as it goes and then what was still to come, with the marked actions."""
+    followed = walk_actions(program, costs=Costs(backward=1.0, update=1.0))
+    order: dict[int, list[tuple[int, Action]]] = {}
+    places: dict[int, int] = {}
+    for rank, row in enumerate(program.actions):
+        spans = [span for span in followed.spans if span.rank == rank]
+        done = [(round(span.start), span.action) for span in spans]
+        now = round(spans[-1].stop) if spans else 0
+        later = list(row[len(done) :])
+        ticks = [*done, *((now + _computes(later[:n]), action) for n, action in enumerate(later))]
+        order[rank] = [pair for pair in ticks if pair[1].op.is_compute]
+        if rank in marks:
+            places[rank] = compute_of(row, place=marks[rank])
+    return marked_panel(program, order=order, marks=places)
+
+
+def _computes(actions: Sequence[Action]) -> int:
+    return sum(action.op.is_compute for action in actions)
+
+
+def compute_of(row: Sequence[Action], *, place: int) -> int:
+    """Which of the row's computes stands for an action: itself, or what a message is for or from."""
+    if place >= len(row):
+        return max(0, _computes(row) - 1)
+    if not (action := row[place]).op.is_compute:
+        kinds = (Op.FORWARD,) if action.op in (Op.SEND_F, Op.RECV_F) else (Op.BACKWARD, Op.INPUT)
+        own = [
+            n
+            for n, a in enumerate(row)
+            if (a.stage, a.microbatch) == (action.stage, action.microbatch) and a.op in kinds
+        ]
+        place = own[0] if own else place
+    return _computes(row[:place])

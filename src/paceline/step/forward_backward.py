@@ -1,0 +1,270 @@
+"""Forward and backward of this rank's microbatches, one after another."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.step.generate import output_logits
+from paceline.step.loss.batch_loss import gather_rows, mean_terms
+from paceline.step.loss.loss_return_value import Terms
+from paceline.step.loss.reporting import LossReporter, own_counts
+from paceline.step.microbatches import StepBatch
+from paceline.step.replica_context import LocalMicrobatch, StepContext
+from paceline.step.step_reduction import StepReduction
+from paceline.torch_internals.private_api import add_gradients
+from paceline.torch_internals.pytree import to_device
+
+See = Callable[[Any, Terms, Any], None]
+
+
+class ForwardBackward(Protocol):
+    """What runs the microbatches of a step, and of an evaluation."""
+
+    tells: bool
+    """Whether this rank, of those that see the same samples, is the one to say what came of them."""
+
+    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
+        """Leave gradients with the reducer; returns the joint vector, sent, and whether its count is still to divide.
+
+        Raises:
+            JobError: the loss is none that can be had so.
+        """
+
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """One microbatch forward, without gradients; where this rank has the output, `see(output, terms, data)`."""
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """The model's output (its logits) for one tensor, without gradients, on every rank."""
+
+
+class MicrobatchForwardBackward:
+    """The joint vector travels under the last backward. `alone`: the loss is divided by this replica's counts."""
+
+    def __init__(self, parts: StepContext, *, alone: bool = False) -> None:
+        self._parts = parts
+        self._alone = alone
+        self.tells = parts.worlds.tp.rank == 0
+        self._telling = LossReporter(parts, tells=self.tells)
+        self._stand = IdleReplica(parts)
+
+    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
+        """Each microbatch forward and backward."""
+        device = self._parts.world.device
+        data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        counts = self._counts([portion.data for portion in data])
+        missing = self._stand.missing(given)
+        joint: StepReduction | None = None
+        for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
+            last = position == len(data) - 1
+            terms = forward(self._parts, batch, step=step, index=micro.index, num_samples=micro.num_samples)
+            joint = joint or self._telling.joint(given, terms, stop=stop)
+            self._telling.put(joint, micro.index, terms)
+            if last and not missing:
+                self._telling.send(joint)
+            backward(self._parts, loss_for_backward(terms, counts), last=last and not missing, portion=batch)
+        joint = self._stand_in(given, data, missing, joint, step=step, stop=stop)
+        if not self._alone:
+            joint.expect(counts or {})
+        return joint, counts is None
+
+    def _counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        if not (self._alone and self._parts.contract.counts_first):
+            return self._telling.counts(data)
+        own = own_counts(self._parts.contract, data)
+        return {name: torch.as_tensor(count) for name, count in own.items()}
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """Call it."""
+        return output_logits(model(tensor))
+
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """Forward and terms."""
+        evaluate_microbatch(self._parts, batch, num_samples=num_samples, see=see)
+
+    def _stand_in(
+        self,
+        given: StepBatch,
+        data: Sequence[LocalMicrobatch],
+        missing: int,
+        joint: StepReduction | None,
+        *,
+        step: int,
+        stop: bool,
+    ) -> StepReduction:
+        """Take part in those rounds with weight zero; as on every rank, the joint vector is sent in the last one."""
+        if not missing:
+            if joint is None:
+                joint = self._telling.joint(given, None, stop=stop)
+                self._telling.send(joint)
+            return joint
+        spare = self._stand.spare(given, data)
+        for number in range(missing):
+            last = number == missing - 1
+            with self._parts.weightless():
+                terms = forward(self._parts, spare, step=step, index=given.num_micro, num_samples=0)
+                joint = joint or self._telling.joint(given, terms, stop=stop)
+                if last:
+                    self._telling.send(joint)
+                nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+                backward(self._parts, nothing, last=last, counts=False, portion=spare)
+        assert joint is not None
+        return joint
+
+
+class IdleReplica:
+    """What a replica without a sample runs where layers meet over all replicas."""
+
+    def __init__(self, parts: StepContext, *, always: bool = False) -> None:
+        self._parts = parts
+        self._meets = always or parts.meets
+        self._spare: LocalMicrobatch | None = None
+
+    def missing(self, given: StepBatch) -> int:
+        """Rounds in which this replica has no sample and the others do."""
+        if not self._meets:
+            return 0
+        return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
+
+    def spare(self, given: StepBatch, data: Sequence[LocalMicrobatch]) -> LocalMicrobatch:
+        """One of its own microbatches, or one of another replica's.
+
+        Raises:
+            JobError: a stream, whose samples can't be read twice.
+        """
+        if data:
+            self._spare = data[0]
+        elif self._spare is None and given.spare is not None:
+            self._spare = self._parts.portion(to_device(given.spare(), self._parts.world.device))
+        if self._spare is None:
+            raise JobError(
+                f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
+                cause="layers that meet over all replicas need a sample on each, and a stream can't be read twice",
+                hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
+            )
+        return self._spare
+
+
+class BatchForwardBackward:
+    """One pass, with the loss of the whole batch on every replica that has a part of it."""
+
+    def __init__(self, parts: StepContext) -> None:
+        self._parts = parts
+        self.tells = parts.worlds.tp.rank == 0
+        self._columns: dict[str, bool] = {}
+        self._telling = LossReporter(parts, tells=self.tells)
+
+    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
+        """Outputs are gathered, then everybody has the same loss."""
+        parts = self._parts
+        output, batch, terms = None, None, None
+        for micro in given.micro:
+            batch = to_device(micro.data, parts.world.device)
+            output = _output(parts, batch, step=step, index=micro.index)
+        own = sum(micro.num_samples for micro in given.micro)
+        whole = gather_rows(output, batch, world=parts.worlds.data, num_samples=own, columns=self._columns)
+        if whole is not None:
+            with forward_runs(), parts.autocast():
+                terms = parts.contract.terms(*whole, num_samples=given.num_samples)
+        joint = self._telling.joint(given, terms, stop=stop)
+        if terms is not None and given.micro[0].index == 0:  # all have the same: it is told once
+            self._telling.put(joint, 0, terms)
+        self._telling.send(joint)
+        if terms is not None:
+            backward(parts, mean_terms(terms), last=True)
+        elif parts.reducer.meets:  # gradients that are sent on the way wait for this replica's
+            parts.reducer.before_backward(last=True, counts=False)
+            parts.reducer.after_backward()
+        return joint, False
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """Call it."""
+        return output_logits(model(tensor))
+
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """Forward and terms, of this microbatch alone."""
+        evaluate_microbatch(self._parts, batch, num_samples=num_samples, see=see)
+
+
+def evaluate_microbatch(parts: StepContext, batch: Any, *, num_samples: int, see: See) -> None:
+    """One microbatch forward, as an evaluation does it."""
+    portion = parts.portion(batch)
+    with forward_runs(), parts.autocast():
+        with portion.inside():
+            output = parts.contract.forward(parts.model, portion.data)
+        see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
+
+
+def forward(parts: StepContext, portion: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
+    """One microbatch's terms; it draws from its own stream. Without samples it leaves no trace."""
+    parts.tape.at(index, counts=num_samples > 0)
+    enter = partial(parts.streams.enter, step=step, microbatch=index)
+    with forward_runs(), parts.turns.forward(enter), parts.autocast(), parts.tape.watching():
+        with portion.inside():
+            output = parts.contract.forward(parts.model, portion.data)
+        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
+        parts.contract.answer_mean(output, portion.data, terms)
+    if num_samples > 0:
+        parts.tape.left(index)
+    return terms
+
+
+def _output(parts: StepContext, batch: Any, *, step: int, index: int) -> Any:
+    parts.tape.at(index)
+    enter = partial(parts.streams.enter, step=step, microbatch=index)
+    with forward_runs(), parts.turns.forward(enter), parts.autocast():
+        return parts.contract.forward(parts.model, batch)
+
+
+def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
+    """What backward runs on: the sum, or where the counts of the whole batch are known the quotients."""
+    if counts is None:
+        (total, _), *_ = terms.values()
+        return total
+    missing = sorted(set(terms) - set(counts))
+    if missing:
+        raise JobError(
+            f"count= gives no count for the loss term {', '.join(missing)}.",
+            hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
+        )
+    parts = [total / _not_zero(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def _not_zero(count: Tensor) -> Tensor:
+    """Of no target the sum is zero too; where it is an error that the whole batch has none, its loss says so."""
+    return torch.where(count == 0, torch.ones_like(count), count)
+
+
+def backward(
+    parts: StepContext, loss: Tensor, *, last: bool, counts: bool = True, portion: LocalMicrobatch | None = None
+) -> None:
+    """Run one microbatch's, of this `portion`; `last` of this replica's in the step.
+
+    One that does not count waits with the others.
+    """
+    if not loss.requires_grad:
+        raise no_gradient()
+    parts.reducer.before_backward(last=last, counts=counts)
+    with parts.turns.backward(), nullcontext() if portion is None else portion.again():
+        add_gradients([parts.update.scaled(loss)], [None])
+    parts.reducer.after_backward()
+
+
+def no_gradient() -> JobError:
+    """What to say of a loss that nothing trainable flows into."""
+    return JobError(
+        "the loss does not depend on any trainable parameter.",
+        cause="a detach(), .item() or torch.no_grad() inside the loss, or a frozen model",
+        hint="return the loss as a tensor that the model's output flows into",
+    )
+
+
+def passes_of(parts: StepContext) -> ForwardBackward:
+    """How this job's microbatches run on every rank alike."""
+    return BatchForwardBackward(parts) if parts.contract.over_batch else MicrobatchForwardBackward(parts)

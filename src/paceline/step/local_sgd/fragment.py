@@ -1,0 +1,138 @@
+"""What sites agree on, some of a model's parameters at a time: sent, and taken as a step of the outer optimizer."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.config.update_rule import UpdateRule
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.tensor_access import copy_into, local_elements
+
+
+class SiteGroup:
+    """The ranks that hold the same in the other sites, and what was sent to them."""
+
+    def __init__(self, peers: World) -> None:
+        self.peers = peers
+        self.waited_seconds = 0.0
+
+    def wait(self, wait: Callable[[], object]) -> None:
+        """Until it is there."""
+        began = time.perf_counter()
+        wait()
+        self.waited_seconds += time.perf_counter() - began
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Over the sites, of each of these."""
+        if not tensors:
+            return []
+        flat = _flat(tensors)
+        self.wait(self.peers.start_all_reduce(flat))
+        return _cut(flat.div_(self.peers.world_size), tensors)
+
+
+class Fragment:
+    """Some of this rank's parameters, which meet at the same time."""
+
+    def __init__(self, members: Sequence[NamedParameter], *, rule: UpdateRule, link: SiteGroup) -> None:
+        self.members = list(members)
+        self.due: int | None = None
+        self._rule = rule
+        self._link = link
+        self._flat: Tensor | None = None
+        self._wait: Callable[[], object] | None = None
+        self.agreed: list[nn.Parameter] = []
+        self.begin()
+
+    @property
+    def live(self) -> list[Tensor]:
+        """The weights that are being trained."""
+        return [local_elements(member.parameter.detach()) for member in self.members]
+
+    def begin(self) -> None:
+        """The weights that all sites have now are those they have agreed on."""
+        self.agreed = [nn.Parameter(averaging_dtype_tensor(tensor).clone()) for tensor in self.live]
+        momentum = self._rule.momentum
+        self._outer = (
+            torch.optim.SGD(self.agreed, lr=self._rule.lr, momentum=momentum, nesterov=momentum > 0.0)
+            if self.agreed
+            else None
+        )
+        self.due, self._flat, self._wait = None, None, None
+
+    def send(self, step: int) -> None:
+        """The way since the last meeting. It is due on every rank, also where a stage has nothing of this fragment."""
+        self.due = step + self._rule.delay
+        if self.agreed:
+            pairs = zip(self.agreed, self.live, strict=True)
+            self._flat = _flat([agreed.detach() - averaging_dtype_tensor(live) for agreed, live in pairs])
+            self._wait = self._link.peers.start_all_reduce(self._flat)
+
+    def arrive(self) -> None:
+        """Wait for what was sent; it is taken when it is due."""
+        if self._wait is not None:
+            self._link.wait(self._wait)
+            self._wait = None
+
+    def take(self) -> None:
+        """The outer step, with the mean of all sites' ways."""
+        self.arrive()
+        if self._flat is not None and self._outer is not None:
+            ways = _cut(self._flat / self._link.peers.world_size, self.agreed)
+            for agreed, way in zip(self.agreed, ways, strict=True):
+                agreed.grad = way
+            self._outer.step()
+            self._outer.zero_grad()
+            self._mix()
+        self.due, self._flat = None, None
+
+    def _mix(self) -> None:
+        mix = self._rule.mix if self._rule.delay else 0.0
+        with torch.no_grad():
+            for live, agreed in zip(self.live, self.agreed, strict=True):
+                copy_into(live, (averaging_dtype_tensor(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
+
+    def saved(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What the sites agree on, as (what, FQN, this rank's part)."""
+        self.arrive()
+        coming = [] if self._flat is None else _cut(self._flat, self.agreed)
+        for place, (member, agreed) in enumerate(zip(self.members, self.agreed, strict=True)):
+            yield "agreed", member.name, agreed.detach()
+            momentum = None if self._outer is None else self._outer.state[agreed].get("momentum_buffer")
+            if momentum is not None:
+                yield "momentum", member.name, momentum
+            if coming:
+                yield "coming", member.name, coming[place]
+
+    def restore(self, find: Callable[[str, str], Tensor | None], *, due: int | None) -> None:
+        """Take it back; `find(what, name)` is None for what was not saved."""
+        self.begin()
+        coming: list[Tensor] = []
+        for member, agreed in zip(self.members, self.agreed, strict=True):
+            found = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
+            with torch.no_grad():
+                agreed.copy_(agreed if found["agreed"] is None else found["agreed"])
+            if found["momentum"] is not None and self._outer is not None:
+                self._outer.state[agreed]["momentum_buffer"] = found["momentum"].to(agreed.device)
+            way = found["coming"]
+            coming.append(torch.zeros_like(agreed) if way is None else way.to(agreed.device))
+        self.due = due
+        if coming and due is not None:
+            self._flat = _flat(coming)
+
+
+def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
+    """In a type that means are taken in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]

@@ -1,0 +1,108 @@
+"""The step of a site that trains on its own and meets the others now and then: local SGD, DiLoCo.
+
+Within the site it is the synchronous step of whatever layout the site has. What comes of each step is told to the other
+sites without waiting, a few steps in one message, and heard `lag` steps later.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.step.forward_backward import ForwardBackward
+from paceline.step.local_sgd.message_batching import MessageBatcher
+from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
+from paceline.step.microbatches import StepBatch
+from paceline.step.replica_context import StepContext
+from paceline.step.result import StepResult
+from paceline.step.step_reduction import FINGERPRINT, STOP, StepReduction
+from paceline.step.synchronous import SynchronousStep
+
+LAG = 8
+_IN_ONE_MESSAGE = LAG // 2
+
+
+class LocalStep(SynchronousStep):
+    """One rank's. `first` is the first microbatch of a batch that is this site's."""
+
+    lag = LAG
+
+    def __init__(
+        self, parts: StepContext, *, sites: OuterOptimizer, first: int, passes: ForwardBackward | None = None
+    ) -> None:
+        super().__init__(parts, passes=passes)
+        self.sites = sites
+        self._first = first
+        self._bundle = MessageBatcher(sites.peers, most=_IN_ONE_MESSAGE)
+        self._names: tuple[str, ...] | None = None
+
+    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """This site's own update, and what is due of the meetings."""
+        result = super().run(given, stop=stop) if given.num_micro > self._first else None
+        if result is not None:
+            result.agreed.check_counts()
+        if self._names is None:
+            told = self.sites.peers.gather_json(None if result is None else result.joint.names)
+            self._names = tuple(next(names for names in told if names))
+        result = result or self._left_out(given, stop=stop)
+        result = replace(result, joint=result.joint.across(self._bundle))
+        began = time.perf_counter()
+        self.sites.after(self.step)
+        result.communication_seconds += time.perf_counter() - began
+        return result
+
+    def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
+        """A site's samples may have nothing of a term, which then gives nothing; without any target it stays as it is.
+
+        Of the whole batch that is an error, which is heard with what the other sites have told.
+        """
+        own = result.agreed
+        if all(own.counts.values()):
+            super()._finish(result, loss, counts)
+        elif any(own.counts.values()):
+            super()._finish(result, math.fsum(own.terms[name] for name, count in own.counts.items() if count), None)
+        else:
+            self.parts.update.follow()
+            self.step += 1
+
+    def flush_reports(self) -> None:
+        """Send what is not yet a full message."""
+        self._bundle.send()
+
+    @property
+    def sent_bytes(self) -> float:
+        """To the other sites alone."""
+        return self.sites.told["sent_bytes"]
+
+    def settle(self) -> None:
+        """Have nothing under way."""
+        self.sites.arrive()
+
+    def lateness(self) -> Sequence[Mapping[str, Any]]:
+        """What the meetings have cost."""
+        world = self.parts.world
+        who = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
+        return [{"who": who, "late": [], **self.sites.told}]
+
+    def _left_out(self, given: StepBatch, *, stop: bool) -> StepResult:
+        """A short batch that this site has nothing of."""
+        self.parts.update.follow()
+        joint = StepReduction(
+            world=self.parts.world,
+            names=self._names or (),
+            num_micro=given.num_micro,
+            on_empty=self.parts.update.on_empty,
+        )
+        joint.flag(STOP, float(stop))
+        joint.flag(FINGERPRINT, float(given.fingerprint))
+        joint.start()
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+        )

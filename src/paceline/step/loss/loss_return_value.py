@@ -1,0 +1,235 @@
+"""The loss contract: sums and counts, divided once, by the *global* counts.
+
+`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean taken per microbatch or per rank weighs samples by how
+they happened to be dealt. So a loss gives sums and counts, and the engine divides.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.step.batch_mismatch import misfit_of_batch
+from paceline.step.frozen_parameters import FrozenParameters
+from paceline.step.loss.mean_or_sum_probe import gives_mean
+from paceline.step.loss.model_loss import DIVISOR, OwnLoss
+from paceline.torch_internals.scalars import as_number
+
+Number = Tensor | float
+Terms = dict[str, tuple[Tensor, Number]]
+SINGLE = "loss"
+COUNT_HINT = "return (loss_sum, how many targets it sums over)"
+
+
+class LossContract:
+    """What one job's loss promises, checked as it is used. Without `asks`, as where there are no numbers, a model's own
+    is not tried."""
+
+    def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
+        self._job = job
+        self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
+        self._accepted = _accepted_names(model)
+        self._forward = model.forward
+        self._frozen = FrozenParameters(model)
+        self._asks_mean = False
+        self.note = ""
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether the counts are known before the forward, so that the loss is divided before backward."""
+        return self._job.count is not None
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether the loss wants the outputs of the whole global batch at once."""
+        return self._job.loss_over == "batch"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is the model's own."""
+        return self._job.loss is None
+
+    def moved(self) -> None:
+        """From here on labels come moved over the whole sequence."""
+        self._own.settle(moved=True)
+
+    def learn(self, batch: Any) -> None:
+        """Find out on one microbatch, while the model is whole, what its own loss is."""
+        if self._job.loss is None and isinstance(batch, Mapping):
+            self._own.arguments({name: value for name, value in batch.items() if name in self._accepted})
+            self._own.settle()
+
+    def ask_mean(self) -> None:
+        """Find out on the next microbatch whether the loss is a mean beside a count: `note` then says so."""
+        self._asks_mean = self._job.loss is not None and self._job.loss_over != "batch"
+
+    def answer_mean(self, output: Any, batch: Any, terms: Terms) -> None:
+        """Answer what was asked, with what the loss gave for this microbatch."""
+        if self._asks_mean and list(terms) == [SINGLE] and gives_mean(self._job.loss, output, batch, terms[SINGLE]):
+            self.note = (
+                f"loss= gives a mean beside a count: it is divided by the count once more. {COUNT_HINT}: "
+                "reduction='sum' in most losses of torch (docs/loss.md)"
+            )
+        self._asks_mean = False
+
+    def counts(self, batch: Any) -> dict[str, Number]:
+        """The counts of one microbatch, before its forward."""
+        assert self._job.count is not None
+        found = self._job.count(batch)
+        given = dict(found) if isinstance(found, Mapping) else {SINGLE: found}
+        return {str(name): _count(str(name), value) for name, value in given.items()}
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's output on one microbatch.
+
+        Raises:
+            JobError: a batch that no forward takes, or what was frozen is to be trained.
+        """
+        try:
+            return self._output(model, batch)
+        finally:  # a stage of a pipeline leaves the forward early
+            self._frozen.refuse_thawed()
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
+        if self._job.forward is None:
+            return self._handed(model, batch)
+        found = self._job.forward(model, batch)
+        if found is None:
+            raise JobError("forward= gave None.", hint="forward=lambda model, batch: model(...): return the output")
+        return found
+
+    def _handed(self, model: nn.Module, batch: Any) -> Any:
+        """The output of a model that is handed the batch as the default forward does it."""
+        words, named = self._arguments(batch)
+        try:
+            return model(*words, **named)
+        except TypeError:
+            misfit = misfit_of_batch(self._forward, batch, words, named)
+            if misfit is None:
+                raise
+            raise misfit from None
+
+    def _arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        if isinstance(batch, Tensor):
+            return [batch], {}
+        if isinstance(batch, Mapping):
+            return [], self._chosen(batch)
+        if isinstance(batch, tuple | list) and len(batch) >= 2:
+            return batch[:-1], {}
+        raise JobError(
+            f"the batch is a {type(batch).__name__}, which the default forward can't hand to the model.",
+            hint="forward=lambda model, batch: model(...)",
+        )
+
+    def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
+        """The named `(sum, count)` of one microbatch."""
+        if self._job.loss is None:
+            return {SINGLE: self._own.term(output, batch, num_samples=num_samples)}
+        if _is_torch_s(self._job.loss) and not isinstance(batch, Tensor):
+            raise JobError(
+                f"loss= is a {type(self._job.loss).__name__}, which takes (output, target), not (output, batch).",
+                hint="loss=lambda output, batch: (F.cross_entropy(output, batch[-1], reduction='sum'), len(output))",
+            )
+        found = self._job.loss(output, batch)
+        if isinstance(found, Mapping):
+            return {str(name): _pair(name, value) for name, value in found.items()}
+        if isinstance(found, tuple):
+            return {SINGLE: _pair(SINGLE, found)}
+        if isinstance(found, Tensor):
+            return {SINGLE: (_scalar(SINGLE, found) * num_samples, float(num_samples))}
+        raise JobError(
+            f"loss= gave a {type(found).__name__}.",
+            cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
+            hint="return F.cross_entropy(output, target, reduction='sum'), target.numel()",
+        )
+
+    def _chosen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        chosen = {name: value for name, value in batch.items() if name in self._accepted}
+        if self._job.loss is not None:
+            chosen.pop("labels", None)
+            return chosen
+        return self._own.arguments(chosen)
+
+
+def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise JobError(f"loss term {name!r} is no (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
+    if _is_swapped(*value):
+        raise JobError(
+            f"loss term {name!r} is (count, sum), expected (sum, count).",
+            cause="its first part has no gradient, and its second one has",
+            hint="return loss_sum, count",
+        )
+    return _scalar(str(name), value[0]), _count(str(name), value[1])
+
+
+def _is_swapped(total: Any, count: Any) -> bool:
+    return isinstance(count, Tensor) and count.requires_grad and not (isinstance(total, Tensor) and total.requires_grad)
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) and as_number(value) is not None:
+        raise JobError(
+            f"the sum of loss term {name!r} is a {type(value).__name__}, expected a scalar tensor.",
+            cause="loss.item() or float(loss): a number has no gradient",
+            hint="return the tensor itself",
+        )
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise JobError(
+            f"the sum of loss term {name!r} has shape {shape}, expected a scalar tensor.",
+            cause="a loss with reduction='none' was not summed",
+            hint="loss.sum()",
+        )
+    if value.is_complex():
+        raise JobError(f"the sum of loss term {name!r} is complex.", hint="loss.abs(), or loss.real: a real number")
+    return value if value.dim() == 0 else value.reshape(())
+
+
+def _count(name: str, value: Any) -> Number:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise JobError(
+                f"the count of loss term {name!r} has shape {tuple(value.shape)}, expected one number.",
+                hint="mask.sum()",
+            )
+        if value.device.type == "cpu":
+            refuse_count(name, float(value))
+        return value.detach() if value.dim() == 0 else value.detach().reshape(())
+    number = as_number(value)
+    if number is None:
+        raise JobError(
+            f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.", hint=COUNT_HINT
+        )
+    return refuse_count(name, float(number))
+
+
+def refuse_count(name: str, number: float) -> float:
+    """Return the count of a microbatch.
+
+    Raises:
+        JobError: it is negative or not finite.
+    """
+    if not 0.0 <= number < math.inf:
+        raise JobError(
+            f"the count of loss term {name!r} is {number:g} for a microbatch: no number of targets.", hint=COUNT_HINT
+        )
+    return number
+
+
+def _is_torch_s(loss: Any) -> bool:
+    return type(loss).__module__ == "torch.nn.modules.loss"
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or (open_ended and hasattr(model, "loss_function"))
+
+
+def _accepted_names(model: nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)

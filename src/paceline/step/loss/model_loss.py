@@ -1,0 +1,97 @@
+"""The loss that a model computes itself, as Hugging Face's do: a sum where it can be had, else a mean with its count.
+
+Many forwards accept `num_items_in_batch` and pass it on to nothing, or divide only a part of the loss by it. So the
+model is asked: told to divide by one, does it give as many times what it gives untold as the batch has targets?
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.job import no_loss
+from paceline.parallel.context_parallel.context_parallel import moves_labels
+from paceline.torch_internals.rng import preserve_rng
+
+IGNORED_LABEL = -100
+DIVISOR = "num_items_in_batch"
+_TRIES = 3
+_CLOSE = 1e-4
+
+
+class OwnLoss:
+    """What one model's `output.loss` is. It is not known before a batch with more than one target was seen."""
+
+    def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
+        self._model = model
+        self._shifted = moves_labels(model)
+        self._tries = _TRIES if takes_divisor else 0
+        self._is_sum = False
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The forward's arguments, with the divisor where it is one."""
+        if self._tries and not self._is_sum:
+            self._ask(given)
+        return {**given, DIVISOR: 1} if self._is_sum else dict(given)
+
+    def settle(self, *, moved: bool = False) -> None:
+        """Ask no more: what is known holds. `moved`: labels come moved by one already, as slices of a sequence do."""
+        self._tries = 0
+        self._shifted = self._shifted and not moved
+
+    def term(self, output: Any, batch: Any, *, num_samples: int) -> tuple[Tensor, Tensor | float]:
+        """The sum and its count.
+
+        Raises:
+            JobError: the output has no loss.
+        """
+        loss = _loss_of(output)
+        if loss is None:
+            raise no_loss(batch)
+        loss = loss.reshape(())
+        count = self._targets(batch)
+        if count is None:
+            return loss * num_samples, float(num_samples)
+        if self._is_sum:
+            return loss, count
+        return torch.where(count > 0, loss, loss.nan_to_num(nan=0.0)) * count, count  # a mean over nothing is no number
+
+    def _targets(self, batch: Any) -> Tensor | None:
+        """How many labels are not ignored; None where they are not numbers of classes."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        return ((labels[..., 1:] if self._shifted else labels) != IGNORED_LABEL).sum()
+
+    def _ask(self, given: Mapping[str, Any]) -> None:
+        self._tries -= 1
+        count = self._targets(given)
+        if count is None or int(count) < 2:
+            return
+        with _resting(self._model):
+            told, untold = (_loss_of(self._model(**given, **more)) for more in ({DIVISOR: 1}, {}))
+        if told is None or untold is None or told.dtype not in (torch.float32, torch.float64):
+            return
+        self._is_sum = math.isclose(float(told), float(untold) * int(count), rel_tol=_CLOSE)
+        self._tries = 0
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+@contextmanager
+def _resting(model: nn.Module) -> Iterator[None]:
+    """Nothing is drawn, counted or kept meanwhile."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), preserve_rng():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,304 @@
+"""From gradients to weights: unscale, measure, clip, step, schedule, average."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import JobError, NonFiniteError
+from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.step.result import StepResult
+from paceline.torch_internals.private_api import lerp_all
+
+Norm = Callable[[], Tensor]
+# Bytes of an element: in half precision a norm has three digits, and pieces would be clipped by another one.
+_EXACT_ENOUGH = 4
+
+
+def _nothing() -> None:
+    return None
+
+
+class Ema:
+    """An exponential moving average of the weights (Polyak and Juditsky, 1992), of what this rank holds of them.
+
+    `settle` is called where the weights have changed places with it.
+    """
+
+    def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = _nothing) -> None:
+        self.decay = decay
+        self.names = list(live)
+        self.live = list(live.values())
+        self.averages = [tensor.detach().clone() for tensor in self.live]
+        self._settle = settle
+
+    def update(self) -> None:
+        """Move a little towards the weights."""
+        lerp_all(self.averages, self.live, 1.0 - self.decay)
+
+    def swap(self) -> None:
+        """Exchange average and weights; a second call undoes the first."""
+        with torch.no_grad():
+            for average, live in zip(self.averages, self.live, strict=True):
+                kept = live.detach().clone()
+                live.copy_(average)
+                average.copy_(kept)
+        self._settle()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The average in the weights' place, which come back bit for bit."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+
+Broken = tuple[tuple[int, str], ...]
+"""Microbatches and terms whose loss is not finite."""
+
+
+class OptimizerUpdate:
+    """The optimizer's side of a step."""
+
+    def __init__(
+        self,
+        *,
+        named: Sequence[NamedParameter],
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[Any],
+        scaler: "torch.amp.GradScaler | None",
+        max_grad_norm: float | None,
+        check_finite: bool,
+        skip_nonfinite: bool,
+        ema: Ema | None,
+        norm: Norm | None = None,
+        spread: Callable[[], None] = _nothing,
+        on_update: Callable[[int], object] | None = None,
+        on_empty: str = "stop",
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.schedules = list(schedules)
+        self.scaler = scaler
+        self.ema = ema
+        self.named = list(named)
+        self.on_empty = on_empty
+        self._max_grad_norm = max_grad_norm
+        self._check = check_finite
+        self._skip = skip_nonfinite
+        self._joint_norm = norm
+        self._spread = spread
+        self._on_update = on_update
+        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this rank updates."""
+        return [member.parameter for member in self.named]
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step that is not finite is left out: then it must be known before it is taken."""
+        return self._check and self._skip
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss that backward runs on: under fp16, times the loss scale."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def commit(
+        self,
+        *,
+        step: int,
+        loss: float | None,
+        counts: Mapping[str, float] | None = None,
+        broken: Broken = (),
+        follow: bool = True,
+    ) -> tuple[Tensor | None, bool]:
+        """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
+
+        `loss` is None where it is not known yet; then the finite check is the caller's, a step later. Where `follow` is
+        False, so are the schedules.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite, and the run stops for that.
+        """
+        self._unscale()
+        gradients = [gradient_values(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
+        norm = self._norm(gradients)
+        if loss is not None and self._check and not self._finite(loss, norm):
+            if not self._skip:
+                raise self.refusal(step=step, loss=loss, counts=counts, broken=broken)
+            self._after(follow)
+            return norm, False
+        if self._max_grad_norm is not None and norm is not None:
+            self._clip(gradients, norm, most=self._max_grad_norm)
+        self.lr = self.optimizers[0].param_groups[0]["lr"]
+        self._take(step)
+        self._after(follow)
+        return norm, True
+
+    def follow(self) -> None:
+        """Move the schedules on by a step, taken or not."""
+        for schedule in self.schedules:
+            move_on(schedule)
+
+    def refuse_empty(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
+        """A share without a target makes no update; a whole batch without one is an error.
+
+        Raises:
+            NonFiniteError: the count of a term is zero, and such steps are not to be skipped.
+        """
+        if 0 in counts.values() and not self.skips and self.on_empty == "stop":
+            raise self.refusal(step=step, loss=loss, counts=counts)
+
+    def refusal(
+        self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, broken: Broken = ()
+    ) -> NonFiniteError:
+        """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
+        error = self._refusal(step, loss, counts or {})
+        error.step, error.broken = step, broken
+        return error
+
+    def _refusal(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
+        empty = [name for name, count in counts.items() if count == 0]
+        if empty:
+            error = NonFiniteError(
+                f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",
+                cause="every target of the batch is masked, as may happen in a short last batch",
+                hint="--train.on_empty zero: such a term gives nothing; or --train.on_nonfinite skip: no step is taken",
+            )
+            error.no_target = self.on_empty == "stop"
+            return error
+        bad = [
+            member.name
+            for member in self.named
+            if member.parameter.grad is not None
+            and not bool(torch.isfinite(gradient_values(member.parameter.grad)).all())
+        ]
+        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        where = f"gradients are not finite in {shown}" if bad else "every gradient is finite"
+        return NonFiniteError(
+            f"step {step}: loss is {loss}, {where}{'' if bad or not math.isfinite(loss) else ', their norm is not'}.",
+            cause="a learning rate too high, inputs that are not finite, or a division by zero in model or loss",
+            hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
+        )
+
+    def _clip(self, gradients: Sequence[Tensor], norm: Tensor, *, most: float) -> None:
+        parameters = self.parameters
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            for gradient in gradients:
+                gradient.mul_(torch.clamp(most / (norm + 1e-6), max=1.0))
+        else:
+            nn.utils.clip_grads_with_norm_(parameters, most, norm)
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Of finite gradients it may be too large for their own type; on a GPU nobody looks, since that would wait."""
+        if self._max_grad_norm is None and not self._check:
+            return None
+        if self._joint_norm is not None:
+            return self._joint_norm()
+        if not gradients:
+            return None
+        if any(gradient.dtype.itemsize < _EXACT_ENOUGH for gradient in gradients):
+            return joint_norm(gradients, worlds=[])
+        norm = nn.utils.get_total_norm(gradients)
+        if norm.device.type == "cpu" and not math.isfinite(norm.item()):
+            return _wide_norm(gradients, otherwise=norm)
+        return norm
+
+    @staticmethod
+    def _finite(loss: float, norm: Tensor | None) -> bool:
+        return math.isfinite(loss) and (norm is None or math.isfinite(norm.item()))
+
+    def _unscale(self) -> None:
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+
+    def _take(self, step: int) -> None:
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        self._spread()
+        if self._on_update is not None:
+            with torch.no_grad():
+                self._on_update(step)
+        if self.ema is not None:
+            self.ema.update()
+
+    def _after(self, follow: bool) -> None:
+        if self.scaler is not None:
+            self.scaler.update()
+        if follow:
+            self.follow()
+
+
+def move_on(schedule: Any) -> None:
+    """Move a schedule on by a step.
+
+    Raises:
+        JobError: it has no more steps.
+    """
+    try:
+        schedule.step()
+    except ValueError as error:
+        raise schedule_error(schedule, cause=str(error).partition("\n")[0]) from error
+
+
+def schedule_error(schedule: Any, *, cause: str) -> JobError:
+    """Return what to say of a schedule that ends before the run does."""
+    return JobError(
+        f"lr_schedule= gave {type(schedule).__name__}, which ends before the run does.",
+        cause=cause,
+        hint="give lr_schedule= as many steps as the run has (--train.steps), or a schedule without an end",
+    )
+
+
+class DeferredFiniteCheck:
+    """On a GPU the finite check reads the step before, whose numbers have long arrived."""
+
+    def __init__(self, update: OptimizerUpdate) -> None:
+        self._update = update
+        self._last: StepResult | None = None
+
+    def check(self, result: StepResult | None) -> None:
+        """Check the step before `result`; None where there is no time for another, since its weights are saved now.
+
+        Raises:
+            NonFiniteError: its loss or gradient was not finite.
+        """
+        last, self._last = self._last, result
+        if last is not None and not last.finite:
+            agreed = last.agreed
+            raise self._update.refusal(step=last.step, loss=last.loss, counts=agreed.counts, broken=agreed.broken)
+
+
+def gradient_values(gradient: Tensor) -> Tensor:
+    """Of a sparse one those that it has; it must be coalesced, as the server's are."""
+    return gradient.values() if gradient.is_sparse else gradient
+
+
+def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
+    """In float64, of the gradients divided by the largest magnitude; `otherwise` where that is not finite."""
+    largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
+    if not math.isfinite(largest.item()):
+        return otherwise
+    parts = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * largest
+    return norm
+
+
+def named_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[list[list[str]]]:
+    """For each optimizer, for each group, the FQNs it holds; `names` maps `id(parameter)` to FQN."""
+    return [
+        [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]

@@ -1,0 +1,1 @@
+"""A parameter server: workers push gradients, servers hold weights."""

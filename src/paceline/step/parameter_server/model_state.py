@@ -1,0 +1,46 @@
+"""What a server gives its workers of a model, and what tells two models apart."""
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
+from paceline.step.parameter_server.state import ServedWeights
+
+
+def held_by(model: nn.Module, members: Sequence[NamedParameter]) -> ServedWeights:
+    """Of the server whose optimizer has these members."""
+    return ServedWeights(
+        names=[member.name for member in members],
+        weights=[member.parameter for member in members],
+        rest=fixed_tensors(model),
+        model=model_digest(model),
+    )
+
+
+def fixed_tensors(model: nn.Module) -> list[Tensor]:
+    """Those that no update changes: frozen parameters and buffers."""
+    moving = {id(member.parameter) for member in trainable_parameters(model)}
+    frozen = [parameter for parameter in model.parameters() if id(parameter) not in moving]
+    return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
+
+
+def row_tables(model: nn.Module) -> dict[str, str]:
+    """The trainable tables whose gradients are the rows that were read: by the parameter's name, the module's."""
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    names = {id(m.weight): name for name, m in tables if m.sparse}
+    return {
+        member.name: names[id(member.parameter)]
+        for member in trainable_parameters(model)
+        if id(member.parameter) in names
+    }
+
+
+def model_digest(model: nn.Module) -> str:
+    """What tells models apart whose weights can't be each other's."""
+    kinds = [
+        (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()

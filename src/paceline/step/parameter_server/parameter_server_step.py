@@ -1,0 +1,291 @@
+"""The step of a parameter server (Li et al., OSDI 2014): workers compute, it has the weights and takes the updates.
+
+With bound 0 the shares of a batch are added up and taken as one update, as the replicas of `ddp` do. With a bound above
+0 each share is an update of its own, taken when it comes, unless another one that is under way would then be more
+updates late than the bound allows: then that one is waited for (Ho et al., NIPS 2013, counted in updates).
+
+Several servers each have some of the parameters, whole, and their optimizer state. The first one leases, and decides
+which gradients are taken in which order; the others have their parts of them by then, and follow.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config.update_rule import UpdateRule as Rule
+from paceline.data.order.leases import BatchShare, Lease, Leases
+from paceline.errors import RunError
+from paceline.launch.failures.failure_record import at_step
+from paceline.step.microbatches import StepBatch
+from paceline.step.parameter_server.connections import WorkerConnections
+from paceline.step.parameter_server.gradients import (
+    AppliedUpdate,
+    GradientPush,
+    PushedBatch,
+    PushedJoint,
+    as_words,
+    from_words,
+    sum_pushed_gradients,
+)
+from paceline.step.parameter_server.model_state import held_by, row_tables
+from paceline.step.parameter_server.state import ServerState
+from paceline.step.parameter_server.transport import COMING_SECONDS, ConnectionAcceptor
+from paceline.step.replica_context import StepContext
+from paceline.step.result import AsyncScalars, StepResult
+from paceline.step.synchronous import SynchronousStep
+from paceline.torch_internals.private_api import divide_all
+
+_LOOK_SECONDS = 0.5
+_TAKE, _WAIT, _DONE = "take", "wait", "done"
+
+
+class ServerStep(SynchronousStep):
+    """The server's. `lag` is how many of the newest batches are not whole: what came of them is heard later.
+
+    `spread` gives every server the others' parameters; it is called where weights are about to be looked at.
+    """
+
+    def __init__(
+        self, parts: StepContext, *, rule: Rule, shares: int, micro_batch_size: int, spread: Callable[[], None]
+    ) -> None:
+        super().__init__(parts)
+        self.lag = 0
+        self._shares = shares
+        self._micro_batch_size = micro_batch_size
+        self._spread = spread
+        self._is_spread = True
+        self._leases = Leases(bound=rule.staleness)
+        self._mine: list[nn.Parameter] = []
+        self._batches: dict[int, PushedBatch] = {}
+        self._open: deque[PushedBatch] = deque()
+        self._desk: ServerState | None = None
+        self._clerks: WorkerConnections | None = None
+        self._waited = 0.0
+        self._told_at = time.monotonic()
+        self.record: list[AppliedUpdate] | None = None  # a list is filled, where somebody wants to do it again
+
+    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """Give the batch's shares away; what came of it is known once all of them were pushed."""
+        began, waited = time.perf_counter(), self._waited
+        desk = self._desk or self._opened()
+        batch = self._begun(given, stop=stop)
+        where = _where(given, micro_batch_size=self._micro_batch_size)
+        desk.offer(self.step, where, batch.shares if self.parts.world.is_main else ())
+        self.step += 1
+        if self._leases.joins:
+            self._serve(desk, until=lambda: not self._open)
+        else:
+            self._serve(desk, until=lambda: self._leases.num_free <= self._shares)
+        self.lag = len(self._open)
+        batch.result.communication_seconds = self._waited - waited
+        batch.result.compute_seconds = time.perf_counter() - began - batch.result.communication_seconds
+        return batch.result
+
+    def settle(self) -> None:
+        """Wait until every share that was given away is taken: no worker holds anything then.
+
+        Whoever asks may go on to evaluate for long, also before the first batch: workers then hear that they wait.
+        """
+        self._serve(self._desk or self._opened(), until=lambda: not self._open)
+        if not self._is_spread:
+            self._spread()
+            self._is_spread = True
+
+    def lateness(self) -> list[dict[str, Any]]:
+        """Of each worker."""
+        found: dict[str, dict[int, int]] = {}
+        for worker, counts in self._leases.late.items():
+            mine = found.setdefault(self._desk.names[worker] if self._desk is not None else str(worker), {})
+            for late, count in counts.items():
+                mine[late] = mine.get(late, 0) + count
+        return [
+            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]} for who, mine in sorted(found.items())
+        ]
+
+    def new_notes(self) -> list[str]:
+        """Of workers that went and came."""
+        if self._desk is None:
+            return []
+        with self._desk.lock:
+            notes, self._desk.notes = self._desk.notes, []
+        return notes
+
+    def close(self) -> None:
+        """Send the workers home."""
+        if self._clerks is not None:
+            self._clerks.close()
+        super().close()
+
+    def _opened(self) -> ServerState:
+        """From the first batch or evaluation on; what workers are given is read when the first batch is there."""
+        world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
+        assert world.entrance is not None
+        self._mine = [member.parameter for member in members]
+        tables = row_tables(self.parts.model)
+        for member in self.parts.update.named:
+            if not member.parameter.numel():  # another server's: nobody is to miss its gradient here
+                member.parameter.grad = _nothing_of(member.parameter, as_rows=member.name in tables)
+        held = held_by(self.parts.model, members)
+        self._desk = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
+        door = ConnectionAcceptor(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
+        self._clerks = WorkerConnections(self._desk, door=door, leads=world.is_main)
+        self._clerks.open()
+        return self._desk
+
+    def _begun(self, given: StepBatch, *, stop: bool) -> PushedBatch:
+        of = min(self._shares, given.num_micro)
+        joint = PushedJoint(num_micro=given.num_micro, wait=lambda: self._until_whole(batch))
+        result = StepResult(
+            step=self.step + 1,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+        )
+        shares = [BatchShare(step=self.step, number=number, of=of) for number in range(of)]
+        batch = PushedBatch(number=self.step, shares=shares, stop=stop, joint=joint, result=result)
+        self._batches[self.step] = batch
+        self._open.append(batch)
+        return batch
+
+    def _until_whole(self, batch: PushedBatch) -> None:
+        if self._desk is not None and not batch.is_whole:
+            self._serve(self._desk, until=lambda: batch.is_whole)
+
+    def _serve(self, desk: ServerState, *, until: Callable[[], bool]) -> None:
+        """Take what comes until that is so, on the first server; the others do the same.
+
+        Raises:
+            RunError: no worker has been there for `train.timeout_seconds`.
+        """
+        with desk.lock:
+            if not self.parts.world.is_main:
+                return self._follow(desk)
+            while True:
+                if desk.failure is not None:
+                    raise desk.failure
+                leases = self._leases.ready()
+                if leases:
+                    self._take(desk, leases, [desk.pushes.pop(lease.number) for lease in leases])
+                elif until():
+                    return self._tell(_DONE)
+                else:
+                    self._wait(desk)
+
+    def _wait(self, desk: ServerState) -> None:
+        began = time.perf_counter()
+        desk.lock.wait(_LOOK_SECONDS)
+        self._waited += time.perf_counter() - began
+        if time.monotonic() - self._told_at > desk.patience:
+            self._tell(_WAIT)
+        limit = max(desk.timeout_seconds, COMING_SECONDS)
+        if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
+            raise RunError(
+                f"no worker has been here for {limit:g} s.",
+                cause="they were killed, or can't reach this process",
+                hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
+            )
+
+    def _tell(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
+        """To the other servers."""
+        self._told_at = time.monotonic()
+        if self.parts.world.world_size > 1:
+            pairs = zip(leases, pushes, strict=True)
+            told = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
+            self.parts.world.share_json([kind, told, self._leases.oldest])
+
+    def _follow(self, desk: ServerState) -> None:
+        """With the lock held, which is let go of while the first server thinks."""
+        while True:
+            desk.lock.release()
+            try:
+                kind, told, oldest = self.parts.world.share_json(None)
+            finally:
+                desk.lock.acquire()
+            if desk.failure is not None:
+                raise desk.failure
+            if kind == _DONE:
+                return
+            if kind == _TAKE:
+                desk.waits(lambda told=told: all(number in desk.pushes for number, *_ in told))  # type: ignore[misc]
+                pushes = {
+                    number: from_words(words, gradients=desk.pushes.pop(lease).gradients)
+                    for lease, _, number, words in told
+                }
+                self._update(desk, self._batches[told[0][1]], pushes)
+                for number in [number for number in desk.pushes if number < oldest]:  # of workers that died then
+                    del desk.pushes[number]
+
+    def _take(self, desk: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
+        """One update, on all servers."""
+        self._tell(_TAKE, leases, pushes)
+        numbers = [lease.share.number for lease in leases]
+        batch = self._batches[leases[0].share.step]
+        taken = self._update(desk, batch, dict(zip(numbers, pushes, strict=True)))
+        if self.record is not None:
+            pairs = zip(leases, pushes, strict=True)
+            self.record += [
+                AppliedUpdate(share=lease.share, versions=push.versions, counts=taken) for lease, push in pairs
+            ]
+        self._leases.take(leases, counts=taken)
+
+    def _update(self, desk: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
+        batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
+        count = math.fsum(push.count for push in pushes.values())
+        with at_step(batch.number + 1):
+            taken = (self._leases.joins or bool(count)) and self._commit(batch, list(pushes.values()), count=count)
+            desk.version += int(taken)
+            self._is_spread = self.parts.world.world_size == 1
+            if batch.is_whole:
+                self._end(desk, batch)
+        desk.lock.notify_all()
+        return taken
+
+    def _commit(self, batch: PushedBatch, pushes: Sequence[GradientPush], *, count: float) -> bool:
+        update, joins = self.parts.update, self._leases.joins
+        gradients = sum_pushed_gradients(pushes) if len(pushes) > 1 else pushes[0].gradients
+        if pushes[0].divided_by is None:
+            divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
+            gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
+        for parameter, gradient in zip(self._mine, gradients, strict=True):
+            parameter.grad = gradient
+        if joins:
+            batch.joint.tell(pushes, stop=batch.stop, joins=True)
+        loss = batch.result.loss if joins else pushes[0].loss
+        counts = batch.result.agreed.counts if joins else None  # a share may have nothing of a term
+        broken = batch.result.agreed.broken if joins else ()
+        norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=joins)
+        batch.result.norm = None if norm is None else AsyncScalars(norm)
+        batch.result.lr = update.lr
+        batch.result.skipped = not taken
+        return taken
+
+    def _end(self, desk: ServerState, batch: PushedBatch) -> None:
+        """All of its shares are taken: schedules count batches, whoever was first."""
+        del self._batches[batch.number]
+        del desk.where[batch.number]
+        if not self._leases.joins:
+            batch.joint.tell(batch.in_order(), stop=batch.stop, joins=False)
+            self.parts.update.follow()
+        while self._open and self._open[0].is_whole:
+            self._open.popleft()
+        self.lag = len(self._open)
+
+
+def _where(given: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
+    """What a worker needs to find the same samples."""
+    batch, sight = given.batch, given.sight  # type: ignore[attr-defined]
+    where = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
+    return where if sight is None else {**where, "epoch": batch.after.epoch, "sight": asdict(sight)}
+
+
+def _nothing_of(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
+    """The gradient of what is another server's, in the only kind that its optimizer may take."""
+    return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if as_rows else torch.zeros_like(parameter)

@@ -1,0 +1,180 @@
+"""The line between a worker and a server: a process group of these two, so that an end breaks no other line."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.comm.process_group import LaunchInfo, WorkerEntrance
+from paceline.errors import MachineError
+
+_SERVER, _WORKER = 0, 1
+_POLL_SECONDS = 0.02
+COMING_SECONDS = 60.0  # a process that starts on a busy machine takes its time
+_TICKETS = "paceline-server/{}/tickets/{}"
+
+
+class MessageKind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    REST = 2
+    LEASE = 3
+    WAIT = 4
+    PUSH = 5
+    OVER = 6
+    PULL = 7
+
+
+class LineLost(Exception):
+    """The other end is gone, or did not answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Its kind, its words, and perhaps a row of bytes."""
+
+    kind: MessageKind
+    words: Mapping[str, Any] = field(default_factory=dict)
+    row: Tensor | None = None
+
+
+class Connection:
+    """One end. Every wait on it ends after `timeout_seconds`; what broke once is never used again."""
+
+    def __init__(self, store: Store, *, name: str, is_server: bool, timeout_seconds: float) -> None:
+        mine, self._other = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
+        place = PrefixStore(f"paceline-server/line/{name}/", store)
+        self._patience = timedelta(seconds=timeout_seconds)
+        meeting = timedelta(seconds=max(timeout_seconds, COMING_SECONDS))
+        try:
+            self._group: Any = ProcessGroupGloo(place, mine, 2, meeting)
+        except (RuntimeError, dist.DistError) as error:
+            raise LineLost(str(error)) from error
+
+    def send(self, message: Message) -> None:
+        """Give it to the other end.
+
+        Raises:
+            LineLost
+        """
+        words = torch.frombuffer(bytearray(json.dumps(dict(message.words)).encode()), dtype=torch.uint8)
+        num_bytes = 0 if message.row is None else message.row.numel()
+        parts = [torch.tensor([int(message.kind), words.numel(), num_bytes]), words]
+        for part in [*parts, *([] if message.row is None or not num_bytes else [message.row])]:
+            self._done(self._group.send, part)
+
+    def receive(self, *, row: Tensor | None = None) -> Message:
+        """The other end's next message, its row of bytes in `row` where that is as long.
+
+        Raises:
+            LineLost
+        """
+        head = torch.zeros(3, dtype=torch.int64)
+        self._done(self._group.recv, head)
+        kind, length, num_bytes = head.tolist()
+        words = torch.empty(length, dtype=torch.uint8)
+        self._done(self._group.recv, words)
+        if row is None or row.numel() != num_bytes:
+            row = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            self._done(self._group.recv, row)
+        return Message(kind=MessageKind(kind), words=json.loads(bytes(words.numpy())), row=row if num_bytes else None)
+
+    def _done(self, move: Any, tensor: Tensor) -> None:
+        try:
+            move([tensor], self._other, 0).wait(self._patience)
+        except (RuntimeError, dist.DistError) as error:
+            raise LineLost(str(error)) from error
+
+
+def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
+    """The store of a run, which lives as long as the first server does; that one calls this.
+
+    Raises:
+        MachineError: it can't be had.
+    """
+    try:
+        return TCPStore(
+            place.address,
+            place.port or 0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+            master_listen_fd=place.listen_fd,
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise MachineError(f"the store that workers meet in can't be opened: {error}") from error
+
+
+def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
+    """A connection of one's own to that store: one that waits holds up nobody else's.
+
+    Raises:
+        LineLost: nobody answers there.
+    """
+    try:
+        return TCPStore(
+            place.address,
+            place.port or 0,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise LineLost(str(error)) from error
+
+
+def come_in(entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> Connection:
+    """A worker's end of a line that nobody had before: it draws a number, and the server comes to it.
+
+    Raises:
+        LineLost
+    """
+    store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
+    try:
+        number = int(store.add(_TICKETS.format(entrance.session, server), 1))
+    except (RuntimeError, dist.DistError) as error:
+        raise LineLost(str(error)) from error
+    name = f"{entrance.session}/{server}/{number}"
+    return Connection(store, name=name, is_server=False, timeout_seconds=timeout_seconds)
+
+
+class ConnectionAcceptor:
+    """Where the server sees workers come: late ones, and those that were started again, as the first."""
+
+    def __init__(self, entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> None:
+        self._place = entrance.place
+        self._tickets = _TICKETS.format(entrance.session, server)
+        self._name = f"{entrance.session}/{server}"
+        self._timeout = timeout_seconds
+        self._store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
+        self._seen = 0
+        self.is_closed = False
+
+    def next(self) -> int | None:
+        """The number of the next worker that has come; None once the door is closed."""
+        while not self.is_closed:
+            if self._seen < int(self._store.add(self._tickets, 0)):
+                self._seen += 1
+                return self._seen
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def line(self, number: int) -> Connection:
+        """The server's end of the line to that worker.
+
+        Raises:
+            LineLost
+        """
+        store = reach_store(self._place, timeout_seconds=self._timeout)
+        name = f"{self._name}/{number}"
+        return Connection(store, name=name, is_server=True, timeout_seconds=self._timeout)

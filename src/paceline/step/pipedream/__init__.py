@@ -1,0 +1,1 @@
+"""PipeDream: a pipeline that is never flushed, with weight stashing."""

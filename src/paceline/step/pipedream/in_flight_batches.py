@@ -1,0 +1,59 @@
+"""What a never-flushed pipeline keeps of its batches and microbatches, and how replicas of a stage add gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_group import World
+from paceline.step.loss.loss_return_value import Terms
+from paceline.step.microbatches import StepBatch
+from paceline.step.replica_context import LocalMicrobatch
+from paceline.step.result import StepResult
+from paceline.step.step_reduction import StepReduction
+
+Counts = dict[str, Tensor] | None
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """One batch between its first forward and its update. `left` microbatches have not been through the last stage."""
+
+    number: int
+    given: StepBatch
+    counts: Counts
+    left: int
+    joint: StepReduction | None = None
+    result: StepResult | None = None
+    terms: dict[int, Terms] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Micro:
+    """One microbatch that a stage has not seen yet; without samples it counts nothing."""
+
+    batch: Batch
+    index: int
+    num_samples: int
+    portion: LocalMicrobatch
+
+
+def add_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> None:
+    """Leave the sum over replicas in every `.grad`; one that has none on any replica keeps none."""
+    if world.world_size == 1:
+        return
+    touched = torch.tensor([float(p.grad is not None) for p in parameters], device=world.device)
+    world.all_reduce(touched)
+    met = [p for p, number in zip(parameters, touched.tolist(), strict=True) if number]
+    for _, group in groupby(sorted(met, key=_kind), key=_kind):
+        members = list(group)
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in members])
+        world.all_reduce(flat)
+        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype)

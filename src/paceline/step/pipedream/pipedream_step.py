@@ -1,0 +1,288 @@
+"""The step of a pipeline that is never flushed: each stage takes its own, while later batches are on their way.
+
+A step begins a batch and ends one that was begun earlier; how much earlier is the stage's depth. So what ranks agree
+on is heard `lag` steps late, by all alike, and nobody waits for it. `settle` empties the pipeline. Since a rule says
+which weights a microbatch sees (`schedule/weight_version_rules.py`), that changes no weight.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import JobError
+from paceline.parallel.pipeline.chain.stages import StageOutput
+from paceline.parallel.pipeline.pipeline_model import PipelineModel
+from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.schedule.lowering import with_messages
+from paceline.schedule.program import Action, Op
+from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, continuous
+from paceline.step.forward_backward import IdleReplica, loss_for_backward
+from paceline.step.loss.reporting import LossReporter, own_counts
+from paceline.step.microbatches import StepBatch
+from paceline.step.pipedream.in_flight_batches import Batch, Counts, Micro, add_over_replicas
+from paceline.step.pipedream.weight_versions import Weights, WeightVersions
+from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
+from paceline.step.pipeline.schedule_interpreter import Pipeline
+from paceline.step.replica_context import StepContext
+from paceline.step.result import StepResult
+from paceline.step.step_reduction import joint_counts
+from paceline.step.synchronous import SynchronousStep, writes_to
+from paceline.torch_internals.private_api import divide_all
+from paceline.torch_internals.pytree import to_device
+
+
+class PipeDreamStep(SynchronousStep):
+    """One rank's stage. `rounds` microbatches of each replica make a batch."""
+
+    def __init__(self, parts: StepContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
+        super().__init__(parts, passes=PipelineForwardBackward(parts, piped=piped))
+        self.lag = -(-(stash.stages - 1) // rounds)
+        self._stage = piped.world.rank
+        self._stash = stash
+        self._stream = Stream()
+        self._course = StageVersions(stash=stash, stage=self._stage, stream=self._stream)
+        self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world, goes_on=True)
+        self._work = _Work(parts, piped=piped, tells=piped.has_loss)
+        self._stand = IdleReplica(parts, always=True)
+        self._parameters = parts.update.parameters
+        self._batches: dict[int, Batch] = {}
+        self._used: dict[int, tuple[int, Weights | None]] = {}
+        self._late: dict[int, int] = {}
+        self._most = 1
+        self._settled, self._watched = True, 0
+        self._forwards = 0
+        self._fresh = True
+        direct = stash.is_direct(self._stage)
+        self.versions = WeightVersions(parts.model, named=parts.update.named, direct=direct)
+
+    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """Begin this batch; forwards and backwards in the stage's order, and the updates that they complete."""
+        began = time.perf_counter()
+        if not self.parts.model.training:
+            self.parts.model.train()
+        if self._settled:
+            self.parts.buffers.begin()  # whatever has written to them meanwhile was no forward
+            self._settled, self._watched = False, 0
+        elif self._watched == 2:
+            self.parts.buffers.trust()
+        self._watched += 1
+        batch = self._admit(given)
+        actions = self._with_messages(self._course.batch())
+        waited = 0.0
+        if not self._work.telling.is_agreed:
+            first = 1 + next(n for n, action in enumerate(actions) if action.op in self._leaves)
+            waited += self._follow(actions[:first])
+            self._work.telling.agree(next(iter(batch.terms.values()), None))
+            actions = actions[first:]
+        result = self._work.open(batch, stop=stop)
+        waited += self._follow(actions)
+        self.step += 1
+        result.compute_seconds, result.communication_seconds = time.perf_counter() - began - waited, waited
+        return result
+
+    def place(self) -> dict[str, list[int]]:
+        """Where batches ended, counted back from here in microbatches, for a checkpoint."""
+        return {"ends": [end - self._stream.length for end in self._stream.ends]}
+
+    def begin(self, step: int, *, ends: Sequence[int], kept: Mapping[int, Weights]) -> None:
+        """Go on after `step` updates; `kept` are the weights of so many updates ago, as far as there are any."""
+        ends = list(ends) or [0] * bool(step)
+        self._stream = Stream(ends=ends, gone=step - len(ends))
+        self._course = StageVersions(stash=self._stash, stage=self._stage, stream=self._stream)
+        self._forwards = 0
+        self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
+
+    def lateness(self) -> list[dict[str, Any]]:
+        """One gradient for each microbatch."""
+        replica = f", replica {self.parts.worlds.data.rank}" if self.parts.worlds.data.world_size > 1 else ""
+        late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
+        return [{"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}]
+
+    def settle(self) -> None:
+        """End all batches that were begun."""
+        self._follow(self._with_messages(self._course.rest()))
+        self._pipeline.pause()
+        self._settled = True
+
+    @property
+    def _watches(self) -> bool:
+        """Whether forwards are still looked at, for what they may not do."""
+        return self._watched <= 2
+
+    @property
+    def _leaves(self) -> tuple[Op, ...]:
+        """What a stage does with the first microbatch before it may wait for the stages after it."""
+        return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
+
+    def _admit(self, given: StepBatch) -> Batch:
+        device = self.parts.world.device
+        data = [self.parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        missing = self._stand.missing(given)
+        spares = [self._stand.spare(given, data)] * missing if missing else []
+        counts = self._work.counts([portion.data for portion in data])
+        batch = Batch(number=self.step, given=given, counts=counts, left=len(data) + missing)
+        self._batches[self._stream.num_batches] = batch
+        places = [(micro.index, micro.num_samples) for micro in given.micro] + [(given.num_micro, 0)] * missing
+        for at, ((index, samples), portion) in enumerate(zip(places, [*data, *spares], strict=True)):
+            micro = Micro(batch=batch, index=index, num_samples=samples, portion=portion)
+            self._work.micro[self._stream.length + at] = micro
+        self._stream.add(batch.left)
+        return batch
+
+    def _with_messages(self, order: Iterable[Action]) -> list[Action]:
+        return list(with_messages(order, owner=range(self._stash.stages)))
+
+    def _follow(self, actions: Sequence[Action]) -> float:
+        """Do them; returns the seconds that were waited for others."""
+        waited = 0.0
+        self._pipeline.expect(actions)
+        for action in actions:
+            began = time.perf_counter()
+            if action.op is Op.FORWARD:
+                self._forward(action)
+            elif action.op is Op.BACKWARD:
+                self._backward(action)
+            elif action.op is Op.UPDATE:
+                self._update(action)
+            else:
+                self._pipeline.one(action, self._work)
+            if action.op.is_receive:
+                waited += time.perf_counter() - began
+        return waited
+
+    def _forward(self, action: Action) -> None:
+        number = self._stash.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
+        number = self.versions.held(number)
+        weights = self.versions.of(number)
+        self._used[action.microbatch] = number, weights
+        before = self.versions.writes(weights) if self._watches else []
+        self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
+        if self._watches and before != (after := self.versions.writes(weights)):
+            names = zip(self.versions.names, before, after, strict=True)
+            raise writes_to(next(name for name, old, new in names if old != new))
+        self._forwards += 1
+
+    def _backward(self, action: Action) -> None:
+        """On the weights of its forward, also where blocks are computed again."""
+        if self._fresh:
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._fresh = False
+        number, weights = self._used.pop(action.microbatch)
+        late = self._stream.batch_of(action.microbatch) - number
+        self._late[late] = self._late.get(late, 0) + 1
+        self.versions.lend(weights)
+        self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
+        self.versions.collect(weights)
+
+    def _update(self, action: Action) -> None:
+        """With the gradients of a whole batch: added over the replicas of this stage, divided by the global count."""
+        batch = self._batches.pop(self._stream.batch_of(action.microbatch))
+        assert batch.joint is not None and batch.result is not None
+        agreed = batch.joint.agreed()
+        if agreed.buffers_changed:
+            raise self._writes()
+        add_over_replicas(self._parameters, world=self.parts.worlds.data)
+        if batch.counts is None:
+            divide_all([p.grad for p in self._parameters if p.grad is not None], batch.joint.divisor())
+        needed = self._stash.version(stage=self._stage, microbatch=self._forwards, stream=self._stream)
+        self.versions.before_update(needed=needed)
+        self.parts.update.commit(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts, broken=agreed.broken)
+        batch.result.lr = self.parts.update.lr
+        self.versions.after_update(needed=needed)
+        self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
+        self._fresh = True
+        self._stream.forget(keep=2 * self._stash.stages + 2)
+
+    def _writes(self) -> JobError:
+        names = self.parts.buffers.written()
+        return JobError(
+            f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no one order of "
+            "microbatches in a pipeline without flush.",
+            cause="a counter or a statistic that is kept from forward to forward",
+            hint="--update sync",
+        )
+
+
+class _Work:
+    """What is done at the stage; the last stage tells all what came of a batch as soon as it knows."""
+
+    def __init__(self, parts: StepContext, *, piped: PipelineModel, tells: bool) -> None:
+        self._parts = parts
+        self._piped = piped
+        self._names: list[str] | None = None
+        self.tells = tells
+        self.telling = LossReporter(parts, tells=tells)
+        self.micro: dict[int, Micro] = {}
+
+    def counts(self, data: Sequence[object]) -> Counts:
+        """Of the whole batch, added over the replicas of this stage: the stages of one have the same samples."""
+        contract, world = self._parts.contract, self._parts.worlds.data
+        if not contract.counts_first:
+            return None
+        local = own_counts(contract, data)
+        if self._names is None:
+            self._names = next(names for names in world.gather_json(list(local)) if names)
+        return joint_counts(local, world=world, names=self._names)
+
+    def open(self, batch: Batch, *, stop: bool) -> StepResult:
+        """Where nothing is to be told, it is said at once, so that the last stage never waits for the others."""
+        batch.joint = self.telling.joint(batch.given, None, stop=stop)
+        samples = batch.given.num_samples
+        batch.result = StepResult(
+            step=batch.number + 1,
+            samples=samples,
+            joint=batch.joint,
+            norm=None,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+        )
+        batch.joint.expect(batch.counts or {})
+        if not self.tells or not batch.left:
+            self._tell(batch)
+        return batch.result
+
+    def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
+        """The user's forward, and on the last stage his loss."""
+        micro, parts = self.micro.pop(microbatch), self._parts
+        parts.tape.at(micro.index, counts=micro.num_samples > 0)
+        parts.streams.enter(step=micro.batch.number, microbatch=micro.index)
+        with forward_runs(), parts.autocast():
+            if micro.num_samples:
+                return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
+            with parts.weightless():
+                return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """Give nothing: only `dp_replicate` goes with it, so that a portion is a whole microbatch."""
+        return nullcontext()
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """Nothing is sent before the batch is whole."""
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """Nothing to collect."""
+
+    def _loss(self, micro: Micro) -> Tensor:
+        parts, batch = self._parts, micro.batch
+        with micro.portion.inside():
+            output = parts.contract.forward(parts.model, micro.portion.data)
+        terms = parts.contract.terms(output, micro.portion.data, num_samples=micro.num_samples)
+        batch.left -= 1
+        if micro.num_samples:
+            batch.terms[micro.index] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+        if not batch.left and batch.joint is not None:
+            self._tell(batch)
+        if not micro.num_samples:
+            return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+        return loss_for_backward(terms, batch.counts)
+
+    def _tell(self, batch: Batch) -> None:
+        assert batch.joint is not None
+        for index, terms in batch.terms.items():
+            self.telling.put(batch.joint, index, terms)
+        self.telling.send(batch.joint)

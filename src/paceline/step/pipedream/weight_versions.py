@@ -1,0 +1,140 @@
+"""The weights of one stage after each of its updates that some microbatch is still to be computed on.
+
+A version is a set of leaf tensors that take the parameters' places while a forward or a backward runs. Autograd keeps
+what a forward was run on, so nothing is swapped back for its backward, and a version is gone with its last graph.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from paceline.errors import JobError
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.torch_internals.private_api import tensor_version
+
+Weights = Mapping[str, Tensor]
+
+
+class WeightVersions:
+    """`direct`: every microbatch is computed on the newest weights and done before the next: none is kept.
+
+    `newest` counts the updates that the parameters themselves have; `of` gives an older version by that number.
+    """
+
+    def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], direct: bool) -> None:
+        self._home = _Home(model)
+        self._live = {member.name: member.parameter for member in named}
+        self._direct = direct
+        self._kept: dict[int, Weights] = {}
+        self._lent: dict[str, Tensor | None] = {}
+        self._oldest = 0
+        self.newest = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of this stage."""
+        return list(self._live)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The versions that can be asked for; graphs may hold on to older ones."""
+        return {self.newest, *self._kept}
+
+    def held(self, number: int) -> int:
+        """The version that stands for one: where a run has come to this rule only now there is nothing older."""
+        return max(number, self._oldest)
+
+    def of(self, number: int) -> Weights | None:
+        """The weights after so many updates; None for the parameters themselves."""
+        if self._direct:
+            assert number == self.newest
+            return None
+        if number == self.newest:
+            self._keep()
+        return self._kept[number]
+
+    def inside(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
+        """What `call` gives while these weights are the model's."""
+        if weights is None:
+            return call()
+        return functional_call(self._home, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
+
+    def writes(self, weights: Weights | None) -> list[int]:
+        """What shows that something has written to these weights since."""
+        return [tensor_version(tensor) for tensor in (self._live if weights is None else weights).values()]
+
+    def lend(self, weights: Weights | None) -> None:
+        """A backward is about to run on these weights: what it adds goes to the parameters' own sums."""
+        for name, tensor in (weights or {}).items():
+            tensor.grad = self._live[name].grad
+            self._lent[name] = tensor.grad
+
+    def collect(self, weights: Weights | None) -> None:
+        """It has run.
+
+        Raises:
+            JobError: a parameter itself got a gradient, so the forward has it from somewhere else than its module.
+        """
+        for name, tensor in (weights or {}).items():
+            live = self._live[name]
+            if live.grad is not self._lent.pop(name):
+                raise JobError(
+                    f"the forward uses {name} by another way than the attribute of its module, so that it can't be "
+                    "given the weights of another time.",
+                    cause="the parameter is kept in a list, a closure or under a second name of Python's",
+                    hint="self.weight of its own module in forward, or --update sync",
+                )
+            live.grad, tensor.grad = tensor.grad, None
+
+    def before_update(self, *, needed: int) -> None:
+        """The parameters are about to change; versions from `needed` on are still asked for."""
+        if not self._direct and needed <= self.newest:
+            self._keep()
+
+    def after_update(self, *, needed: int) -> None:
+        """They have."""
+        self.newest += 1
+        self._forget(needed)
+
+    def saved(self) -> dict[int, dict[str, Tensor]]:
+        """The older versions, by number, for a checkpoint between two steps."""
+        return {
+            number: {name: tensor.detach() for name, tensor in weights.items()}
+            for number, weights in sorted(self._kept.items())
+            if number < self.newest
+        }
+
+    def begin(self, *, newest: int, kept: Mapping[int, Weights]) -> None:
+        """Go on where the parameters have `newest` updates; there is nothing older than what is `kept`."""
+        self.newest = newest
+        self._kept = {number: _leaves(self._here(weights)) for number, weights in kept.items()}
+        self._oldest = min([newest, *kept])
+
+    def _here(self, weights: Weights) -> Weights:
+        return {name: tensor.to(self._live[name].device) for name, tensor in weights.items()}
+
+    def _keep(self) -> None:
+        if self.newest not in self._kept:
+            self._kept[self.newest] = _leaves(self._live)
+
+    def _forget(self, needed: int) -> None:
+        self._kept = {number: weights for number, weights in self._kept.items() if number >= needed}
+
+
+class _Home(nn.Module):
+    """Gives a model's parameters a place to be exchanged in, whatever is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def _leaves(weights: Weights) -> Weights:
+    with torch.no_grad():
+        return {name: nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()}

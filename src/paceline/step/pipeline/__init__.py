@@ -1,0 +1,1 @@
+"""A pipeline schedule, interpreted on each rank: actions, messages, split backward."""

@@ -1,0 +1,192 @@
+"""Microbatches through the stages of a pipeline, as a schedule says."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.pipeline.chain.stages import StageOutput
+from paceline.parallel.pipeline.pipeline_model import PipelineModel
+from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.schedule.program import Action, Op, Program
+from paceline.step.forward_backward import IdleReplica, See, loss_for_backward
+from paceline.step.generate import output_logits
+from paceline.step.loss.loss_return_value import Terms
+from paceline.step.loss.reporting import LossReporter
+from paceline.step.microbatches import StepBatch
+from paceline.step.pipeline.schedule_interpreter import Pipeline, Watch
+from paceline.step.replica_context import LocalMicrobatch, StepContext
+from paceline.step.step_reduction import StepReduction
+from paceline.torch_internals.pytree import to_device
+
+Counts = dict[str, Tensor] | None
+
+
+class PipelineForwardBackward:
+    """Each microbatch goes through this rank's stages when the program says so; the last stage has the loss."""
+
+    def __init__(self, parts: StepContext, *, piped: PipelineModel) -> None:
+        self._parts = parts
+        self._piped = piped
+        self.tells = piped.has_loss and parts.worlds.tp.rank == 0
+        self._telling = LossReporter(parts, tells=self.tells)
+        self._stand = IdleReplica(parts)
+        self._pipelines: dict[Program, Pipeline] = {}
+        self._watch: Watch | None = None
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Tell `watch` of each action and its seconds on this machine's clock, on a device waiting for its end."""
+        device = self._parts.world.device
+
+        def tell(action: Action, start: float, stop: float) -> None:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+                stop = time.perf_counter()
+            watch(action, start, stop)
+
+        self._watch, self._pipelines = tell, {}
+        try:
+            yield
+        finally:
+            self._watch, self._pipelines = None, {}
+
+    def program(self, num_micro: int) -> Program:
+        """What all ranks of a pipeline do for so many microbatches."""
+        return self._piped.program(num_micro)
+
+    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
+        """All of this replica's microbatches; a replica that has fewer than another stands in where layers meet."""
+        device = self._parts.world.device
+        data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        counts = self._telling.counts([portion.data for portion in data])
+        missing = self._stand.missing(given)
+        spares = [self._stand.spare(given, data)] * missing if missing else []
+        work = _Work(self._parts, piped=self._piped, step=step, counts=counts)
+        work.micro = [(micro.index, micro.num_samples) for micro in given.micro]
+        work.micro += [(given.num_micro, 0)] * missing
+        work.data = [*data, *spares]
+        if work.data:
+            program = self._piped.program(len(work.data))
+            work.last = _num_backwards(program, rank=self._piped.world.rank)
+            self._pipeline(program).run(work)
+        joint = self._telling.joint(given, next(iter(work.terms.values()), None), stop=stop)
+        for place, terms in work.terms.items():
+            if place < len(given.micro):
+                self._telling.put(joint, given.micro[place].index, terms)
+        self._telling.send(joint)
+        joint.expect(counts or {})
+        return joint, counts is None
+
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """One microbatch forward; `see` hears on the last stage's rank."""
+        parts = self._parts
+
+        portion = parts.portion(batch)
+
+        def call() -> None:
+            with forward_runs(), parts.autocast():
+                with portion.inside():
+                    output = parts.contract.forward(parts.model, portion.data)
+                see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
+
+        self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """One forward through the stages; the last one gives its output to all."""
+        found: list[Tensor] = []
+        self._pipeline(self._piped.forward(1)).run(
+            _Look(self._piped, lambda: found.append(output_logits(model(tensor))))
+        )
+        world, source = self._piped.world, self._piped.forward(1).loss_rank
+        told = world.share_json([list(found[0].shape), str(found[0].dtype)] if found else None, source=source)
+        if not found:
+            kind = getattr(torch, told[1].removeprefix("torch."))
+            found.append(torch.empty(told[0], dtype=kind, device=world.device))
+        return world.broadcast(found[0].contiguous(), source=source)
+
+    def _pipeline(self, program: Program) -> Pipeline:
+        if program not in self._pipelines:
+            piped = self._piped
+            self._pipelines[program] = Pipeline(program, world=piped.world, splits=piped.splits, watch=self._watch)
+        return self._pipelines[program]
+
+
+class _Work:
+    """One step's: `micro` are the place and the samples of each microbatch, `last` counts backwards down."""
+
+    def __init__(self, parts: StepContext, *, piped: PipelineModel, step: int, counts: Counts) -> None:
+        self._parts = parts
+        self._piped = piped
+        self._step = step
+        self._counts = counts
+        self.micro: list[tuple[int, int]] = []
+        self.data: list[LocalMicrobatch] = []
+        self.terms: dict[int, Terms] = {}
+        self.last = 0
+
+    def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
+        """The user's forward, and on the last stage his loss."""
+        parts, (index, num_samples) = self._parts, self.micro[microbatch]
+        parts.tape.at(index, counts=num_samples > 0)
+        parts.streams.enter(step=self._step, microbatch=index)
+        with forward_runs(), parts.autocast():
+            if num_samples:
+                return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
+            with parts.weightless():
+                return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """Give what its backward runs in."""
+        return self.data[microbatch].again()
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """Only the last one of all may be the last of some parameter."""
+        index, num_samples = self.micro[microbatch]
+        self._parts.tape.at(index, counts=num_samples > 0)
+        self.last -= 1
+        self._parts.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """Hand what came of it to the reducer."""
+        self._parts.reducer.after_backward()
+
+    def _loss(self, microbatch: int, num_samples: int) -> Tensor:
+        parts, portion = self._parts, self.data[microbatch]
+        with portion.inside():
+            output = parts.contract.forward(parts.model, portion.data)
+        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
+        self.terms[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+        if not num_samples:
+            return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+        return parts.update.scaled(loss_for_backward(terms, self._counts))
+
+
+class _Look:
+    """A forward without gradients."""
+
+    def __init__(self, piped: PipelineModel, call: Callable[[], None]) -> None:
+        self._piped = piped
+        self._call = call
+
+    def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
+        return self._piped.stages.run(stage, received, self._call)
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """There is no backward."""
+        return nullcontext()
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """There is none."""
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """There is none."""
+
+
+def _num_backwards(program: Program, *, rank: int) -> int:
+    """How often gradients of weights are added on a rank."""
+    actions: Sequence[Any] = program.actions[rank]
+    return sum(action.op in (Op.BACKWARD, Op.WEIGHT) for action in actions)

@@ -1,0 +1,1 @@
+"""Replicas as threads of one process, and Hogwild on shared weights."""

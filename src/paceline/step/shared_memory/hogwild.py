@@ -1,0 +1,79 @@
+"""The step of one of several workers that write to the same weights without locks (Niu et al., "Hogwild!", NIPS 2011).
+
+Each takes the gradient of its own part of the batch and steps with it at once. What others write meanwhile is read as
+it comes, torn or not. Workers go their own ways for `lag` batches and no more: then one waits for the slowest.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.data_parallel.reducer import LocalReducer
+from paceline.parallel.data_parallel.shared_memory_model import SharedModel
+from paceline.step.forward_backward import MicrobatchForwardBackward
+from paceline.step.microbatches import StepBatch
+from paceline.step.replica_context import StepContext
+from paceline.step.result import StepResult
+from paceline.step.synchronous import SynchronousStep
+
+LAG = 8
+
+
+class HogwildStep(SynchronousStep):
+    """One worker's. Its optimizer's state is its own; a checkpoint has the first worker's."""
+
+    lag = LAG
+
+    def __init__(self, parts: StepContext, *, shared: SharedModel) -> None:
+        parts.reducer.close()
+        parts.tape.close()
+        tape = MicrobatchStatistics(model=parts.model, world=parts.world, enabled=False)
+        parts = replace(parts, reducer=LocalReducer(named=parts.update.named), tape=tape)
+        super().__init__(parts, passes=MicrobatchForwardBackward(parts, alone=True))
+        self._shared = shared
+        self._late: dict[int, int] = {}
+        self._begun = False
+
+    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """Forward and backward of this worker's microbatches, and its own update."""
+        if not self._begun:
+            self._begun = True
+            self.parts.world.barrier()  # nobody is still loading
+        if not self.parts.model.training:
+            self.parts.model.train()
+        began = time.perf_counter()
+        before = self._shared.others()
+        self.parts.reducer.begin()
+        joint, divide = self.passes.run(given, step=self.step, stop=stop)
+        count = joint.own_count()
+        if count:  # a share without a target makes no update
+            self.parts.reducer.finish(divisor=count if divide else None)
+            _, taken = self.parts.update.commit(step=self.step + 1, loss=joint.own_loss(), counts=None)
+            if taken:
+                self._shared.count()
+                late = self._shared.others() - before
+                self._late[late] = self._late.get(late, 0) + 1
+        else:
+            self.parts.update.follow()
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=time.perf_counter() - began,
+            communication_seconds=0.0,
+            lr=self.parts.update.lr,
+        )
+
+    def settle(self) -> None:
+        """Wait until all workers have come as far."""
+        self.parts.world.barrier()
+
+    def lateness(self) -> list[dict[str, Any]]:
+        """Updates that others took between a worker's reading and its writing."""
+        lost, made = self._shared.lost
+        late = [list(pair) for pair in sorted(self._late.items())]
+        who = f"worker {self.parts.world.rank}"
+        return [{"who": who, "late": late, "lost": lost, "made": made}]

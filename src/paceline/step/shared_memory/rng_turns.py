@@ -1,0 +1,115 @@
+"""Whose turn it is: replicas in one process share the host's random generators, so what draws runs one at a time.
+
+A generator is seeded for one microbatch and drawn from until its forward ends; two replicas at once would draw
+from each other's stream. The first step runs forwards and backwards one after another and sees who draws. From then
+on: a forward that draws takes turns, its backward does not (unless it draws again, as checkpointing does); a model
+that never draws takes none. A backward that draws begins where its own replica's forward has ended, as it does in one
+process, whoever had the turns between.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from paceline.torch_internals.dispatch_modes import RandomOpDetector
+from paceline.torch_internals.rng import get_states, host_states, set_states
+
+
+class Turns(Protocol):
+    """When a microbatch may run."""
+
+    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
+        """Around a forward and its loss, after `seed()`."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a backward."""
+
+
+class _Alone:
+    """One replica: always its turn."""
+
+    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
+        seed()
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ALONE: Turns = _Alone()
+
+
+class HostRandomness(Enum):
+    """Who draws random numbers on the host."""
+
+    UNKNOWN = auto()
+    NOBODY = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class HostRngTurns:
+    """The turns of the replicas of one process. `gpu` is a device that several of them share."""
+
+    def __init__(self, *, gpu: torch.device | None = None) -> None:
+        self.draws = HostRandomness.UNKNOWN
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._drew = {"forward": False, "backward": False}
+        self._mine = threading.local()
+
+    def states(self) -> tuple[object, ...]:
+        """Where the shared generators stand."""
+        return (*host_states(), None if self._gpu is None else torch.cuda.get_rng_state(self._gpu).numpy().tobytes())
+
+    @contextmanager
+    def forward(self, seed: Callable[[], None]) -> Iterator[None]:
+        """Around a forward and its loss, after `seed()`."""
+        if self.draws is HostRandomness.NOBODY:
+            seed()
+            yield
+            return
+        with self._lock:
+            seed()
+            before = self.states() if self.draws is HostRandomness.UNKNOWN else None
+            yield
+            if before is not None and self.states() != before:
+                self._drew["forward"] = True
+            self._mine.ended = get_states(self._gpu) if self.draws is not HostRandomness.FORWARD else None
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward; what a checkpoint draws again it draws here, and hides the generator's state."""
+        if self.draws in (HostRandomness.NOBODY, HostRandomness.FORWARD):
+            yield
+            return
+        with self._lock:
+            ended = getattr(self._mine, "ended", None)
+            if ended is not None:
+                set_states(ended, self._gpu)
+            if self.draws is HostRandomness.BACKWARD or not self._drew["forward"]:
+                yield
+                return
+            with RandomOpDetector() as watch:
+                yield
+            self._drew["backward"] = self._drew["backward"] or watch.seen
+
+    def settle(self) -> None:
+        """After a step that was watched."""
+        if self.draws is HostRandomness.UNKNOWN:
+            drew = self._drew
+            self.draws = (
+                HostRandomness.BACKWARD
+                if drew["backward"]
+                else HostRandomness.FORWARD
+                if drew["forward"]
+                else HostRandomness.NOBODY
+            )
+
+    def watch_again(self) -> None:
+        """Somebody drew after all."""
+        self.draws = HostRandomness.UNKNOWN

@@ -1,0 +1,86 @@
+"""The synchronous step with several replicas in one process: each takes its microbatches in a thread of its own.
+
+Every replica runs the same program as a rank does (`SynchronousStep.gradients`), in a world of threads. The gradients
+end in the first replica, which alone takes the step: the weights are everybody's.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.comm.rank_threads import ThreadWorld
+from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
+from paceline.step.microbatches import StepBatch, split_over_replicas
+from paceline.step.replica_context import StepContext
+from paceline.step.result import StepResult
+from paceline.step.shared_memory.rng_turns import HostRandomness, HostRngTurns
+from paceline.step.shared_memory.thread_pool import ReplicaThreads
+from paceline.step.synchronous import SynchronousStep
+
+
+class ThreadsStep(SynchronousStep):
+    """The first replica's step, with the others beside it while gradients are computed."""
+
+    def __init__(
+        self, parts: StepContext, *, others: Sequence[StepContext], mirror: ThreadReplicas, turns: HostRngTurns
+    ) -> None:
+        assert isinstance(parts.world, ThreadWorld)
+        super().__init__(parts)
+        meeting = parts.world.meeting
+        self._others = [SynchronousStep(other) for other in others]
+        self._mirror = mirror
+        self._meeting = meeting
+        self._turns = turns
+        self._crew = ReplicaThreads(on_error=meeting.leave)
+
+    def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """Leave the global gradient in the first replica. Runs again, in turns, if a model draws that never did."""
+        while True:
+            self._mirror.refresh()
+            nobody = self._turns.draws is HostRandomness.NOBODY
+            undo = self._mirror.keep() if nobody else _nothing
+            before = self._turns.states() if nobody else ()
+            result = self._together(given, stop)
+            if not nobody:
+                self._turns.settle()
+                return result
+            if self._turns.states() == before:
+                return result
+            undo()
+            self._turns.watch_again()
+
+    def close(self) -> None:
+        """End the threads and remove what was hooked into the models."""
+        super().close()
+        for other in self._others:
+            other.close()
+        self._crew.close()
+
+    def _together(self, given: StepBatch, stop: bool) -> StepResult:
+        self._meeting.begin()
+        count = 1 + len(self._others)
+        shares = [split_over_replicas(given, replica=replica, replicas=count) for replica in range(count)]
+        for step in (self, *self._others):
+            step.parts.streams.asleep = self._turns.draws is HostRandomness.NOBODY
+        for other in self._others:
+            other.step = self.step
+        first = super().gradients
+        bodies: list[Callable[[], StepResult]] = [lambda: first(shares[0], stop=stop)]
+        bodies += [_body(other, mine) for other, mine in zip(self._others, shares[1:], strict=True)]
+        result, *_ = self._crew.run(bodies)
+        for other in self._others:
+            other.parts.reducer.begin()
+        return result
+
+
+def _body(step: SynchronousStep, given: StepBatch) -> Callable[[], StepResult]:
+    def body() -> StepResult:
+        if step.parts.world.device.type == "cuda":
+            torch.cuda.set_device(step.parts.world.device)
+        return step.gradients(given)
+
+    return body
+
+
+def _nothing() -> None:
+    return None

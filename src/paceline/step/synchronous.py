@@ -1,0 +1,171 @@
+"""The synchronous step: every replica runs its microbatches, gradients are added, all take the same step."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from paceline.errors import JobError
+from paceline.launch.failures.failure_record import annotate_progress
+from paceline.parallel.data_parallel.exact_reduction import no_grid
+from paceline.step.forward_backward import ForwardBackward, passes_of
+from paceline.step.microbatches import StepBatch
+from paceline.step.optimizer_update import DeferredFiniteCheck
+from paceline.step.replica_context import StepContext
+from paceline.step.result import AsyncScalars, StepResult
+from paceline.step.step_reduction import StepReduction
+from paceline.torch_internals.private_api import tensor_version
+
+MOST_ATTEMPTS = 4
+
+
+class SynchronousStep:
+    """One program on every rank. `run` is a transaction: it commits on all ranks or on none.
+
+    What a step gave may be looked at `lag` steps later without waiting, here at once.
+    """
+
+    lag = 0
+
+    def __init__(self, parts: StepContext, *, passes: ForwardBackward | None = None) -> None:
+        self.parts = parts
+        self.step = 0
+        self.late = DeferredFiniteCheck(parts.update)
+        self.passes = passes or passes_of(parts)
+        self._seen_writes = parts.world.world_size == 1 and not parts.exact
+
+    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite, and the run stops for that.
+            DesyncError: the ranks disagree on the terms of the loss or on the data.
+        """
+        if not self.parts.model.training:
+            self.parts.model.train()
+        result = self.gradients(given, stop=stop)
+        at_once = self.parts.world.device.type == "cpu" or self.parts.update.skips
+        self._finish(result, *((result.loss, result.agreed.counts) if at_once else (None, None)))
+        return result
+
+    def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
+        """The update; where nothing is known of its loss yet, the step before is looked at."""
+        began = time.perf_counter()
+        broken = () if loss is None else result.agreed.broken
+        norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts, broken=broken)
+        if not taken:
+            self.parts.tape.undo()
+            self.parts.take_back()
+        self.step += 1
+        result.norm = None if norm is None else AsyncScalars(norm)
+        result.skipped = not taken
+        result.compute_seconds += time.perf_counter() - began
+        if loss is None:
+            self.late.check(result)
+
+    def settle(self) -> None:
+        """Leave no step half done; every rank calls this."""
+
+    def flush_reports(self) -> None:
+        """Have nothing held back of what came of the last step: a rank alone may be about to read it."""
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """What this rank has sent to others; None where torch gathers units by itself."""
+        worlds = self.parts.worlds
+        return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.every.traffic.sent_bytes
+
+    def lateness(self) -> Sequence[Mapping[str, Any]] | None:
+        """How late gradients were (`events.Staleness`), of each that this process speaks for.
+
+        None where none can be, on all ranks alike.
+        """
+        return None
+
+    def new_notes(self) -> list[str]:
+        """What is to be told of others than ranks of this world, and was not yet."""
+        return []
+
+    def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+        """Leave the global gradient in every `.grad`, and update nothing but running statistics."""
+        started = time.perf_counter()
+        for _ in range(MOST_ATTEMPTS):
+            self.parts.tape.begin(num_micro=given.num_micro)
+            self.parts.reducer.begin()
+            before = self._versions()
+            try:
+                with annotate_progress(self._told):
+                    joint, divide = self.passes.run(given, step=self.step, stop=stop)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    self._refuse_writes(before)
+                raise
+            waiting = time.perf_counter()
+            self._refuse_writes(before)
+            if not self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
+                continue
+            if self.parts.tape.fold(num_micro=given.num_micro):
+                break
+            self.parts.take_back()
+            self.parts.buffers.undo()
+        else:
+            raise no_grid(step=self.step + 1, attempts=MOST_ATTEMPTS)
+        self._settle_buffers(joint)
+        ended = time.perf_counter()
+        return StepResult(
+            step=self.step + 1,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=waiting - started,
+            communication_seconds=ended - waiting,
+        )
+
+    def _told(self) -> str:
+        """How far this rank is, where units are gathered."""
+        order = getattr(self.parts.reducer, "order", None)
+        return "" if order is None else str(order.told())
+
+    def close(self) -> None:
+        """Remove what was hooked into the model."""
+        self.parts.reducer.close()
+        self.parts.tape.close()
+
+    def _versions(self) -> list[int]:
+        """In the first step of several replicas: what shows that a forward has written to a parameter."""
+        return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.parts.model.parameters()]
+
+    def _refuse_writes(self, before: list[int]) -> None:
+        after, self._seen_writes = self._versions(), True
+        pairs = zip(self.parts.model.named_parameters(), before, after, strict=False)
+        moved = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
+        if moved:
+            name, parameter = moved[0]
+            raise writes_to(name, trains=parameter.requires_grad)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision that forward and loss run in."""
+        return self.parts.autocast()
+
+    def _settle_buffers(self, joint: StepReduction) -> None:
+        """Read from the joint vector where that costs nothing; on a GPU, follow this rank's own."""
+        buffers = self.parts.buffers
+        on_host = self.parts.world.device.type == "cpu"
+        buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
+
+
+def writes_to(name: str, *, trains: bool = True) -> JobError:
+    """What to say of a forward that changes a parameter; one that does not train is likely a teacher."""
+    if not trains:
+        return JobError(
+            f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "
+            "each of its own microbatches.",
+            cause="a momentum teacher (BYOL, DINO, MoCo, data2vec) that is moved in the forward",
+            hint="move it after each update: Job(on_update=lambda model, step: ...); or --ranks 1",
+        )
+    return JobError(
+        f"the forward writes to the parameter {name}: each replica would write other values.",
+        cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
+        hint="F.normalize(self.weight) where it is used, Job(on_update=lambda model, step: ...) for what is done once "
+        "after each update, or --ranks 1 without --train.exact",
+    )

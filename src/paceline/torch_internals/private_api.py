@@ -1,0 +1,331 @@
+"""The one place that touches what torch does not document as public.
+
+Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), and
+`Tensor._version` (bumped by every write in place), and the common bases of
+BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself, and how a batch is
+pinned, and how a DataLoader's iterator ends; the default process group, set aside for a while; the number of the
+backward that a thread is in; what compiled modules are guarded by; how a loss scaler unscales gradients; the number of
+a storage, a tensor's class and a module's own dicts; what `Module.__call__` asks first (`_compiled_call_impl`, which
+`Module.compile` sets and copies leave out); setting dispatch modes aside for a few operations of our own; the group
+that a collective names; the resizing of storages, by which `fully_shard` lets gathered weights go; what a failing
+compiler raises, and when; a tensor without memory that stands for one cut over ranks; the hooks that a tensor has; what
+a processor can do; the call that `torch.autograd.backward` and `torch.autograd.grad` make of the engine.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from traceback import walk_tb
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward as _run_backward
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data._utils import worker as _data_worker
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+__all__ = [
+    "BatchNormBase",
+    "CallInterceptor",
+    "DropoutBase",
+    "JointScaler",
+    "NormBase",
+    "abandon_data_workers",
+    "add_all",
+    "add_gradients",
+    "allocate_meta_tensors",
+    "become_worker",
+    "compile_errors",
+    "copy_all",
+    "disabled_torch_function",
+    "divide_all",
+    "gradients_of",
+    "guard_hooks",
+    "has_hooks",
+    "has_tiles",
+    "hide_worker",
+    "in_backward",
+    "introduce_worker",
+    "is_view",
+    "lerp_all",
+    "make_wrapper_tensor",
+    "module_registries",
+    "of_type",
+    "pin_memory",
+    "remove_all_hooks",
+    "running_function",
+    "stop_data_workers",
+    "storage_key",
+    "tensor_version",
+    "tree_flatten",
+    "tree_unflatten",
+    "without_group",
+]
+
+
+disabled_torch_function = torch._C._disabled_torch_function_impl  # a subclass whose operations are dispatched alone
+
+
+def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
+    """Divide each tensor in place, in few kernels."""
+    if tensors:
+        torch._foreach_div_(list(tensors), divisor)
+
+
+def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add each source to its target in place, in few kernels."""
+    if targets:
+        torch._foreach_add_(list(targets), list(sources))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source over its target, in few kernels."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
+    """Move each target towards its source by `weight`, in few kernels."""
+    if targets:
+        torch._foreach_lerp_(list(targets), list(sources), weight)
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this machine's processor multiplies bfloat16 tile by tile (AMX)."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def guard_hooks() -> None:
+    """Let a compiled module be compiled anew where its hooks are others.
+
+    Otherwise two models of one class in one process, as `verify` has them, run each other's hooks or none.
+    """
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
+def compile_errors() -> type[BaseException]:
+    """What a compiled function raises where compiling fails, from here on in the forward, never first in backward."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    found: type[BaseException] = torch._dynamo.exc.TorchDynamoException
+    return found
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run backward as `torch.autograd.backward` does, in sight of the function modes that are on.
+
+    torch sets the innermost mode aside for the call, so that a forward which checkpointing runs again would miss it.
+    """
+    given = _given(outputs, gradients)
+    _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients_of(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Return what `torch.autograd.grad(..., allow_unused=True)` does, in sight of the function modes that are on."""
+    given = _given(outputs, gradients)
+    found: tuple[Tensor | None, ...] = _run_backward(
+        tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return the gradients, and 1 for a loss that has none."""
+    pairs = zip(outputs, gradients, strict=True)
+    return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)
+
+
+def running_function() -> type[torch.autograd.Function] | None:
+    """Return the autograd function whose forward this thread is inside of, the innermost; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    found: type[torch.autograd.Function] | None = None if frame is None else frame.f_locals["cls"]
+    return found
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether its gradient is shown to a hook, before or after it is added."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def is_inside_functorch() -> bool:
+    """Whether this runs inside of `torch.func`'s vmap, grad, jvp or what is made of them."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether the tensor is a view that autograd knows as one."""
+    return bool(tensor._is_view())
+
+
+def make_wrapper_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
+    """A tensor of a subclass that says its shape, type and device and holds no memory."""
+    return Tensor._make_wrapper_subclass(
+        kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
+    )
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """A number that changes whenever the tensor is written in place; inference tensors have none, and give 0."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def of_type(data: Tensor, *, like: Tensor) -> Tensor:
+    """`data`, sharing its memory, as a tensor or parameter of the class of `like`, trainable if that is."""
+    made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
+    return made
+
+
+def allocate_meta_tensors(model: nn.Module, *, device: torch.device, without: Collection[int] = ()) -> None:
+    """Uninitialised memory for what has none, but not for tensors of these ids; `to_empty` would forget what has."""
+
+    def memory(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in without else tensor
+
+    model._apply(memory)
+
+
+def module_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts of a module's own parameters and buffers; writing to them passes by checks of `setattr`."""
+    return module._parameters, module._buffers
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them lives; a meta tensor has one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def stop_data_workers(iterator: Any) -> None:
+    """Stop a DataLoader's workers and wait for them; torch gives no public way.
+
+    Its own way asks, waits five seconds, sends SIGTERM and leaves it there. What ignores SIGTERM is killed here.
+    """
+    iterator._shutdown_workers()
+    for process in getattr(iterator, "_workers", ()):
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def abandon_data_workers(error: BaseException) -> None:
+    """Let a DataLoader's iterator whose making failed with this error be forgotten: it has half of its attributes."""
+    for frame, _ in walk_tb(error.__traceback__):
+        made = frame.f_locals.get("self")
+        if isinstance(made, _BaseDataLoaderIter):
+            vars(made)["_shutdown"] = True
+
+
+def become_worker(dataset: Any, *, seed: int) -> None:
+    """Let this process look as the only data worker of a DataLoader: its note about itself, threads and generators."""
+    _data_worker._worker_info = _data_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
+    torch.set_num_threads(1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    torch.manual_seed(seed)
+
+
+def introduce_worker(dataset: Any, *, alone: bool) -> None:
+    """In a data worker: `get_worker_info()` names the user's own dataset, and no other worker if `alone`."""
+    info = _data_worker._worker_info
+    assert info is not None
+    for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})}.items():
+        object.__setattr__(info, name, value)
+
+
+def hide_worker() -> None:
+    """In a data worker: `get_worker_info()` says None from here on.
+
+    A dataset that splits itself over the workers that it sees would split a shard that is one worker's whole.
+    """
+    _data_worker._worker_info = None
+
+
+@contextmanager
+def without_group() -> Iterator[None]:
+    """Let `torch.distributed` look as it does in a process that never joined a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    group = distributed_c10d._get_default_group()
+    distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(group)
+
+
+class JointScaler(torch.amp.GradScaler):
+    """A loss scaler for gradients that lie in pieces on several ranks: all find an overflow that one finds.
+
+    `join` reduces a tensor in place over those ranks with MAX.
+    """
+
+    def __init__(self, device: str, *, join: Callable[[Tensor], object], **options: Any) -> None:
+        super().__init__(device, **options)
+        self._join = join
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        joint = torch.stack([one.to(inv_scale.device) for one in found.values()] or [found_inf]).amax(0)
+        self._join(joint)
+        return {device: joint.to(device) for device in found or [inv_scale.device]}
+
+
+class CallInterceptor:
+    """Lets `gate(call, *args, **kwargs)` answer calls of a module, outside of all its hooks.
+
+    `call` is what a call would have done: hooks and forward, compiled where the module is. Hooks that are registered
+    later, such as those of `fully_shard`, are inside as well; after `Module.compile`, `renew` takes that inside too.
+    """
+
+    def __init__(self, module: torch.nn.Module, gate: Callable[..., Any]) -> None:
+        self._module, self._gate, self._inner = module, gate, module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's `__call__` asks first."""
+        return self._gate(self._call, *args, **kwargs)
+
+    def renew(self) -> None:
+        """Stand outside again, if something has taken this place since."""
+        if self._module._compiled_call_impl is not self:
+            self._inner = self._module._compiled_call_impl
+            self._module._compiled_call_impl = self
+
+    def undo(self) -> None:
+        """Let calls through again."""
+        self._module._compiled_call_impl = self._inner
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        inner: Callable[..., Any] = self._module._call_impl if self._inner is None else self._inner
+        return inner(*args, **kwargs)
+
+
+def remove_all_hooks(module: torch.nn.Module) -> None:
+    """Forget every forward and backward hook of a module and of those in it."""
+    for part in module.modules():
+        part._compiled_call_impl = None
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()

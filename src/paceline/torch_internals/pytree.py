@@ -1,0 +1,100 @@
+"""Tensors in what a dataset or a model gives: mappings, sequences, named tuples, dataclasses of them, however deep."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PLAIN = frozenset({bool, bytes, float, int, str, type(None), torch.device, torch.dtype, torch.layout})
+
+
+def tensor_leaves(value: Any) -> Iterator[Tensor]:
+    """Every tensor in it, in a fixed order."""
+    found: list[Tensor] = []
+    _gather(value, found)
+    return iter(found)
+
+
+def _gather(value: Any, found: list[Tensor]) -> None:
+    if type(value) in _PLAIN:  # most of what an operation is given
+        return
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            _gather(part, found)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _gather(part, found)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            _gather(getattr(value, item.name), found)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same structure with each tensor changed, in the order of `tensor_leaves`."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return type(value)({name: map_tensors(part, change) for name, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple | list):
+        parts = [map_tensors(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: map_tensors(getattr(value, item.name), change) for item in fields(value)})
+    return value
+
+
+def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:
+    """The same structure with other tensors."""
+    return map_tensors(value, lambda _: next(tensors))
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
+    """Return the same structure with each leaf changed: what `is_leaf` says is one, and what holds nothing else.
+
+    Both get the path in Python's words, which begins with `path`.
+    """
+
+    def inside(name: str, part: Any) -> Any:
+        return map_leaves(part, change, is_leaf=is_leaf, path=f"{path}{name}")
+
+    if is_leaf(path, value):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return type(value)({name: inside(f"[{name!r}]", part) for name, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(inside(f".{name}", part) for name, part in zip(value._fields, value, strict=True)))
+    if isinstance(value, tuple | list):
+        return type(value)(inside(f"[{place}]", part) for place, part in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{i.name: inside(f".{i.name}", getattr(value, i.name)) for i in fields(value)})
+    return change(path, value)
+
+
+def is_column(value: Any, num_samples: int) -> bool:
+    """Whether it is a list, a tuple or an array with an entry for each sample, none of which holds a tensor."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == num_samples
+    is_list = isinstance(value, tuple | list) and not hasattr(value, "_fields")
+    return is_list and len(value) == num_samples and not any(True for _ in tensor_leaves(value))
+
+
+def is_square(value: Any) -> bool:
+    """Whether every entry of a list is a list as long as it is: nobody can tell its rows from its columns."""
+    return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
+
+
+def joined_columns(parts: Sequence[Any]) -> Any:
+    """Return the columns of several microbatches as one, of the first one's type."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return type(parts[0])(entry for part in parts for entry in part)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same batch with every tensor on `device`."""
+    return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,0 +1,191 @@
+"""Random streams keyed by what they are for, so that no rank, worker or restart changes a draw."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.torch_internals.private_api import in_backward
+
+
+def stream_key(*parts: int | str) -> int:
+    """A 63-bit key, a pure function of `parts`, stable over processes, machines and versions."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators that are in use: the CPU's, and the current GPU's once it was touched."""
+    torch.default_generator.manual_seed(seed)
+    _seed_gpu(seed)
+
+
+def _seed_gpu(seed: int) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    seed_torch(seed)
+
+
+def host_states() -> tuple[object, ...]:
+    """Where the host's three generators stand: equal before and after where nobody drew."""
+    legacy = np.random.get_state(legacy=False)
+    inner = dict(legacy["state"])
+    return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
+
+
+def drawn_by_hand() -> dict[str, object]:
+    """Where the generators stand that code of Python draws from, by the name of their module."""
+    legacy: Any = np.random.get_state(legacy=False)
+    return {"random": random.getstate(), "numpy.random": (legacy["state"]["key"].tobytes(), legacy["state"]["pos"])}
+
+
+def get_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
+    """The three global generators, and a GPU's, as `set_states` puts them back."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    return (*states, None if gpu is None else torch.cuda.get_rng_state(gpu))
+
+
+def set_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None:
+    """Put the generators back where they stood."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if gpu is not None:
+        torch.cuda.set_rng_state(states[3], gpu)
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Leave the three global generators as they were found."""
+    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+    states = get_states(gpu)
+    try:
+        yield
+    finally:
+        set_states(states, gpu)
+
+
+class BlockCallCounter:
+    """Which call of a block this is within one microbatch: a block used twice draws twice.
+
+    A forward that backward runs again (activation checkpointing) is the call it was: it begins with the generator as
+    it was then, which tells the call before it by the last seed. Checkpoints that don't put the generator back
+    (`preserve_rng_state=False`) are right for blocks that are called once.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, dict[int, int]] = {}
+
+    def clear(self) -> None:
+        """Another microbatch begins."""
+        self._entries.clear()
+
+    def number(self, block: int, *, asleep: bool = False) -> int:
+        """From 0 on."""
+        entry = torch.cuda.initial_seed() if asleep else torch.default_generator.initial_seed()
+        known = self._entries.setdefault(block, {})
+        return known.get(entry, 0) if in_backward() else known.setdefault(entry, len(known))
+
+
+def block_key(microbatch: int, *, block: int, call: int) -> int:
+    """The seed of one call of one random block."""
+    mixed = (microbatch ^ (0x9E37_79B9_7F4A_7C15 * (block + 1))) + 0xD1B5_4A32_D192_ED03 * call
+    return mixed & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class RandomStreams:
+    """The streams of one run: one per (seed, step, microbatch), and within it one per random block.
+
+    Blocks are the repeated layers that hold dropout; each starts its own stream, so that a stage of a
+    pipeline draws what the whole model would have drawn. All else draws from the microbatch's stream.
+
+    `asleep` leaves the host's generators alone, where several replicas share them and none draws from them.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self._microbatch = 0
+        self._calls = BlockCallCounter()
+        self.asleep = False
+
+    def enter(self, *, step: int, microbatch: int) -> None:
+        """Start the stream of one microbatch; `microbatch` is its place in the whole global batch."""
+        self._microbatch = stream_key(self._seed, step, microbatch)
+        self._calls.clear()
+        if self.asleep:
+            _seed_gpu(self._microbatch)
+        else:
+            seed_all(self._microbatch)
+
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Let each random block start its own stream; returns the undo."""
+        handles = [
+            block.register_forward_pre_hook(self._starter(number)) for number, block in enumerate(random_blocks(model))
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _starter(self, block: int) -> Callable[[nn.Module, object], None]:
+        def start(module: nn.Module, _: object) -> None:
+            if module.training:
+                call = self._calls.number(block, asleep=self.asleep)
+                (_seed_gpu if self.asleep else seed_torch)(block_key(self._microbatch, block=block, call=call))
+
+        return start
+
+
+def random_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks that hold dropout, in the order in which the model registers them.
+
+    A pure function of the model's structure: every rank and every restart finds the same.
+    """
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        kinds = [type(child) for child in module]
+        blocks = [child for child in module if kinds.count(type(child)) > 1 and _draws(child)]
+        found += blocks
+        inside |= {id(part) for block in blocks for part in block.modules()}
+    return found
+
+
+class DisabledDropout:
+    """Dropout that was off when the model was planned; a rate that is raised later draws where nobody reckoned with it.
+
+    Its blocks start no streams of their own, then or later: that would change what one process draws.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rates = [(m, name) for m in model.modules() for name, value in _rates(m) if value == 0]
+
+    def any_raised(self) -> bool:
+        """Whether one of them is on now."""
+        return any(getattr(module, name, 0) for module, name in self._rates)
+
+
+def _draws(block: nn.Module) -> bool:
+    return any(isinstance(value, float) and value > 0 for module in block.modules() for _, value in _rates(module))
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """A module's own dropout rates, by their attribute."""
+    found = [(name, value) for name, value in vars(module).items() if "drop" in name]
+    found += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
+    yield from ((name, value) for name, value in found if isinstance(value, int | float) and value is not False)

@@ -1,0 +1,1 @@
+"""Training runs: the loop, the session of one rank, saving, logging, evaluation."""

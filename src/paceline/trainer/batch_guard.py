@@ -1,0 +1,76 @@
+"""Each batch of a run once: however many loops ask, all of them read the one feed, one after another."""
+
+from collections.abc import Iterator
+
+from paceline.data.loader import BatchLoader
+from paceline.data.types import StepInput
+from paceline.errors import RunError, UsageError
+
+
+class BatchGuard:
+    """Hands out a feed's batches. The next is given once the last was stepped, so that none is lost or told twice."""
+
+    def __init__(self, feed: BatchLoader) -> None:
+        self._feed = feed
+        self._batches: Iterator[StepInput] | None = None
+        self._waiting: StepInput | None = None
+        self._loops = 0
+
+    def loop(self) -> Iterator[StepInput]:
+        """From where the run stands: a batch that an earlier loop took and did not step comes first.
+
+        Raises:
+            UsageError: the batch before was not stepped, or a loop was begun after this one.
+        """
+        self._loops += 1
+        mine = self._loops
+        if self._waiting is not None:
+            yield self._waiting
+        while True:
+            if mine != self._loops:
+                raise UsageError(
+                    "this loop over run.batches() is over: another one was begun since.",
+                    cause="two iterators of run.batches() in turn; both read the same samples, each once",
+                    hint="one at a time: leave the first with break, and go on with the second",
+                )
+            if self._waiting is not None:
+                raise UsageError(
+                    f"the batch of step {self._waiting.batch.after.step} was taken from run.batches() and not stepped.",
+                    cause="a continue before run.step(batch), or list(run.batches())",
+                    hint="for batch in run.batches(): run.step(batch); leave samples out in train_data or order=",
+                )
+            self._waiting = self._next()
+            yield self._waiting
+
+    def check(self, given: StepInput) -> None:
+        """Whether this is the batch that is to be stepped now; what is in its microbatches is the user's.
+
+        Raises:
+            UsageError: it was stepped already, or is not the one that was given last.
+        """
+        if self._waiting is not None and given.batch.after == self._waiting.batch.after:
+            return
+        step = given.batch.after.step
+        later = self._waiting is not None and step >= self._waiting.batch.after.step
+        raise UsageError(
+            f"this batch is not the one that run.batches() gave last: it is step {step}'s."
+            if later
+            else f"this batch was stepped already: it is step {step}'s.",
+            cause="run.step(batch) twice on one batch, or on a batch that was kept from before",
+            hint="for batch in run.batches(): run.step(batch), once",
+        )
+
+    def stepped(self) -> None:
+        """The batch that was given has become a step."""
+        self._waiting = None
+
+    def _next(self) -> StepInput:
+        if self._batches is None:
+            self._batches = iter(self._feed)
+        given = next(self._batches, None)
+        if given is None:  # a feed is endless: only one that has raised gives no more
+            raise RunError(
+                "the data of this run can't be read any further: reading it has failed before.",
+                hint="let the first error end the run; started again, it goes on from its last checkpoint",
+            )
+        return given

@@ -1,0 +1,382 @@
+"""Saving and resuming a run: what goes into a checkpoint, which one is used, what must not have changed."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.collective_write import write_checkpoint
+from paceline.checkpoint.consolidate import consolidate
+from paceline.checkpoint.error_feedback_state import held_files, load_held
+from paceline.checkpoint.files.checkpoint_folder import (
+    BEST,
+    OpenCheckpoint,
+    is_mark_lost,
+    load,
+    mark_best,
+    newest_good,
+    pointed_checkpoint,
+    prune,
+    step_name,
+    was_saved,
+)
+from paceline.checkpoint.files.hf_folder import WEIGHTS, digest_files, seal
+from paceline.checkpoint.files.manifest import amend_state
+from paceline.checkpoint.lr_schedule_state import describe_saved, describe_schedules
+from paceline.checkpoint.optimizer_state import Shares, group_names, optimizer_scalars, own_state
+from paceline.checkpoint.pipedream_state import load_stash, stash_files
+from paceline.checkpoint.resume_checks import check_identity, record_settings
+from paceline.checkpoint.state_dict_view import list_model
+from paceline.checkpoint.tensor_bytes import weights_digest
+from paceline.checkpoint.train_state import (
+    TrainState,
+    files_of,
+    grid_state,
+    load_ema,
+    load_grid,
+    load_model,
+    load_update,
+)
+from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.process_group import World
+from paceline.config.task import Task
+from paceline.config.update_rule import UpdateKind
+from paceline.console.formatting import plural
+from paceline.data.loader import BatchLoader
+from paceline.data.order.cursor import Cursor
+from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
+from paceline.events import CheckpointRefused, CheckpointSaved, Event, Note
+from paceline.filesystem.atomic_files import folder_bytes, write_json
+from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.run_lock import FolderIdentity
+from paceline.launch.launcher import kernel_fingerprint
+from paceline.planner.layout.host_resources import cpu_name
+from paceline.profiling.environment import torch_build
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.local_sgd_state import is_writer, load_sites, mean_in_place, of_site, site_files
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+
+def trained_of(built: TrainingSetup) -> TrainState:
+    """What its checkpoints hold."""
+    return TrainState(
+        model=built.model,
+        update=built.update,
+        unlisted=built.unlisted,
+        weights=built.weights,
+        shares=Shares(named=built.named, kept=built.kept, world=built.site),
+    )
+
+
+def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
+    """What must be the same for a run to be gone on with. Every rank calls this.
+
+    `job`: what its file is called, empty for an object of Python, which has none.
+    """
+    trained = trained_of(built)
+    groups = group_names(built.update.optimizers, trained.shares)
+    optimizers = [
+        {"kind": type(o).__name__, "groups": [len(names) for names in held], "options": options, "names": held}
+        for o, held, options in zip(built.update.optimizers, groups, built.given, strict=True)
+    ]
+    return {
+        "model": list_model(built.model, weights=built.weights, world=built.site).structure,
+        "job": job,
+        "data": {"num_samples": num_samples, "fingerprint": data},
+        "seed": built.settings.seed,
+        "global_batch_size": built.plan.global_batch_size,
+        "micro_batch_size": built.plan.micro_batch_size,
+        "optimizer": optimizers,
+        "schedule": describe_schedules(built.update.schedules, built.update.optimizers, built.given),
+        "max_grad_norm": built.settings.train.max_grad_norm,
+        "ema": built.job.ema,
+        "exact": built.settings.train.exact,
+        "kernels": kernel_fingerprint(),
+        "precision": built.settings.train.precision,
+        "buffers": built.settings.train.buffers,
+        "drop_last": built.settings.data.drop_last,
+        "sample_seeds": built.settings.data.sample_seeds,
+        "update": _rule(built),
+        "compress": built.plan.compress,
+    }
+
+
+def _rule(built: TrainingSetup) -> str:
+    """Where stages work on weights of several times, what these depend on; 2bw's are the same in every stage.
+
+    What servers hold between them is the same for any number of them.
+    """
+    piped, rule = built.placed.piped, built.plan.rule
+    if rule.has_servers:
+        return str(replace(rule, servers=1))
+    if rule.has_sites:
+        return f"{rule} of {plural(built.plan.mesh.dp_replicate, 'site')}"
+    if piped is None or rule.kind is not UpdateKind.PIPEDREAM:
+        return str(rule)
+    rounds = -(-built.plan.num_micro // built.plan.replicas)
+    blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
+    return f"{rule} in {piped.cut.num_stages} stages of {blocks} blocks, {plural(rounds, 'microbatch')} of a replica"
+
+
+class Checkpointer:
+    """Writes checkpoints of one run: each rank what it alone holds, the first rank the manifest, once all have."""
+
+    def __init__(
+        self,
+        *,
+        built: TrainingSetup,
+        folder: Path,
+        identity: Mapping[str, Any],
+        names: Sequence[str],
+        begun_from: OpenCheckpoint | None,
+    ) -> None:
+        self._built = built
+        self._world = built.world
+        self._folder = folder
+        self._identity = identity
+        self._names = names
+        self._unsaved = UntrackedOptimizerState(built.update.optimizers, model=built.model, loss=built.job.loss)
+        self._place = FolderIdentity(folder.parent)
+        self._told_lost = False
+        self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
+
+    def save(self, *, cursor: Cursor, feed: BatchLoader, extra: Mapping[str, Any], best: bool) -> list[Event]:
+        """Save the present state. Every rank calls this; a failure on one is every rank's.
+
+        Raises:
+            CheckpointError: it could not be written; older checkpoints are untouched.
+        """
+        began = time.perf_counter()
+        place = dict(feed.state())
+        with mean_in_place(self._built) as own:
+            files, state = files_of(trained_of(self._built))
+            files, state = site_files(self._built, files, state, own)
+            older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
+            held, owed = held_files(self._built.placed.reducer)
+            files |= {**older, **held}
+            state |= {
+                "stash": stash,
+                "held_back": owed,
+                "cursor": cursor.as_json(),
+                "feed": place,
+                "identity": self._identity,
+                "settings": record_settings(self._built.settings),
+                "grid": grid_state(self._built.grid),
+                "extra": dict(extra),
+            }
+            path = write_checkpoint(
+                self._world, folder=self._folder, step=cursor.step, files=files, state=state, place=self._place
+            )
+        on_all_ranks(self._world, partial(self._mark, path, cursor.step, best))
+        self.last_saved = cursor.step
+        lost = self._unsaved.note(self._world)
+        if not self._world.is_main:
+            return []
+        seconds = time.perf_counter() - began
+        num_bytes = folder_bytes(path)
+        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)
+        said = [lost, self._note_lost_mark()]
+        return [saved, *(Note(text=text, level="warning") for text in said if text)]
+
+    def _note_lost_mark(self) -> str:
+        """Say once that the mark of the best can't be read."""
+        lost = is_mark_lost(self._folder, BEST) and not self._told_lost
+        self._told_lost |= lost
+        return (
+            f"{self._folder / BEST} can't be read: which checkpoint is best is not known, and none is removed. "
+            f"To name it: echo step-NNNNNNNN > {self._folder / BEST}"
+        ) if lost else ""  # fmt: skip
+
+    def check(self) -> None:
+        """Find after a run's first step what could not be saved later. Every rank calls this.
+
+        Raises:
+            CheckpointError: the optimizers hold something that no checkpoint can.
+        """
+        built = self._built
+        optimizers, shares = built.update.optimizers, trained_of(built).shares
+        _, scalars = on_all_ranks(built.site, partial(own_state, optimizers, shares))
+        optimizer_scalars(optimizers, shares, scalars)
+        self._unsaved.begin()
+
+    def amend(self, *, extra: Mapping[str, Any], best: bool) -> None:
+        """Write what an evaluation has changed into the checkpoint of this step. Every rank calls this.
+
+        Raises:
+            SaveError: it can't be written.
+        """
+        step = self.last_saved
+        path = self._folder / step_name(step)
+        on_all_ranks(self._world, partial(self._amend, path, extra))
+        on_all_ranks(self._world, partial(self._mark, path, step, best))
+
+    def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
+        if self._world.is_main:
+            with as_checkpoint_error(f"what was evaluated at {path.name}", self._folder):
+                amend_state(path, extra=dict(extra))
+
+    def _mark(self, path: Path, step: int, best: bool) -> None:
+        if not self._world.is_main:
+            return
+        if best:
+            with as_checkpoint_error(f"that step {step} is the best", self._folder):
+                mark_best(self._folder, path)
+        with as_checkpoint_error("the list of checkpoints, without the oldest,", self._folder):
+            prune(self._folder, keep=self._built.settings.checkpoint.keep)
+
+
+def goes_on(task: Task) -> str | None:
+    """What to go on from. Asked again once the folder is this run's: another may have saved there and ended since."""
+    if task.resume is None and task.verb == "train" and task.run and was_saved(RunFolder(Path(task.run)).checkpoints):
+        return "newest"
+    return task.resume
+
+
+def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
+    """The checkpoint to go on from: the one asked for, or the newest good one. Rank 0 chooses for all.
+
+    Raises:
+        CheckpointError: the one asked for can't be used, or none of several can.
+    """
+    chosen: str | None = None
+    refused: list[tuple[str, str]] = []
+    if world.is_main and asked is None:
+        path, bad = newest_good(folder)
+        chosen, refused = (str(path) if path else None), [(str(r.path), r.reason) for r in bad]
+    elif asked is not None:
+        chosen = str(asked)
+    chosen, refused = world.share_json([chosen, refused])
+    events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refused]
+    if chosen is None:
+        whole = [path for path, reason in refused if "interrupted" not in reason]
+        if whole:
+            raise all_refused(folder, refused, hint="paceline ckpt ls, or start anew with another --run-dir")
+        return None, events
+    return load(Path(chosen)), events
+
+
+def all_refused(folder: Path, refused: Sequence[tuple[str, str]], *, hint: str) -> CheckpointError:
+    """Return what is said where none of the checkpoints can be used; interrupted ones do not count as checkpoints."""
+    whole = [reason for _, reason in refused if "interrupted" not in reason]
+    return CheckpointError(
+        f"none of the {len(whole)} checkpoints can be used; the newest: {whole[0]}", where=str(folder), hint=hint
+    )
+
+
+def began_as(loaded: OpenCheckpoint) -> Mapping[str, Any]:
+    """The identity of the run that saved; what earlier versions did not record is read from the state beside it."""
+    state = loaded.state
+    names = [{"names": [group["names"] for group in one["groups"]]} for one in state["optimizers"]]
+    said = state["identity"]
+    optimizers = [{**own, **one} for own, one in zip(names, said["optimizer"], strict=False)]
+    return {"schedule": describe_saved(state["schedules"]), **said, "optimizer": optimizers}
+
+
+def restore(
+    loaded: OpenCheckpoint, *, built: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
+) -> Cursor:
+    """Give model, optimizers, schedules and grid their state; returns the cursor. Every rank calls this.
+
+    Raises:
+        CheckpointError: it is another model's, or not what was written.
+        ResumeError: something else has changed that was not allowed to.
+    """
+    with as_state_error(loaded):
+        return _restore(loaded, built=built, identity=identity, allow=allow)
+
+
+@contextmanager
+def as_state_error(loaded: OpenCheckpoint) -> Iterator[None]:
+    """What a state of another form makes of the code that reads it is a checkpoint's error.
+
+    Raises:
+        CheckpointError: the state is not one that this run could have written.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise CheckpointError(
+            f"the state in {loaded.path.name} can't be used: {type(error).__name__}: {error}.",
+            where=str(loaded.path),
+            cause="another version of Paceline wrote it, or it was edited together with its digest",
+            hint="paceline ckpt ls, and --resume with an older checkpoint",
+        ) from error
+
+
+def _restore(
+    loaded: OpenCheckpoint, *, built: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
+) -> Cursor:
+    trained = trained_of(built)
+    problems: list[PacelineError] = []
+    try:
+        load_model(loaded, trained)
+    except CheckpointError as error:
+        problems.append(error)
+    try:
+        check_identity(began_as(loaded), identity, allow=[*allow, *(["model"] if problems else [])])
+    except ResumeError as error:
+        problems.append(error)
+    raise_all(problems)
+    same = loaded.state["identity"].get("update") == identity["update"]
+    mine = of_site(loaded, built, is_same=same)
+    load_update(mine, trained, began=began_as(loaded), now=identity)
+    load_grid(built.grid, loaded.state.get("grid", {}))
+    load_stash(loaded, built.step, built.weights, is_same=same)
+    load_sites(mine, built, is_same=same)
+    if loaded.state["identity"].get("compress") == identity["compress"]:
+        load_held(loaded, built.placed.reducer, world=built.world)
+    cursor = Cursor.from_json(loaded.state["cursor"])
+    built.step.step = cursor.step
+    built.step.parts.buffers.begin()
+    return cursor
+
+
+def restore_weights(loaded: OpenCheckpoint, *, built: TrainingSetup) -> None:
+    """Give only the weights, and the average if there is one, for evaluation. Every rank calls this."""
+    load_model(loaded, trained_of(built))
+    ema = built.update.ema
+    if ema is not None:
+        on_all_ranks(built.world, lambda: load_ema(loaded, ema, weights=built.weights))
+
+
+def write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
+    """Write `consolidated/`, the model that was evaluated, and the digest of the weights; returns a line about both.
+
+    The digest is that of the weights in training, with or without an average; beside it, what its bits depend on.
+    Every rank calls this; the first writes. Where it holds everything the others have nothing to do.
+    """
+    with mean_in_place(built):
+        return _write_final(built, run, step=step)
+
+
+def _write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
+    if not is_writer(built) or (built.weights.is_whole and not built.world.is_main):
+        return ""
+    listing = list_model(built.model, weights=built.weights, world=built.site)
+    digest = weights_digest(listing.wholes(sorted(listing.entries)))
+    found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
+    found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
+    if built.world.is_main:
+        with as_checkpoint_error(WEIGHTS, run):  # until all is written nothing says what is in the folder
+            (run / WEIGHTS).unlink(missing_ok=True)
+    with built.as_evaluated():
+        folder = consolidate(
+            listing, run / "consolidated", config=getattr(built.model, "config", None), world=built.site
+        )
+        if built.update.ema is not None:
+            found["average"] = weights_digest(listing.wholes(sorted(listing.entries)))
+    if built.world.is_main:
+        with as_checkpoint_error("weights.json", run):
+            write_json(run / WEIGHTS, seal({**found, "files": digest_files(folder)}))
+    if built.update.ema is None:
+        return f"weights {digest[:16]} in {folder}"
+    return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
+
+
+def best_path(folder: Path) -> Path | None:
+    """The best checkpoint, if one was marked."""
+    return pointed_checkpoint(folder, BEST)

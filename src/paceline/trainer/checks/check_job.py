@@ -1,0 +1,177 @@
+"""What a job can't bring: found before the first step, each by name, all at once."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from paceline.checkpoint.state_outside_state_dict import extra_state, tensors_of
+from paceline.checkpoint.tensor_bytes import DTYPES, first_names
+from paceline.checkpoint.train_state import make_optimizers
+from paceline.errors import CheckpointError, JobError, PacelineError, raise_all
+from paceline.job import Job
+from paceline.torch_internals.scalars import as_number
+
+_WRAPPERS = {
+    "DistributedDataParallel": "--layout ddp",
+    "FullyShardedDataParallel": "--layout fsdp",
+    "FSDPModule": "--layout fsdp",
+    "DataParallel": "--layout threads",
+}
+
+
+def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
+    """Refuse a model that can't be trained, sent or saved; the optimizer is made only to tell all in that case.
+
+    Raises:
+        JobError, Problems: with everything that is wrong.
+    """
+    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    if lazy:
+        raise JobError(
+            f"the model has parameters that get their shape in the first forward only: {first_names(lazy)}.",
+            cause="nn.LazyLinear and its like; the optimizer and the other ranks need the parameters before",
+            hint="nn.Linear(in_features, ...), or one forward on a sample inside model=",
+        )
+    problems = [*_wrapped(model), *_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
+    if problems:
+        with suppress(Exception):
+            optimizers = make_optimizers(job, model)
+            problems += unfit_optimizers(optimizers)
+            problems += unfit_schedules([job.lr_schedule(o) for o in optimizers] if job.lr_schedule else [], optimizers)
+        raise_all(problems)
+
+
+def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
+    """Optimizers that want to call the loss themselves, and options that are no numbers to step with."""
+    odd: list[PacelineError] = [
+        JobError(
+            f"optimizer= gave {type(optimizer).__name__} with {key}={number} in group {place}.",
+            cause="a division by zero or an overflow where it is computed",
+            hint=f"{key}=a number that is finite",
+        )
+        for optimizer in optimizers
+        for place, group in enumerate(optimizer.param_groups)
+        for key, number in ((key, as_number(value)) for key, value in group.items() if not _is_elsewhere(value))
+        if number is not None and (math.isnan(number) or (key == "lr" and math.isinf(number)))
+    ]
+    return odd + [
+        JobError(
+            f"optimizer= gave {type(optimizer).__name__}, whose step() needs a closure.",
+            cause="it calls the loss several times in one step; a step here has one forward and backward",
+            hint="torch.optim.AdamW, SGD or another that steps from the gradient",
+        )
+        for optimizer in optimizers
+        if "closure" in _required(optimizer)
+    ]
+
+
+def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
+    """Schedules that want to be told something, that move another optimizer, or that can't be saved."""
+    strange: list[PacelineError] = [
+        JobError(
+            f"lr_schedule= gave a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
+            hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps)",
+        )
+        for schedule in schedules
+        if not all(hasattr(schedule, name) for name in ("step", "state_dict", "load_state_dict"))
+    ]
+    foreign: list[PacelineError] = [
+        JobError(
+            f"lr_schedule= gave {type(schedule).__name__}, which moves another optimizer than the one it was given.",
+            cause="it was made of an optimizer in a variable; a run makes its own with optimizer=",
+            hint="lr_schedule=lambda optimizer: ...(optimizer, ...): of the argument",
+        )
+        for schedule, optimizer in zip(schedules, optimizers, strict=False)
+        if getattr(schedule, "optimizer", optimizer) is not optimizer
+    ]
+    schedules = [] if strange else schedules
+    return [*strange, *foreign] + [
+        JobError(
+            f"lr_schedule= gave {type(schedule).__name__}, whose step() needs {', '.join(_required(schedule))}.",
+            cause="a schedule is moved once a step, by the number of the step alone",
+            hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps); "
+            "early_stopping=3 ends a run at a plateau",
+        )
+        for schedule in schedules
+        if _required(schedule)
+    ]
+
+
+def _required(thing: Any) -> list[str]:
+    """The arguments without which its `step` can't be called."""
+    parameters = inspect.signature(thing.step).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether looking at it would wait for a device."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _wrapped(model: nn.Module) -> list[PacelineError]:
+    """A model that another tool has made parallel already."""
+    for name, module in model.named_modules():
+        kind = next((one.__name__ for one in type(module).__mro__ if one.__name__ in _WRAPPERS), None)
+        if kind is not None:
+            return [
+                JobError(
+                    f"model= gave {f'{name} in a' if name else 'a'} {kind}.",
+                    cause="the wrapper would add gradients, or cut parameters, a second time",
+                    hint=f"model= without {kind}; {_WRAPPERS[kind]}",
+                )
+            ]
+    return []
+
+
+def _complex(model: nn.Module) -> list[PacelineError]:
+    names = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    if not names:
+        return []
+    return [
+        JobError(
+            f"the model has complex parameters: {first_names(names)}.",
+            cause="sums over ranks, clipping and the proof are for real numbers",
+            hint="a real parameter with a last axis of 2, and torch.view_as_complex(parameter) in the forward",
+        )
+    ]
+
+
+def _sparse(model: nn.Module) -> list[PacelineError]:
+    names = [name or type(module).__name__ for name, module in model.named_modules() if _gives_sparse(module)]
+    if not names:
+        return []
+    return [
+        JobError(
+            f"the model gives sparse gradients: {first_names(names)}.",
+            cause="sparse=True; only --update ps takes rows of a gradient, all else takes it whole",
+            hint="nn.Embedding(..., sparse=False), or --update ps",
+        )
+    ]
+
+
+def _gives_sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+
+
+def _unsaved(model: nn.Module) -> list[PacelineError]:
+    """What a checkpoint could not hold is found now, not at the first save."""
+    known = set(DTYPES.values())
+    found: list[PacelineError] = [
+        JobError(
+            f"{name} of the model has the type {tensor.dtype}, which can't be saved.",
+            hint="another type, or register_buffer(..., persistent=False) where it is made again by the model",
+        )
+        for name, tensor in tensors_of(model).items()
+        if tensor.dtype not in known and not (isinstance(tensor, nn.Parameter) and tensor.is_complex())
+    ]
+    try:
+        extra_state(model)
+    except CheckpointError as error:
+        found.append(JobError(error.what, cause=error.cause, hint=error.hint))
+    return found

@@ -1,0 +1,191 @@
+"""What the job and the command ask of evaluations: refused where it can't be had, and told where it holds."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from paceline.config.settings import Settings
+from paceline.console.formatting import did_you_mean, plural
+from paceline.data.order.cursor import Cursor
+from paceline.errors import JobError, PacelineError, UsageError, raise_all
+from paceline.job import EarlyStopping, Job
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.trainer.setup.duration import Progress
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def early_stopping(job: Job) -> EarlyStopping | None:
+    """The rule, where the job has one; a number alone is patience in evaluations of `best`."""
+    rule = job.early_stopping
+    if not isinstance(rule, int):
+        return rule
+    metric, mode = best_rule(job)
+    return EarlyStopping(metric=metric, mode="max" if mode == "max" else "min", patience=rule)
+
+
+def best_rule(job: Job) -> tuple[str, str]:
+    """The metric that says which checkpoint is best, and whether more is better."""
+    metric, _, mode = (job.best or "loss:min").partition(":")
+    mode = mode or "min"
+    if mode not in ("min", "max") or not metric:
+        raise JobError(f"best={job.best!r} is not understood.", hint='best="accuracy:max"')
+    return metric, mode
+
+
+def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
+    """Refuse to evaluate without data, and by metrics that the job can't have.
+
+    Raises:
+        JobError: naming all that was asked for.
+    """
+    if job.eval_data is None:
+        wishes = list(_wishes(job, settings, evaluate_first))
+        if wishes:
+            raise JobError(
+                f"{' and '.join(wishes)} ask{'s' * (len(wishes) == 1)} for evaluations, and the job has no eval_data=.",
+                hint=f"pl.Job(..., eval_data=...), or leave {'it' if len(wishes) == 1 else 'them'} out",
+            )
+    elif job.loss is None:
+        refuse_unknown_metrics(job, terms=["loss"])
+
+
+def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
+    """Refuse to judge by a metric that no evaluation will give; what `on_eval` adds is not known before.
+
+    Raises:
+        JobError, Problems: with the metrics that there are.
+    """
+    if job.eval_data is None or job.on_eval is not None:
+        return
+    losses = list(terms)
+    metrics = job.metrics or {}
+    known = [*metrics, *(losses if len(losses) == 1 else ["loss", *(f"loss/{name}" for name in losses)])]
+    several = tuple(f"{name}/" for name, metric in metrics.items() if hasattr(metric, "compute"))
+    problems: list[PacelineError] = [
+        JobError(
+            f"{wish} needs the metric {metric!r}, which this job does not have.",
+            cause=did_you_mean(metric, known),
+            hint=f"one of {', '.join(known)}; or metrics={{{metric!r}: ...}}",
+        )
+        for wish, metric in _judged_by(job)
+        if metric not in known and not metric.startswith(several)
+    ]
+    raise_all(problems)
+
+
+def asked_of(job: Job) -> dict[str, Any]:
+    """The job's own choices that a reader of the run wants to see beside the settings."""
+    found = {"ema": job.ema, "best": job.best, "early_stopping": job.early_stopping}
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def evaluation_notes(
+    job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, goes_on: bool = False
+) -> Iterator[str]:
+    """Lines for the banner. A run that goes on has its microbatches from its first start, which has told of them."""
+    train = settings.train
+    settled = goes_on or train.micro_batch_size or train.gradient_accumulation_steps
+    if (
+        not settled
+        and train.buffers != "sync_bn"
+        and any(isinstance(module, _BATCH_NORMS) for module in model.modules())
+    ):
+        yield (
+            f"batch norm: over microbatches of {micro_batch_size}, which follow from the ranks at the first start and "
+            f"are part of the training; --train.micro_batch_size {micro_batch_size} keeps them on any number"
+        )
+    if job.metrics and job.eval_data is None:
+        yield "evaluate: never, since the job has metrics= but no eval_data="
+    if job.ema is not None:
+        yield f"ema: {job.ema:g}, evaluated and consolidated in the weights' place"
+
+
+def refuse_large_batch(plan: ExecutionPlan, *, num_samples: int | None) -> None:
+    """Refuse a global batch that no epoch can fill.
+
+    Raises:
+        UsageError: with the number of samples.
+    """
+    batch = plan.global_batch_size
+    if num_samples is not None and batch > num_samples:
+        raise UsageError(
+            f"global_batch_size={batch:,} is larger than the data, {plural(num_samples, 'sample')} an epoch.",
+            cause="a batch never crosses an epoch, so that no step would have as many samples",
+            hint=f"global_batch_size={num_samples} or less in the job, or --train.global_batch_size {num_samples}",
+        )
+
+
+def last_batch_notes(
+    plan: ExecutionPlan,
+    settings: Settings,
+    model: nn.Module,
+    *,
+    samples: int | None,
+    total_steps: int | None,
+    goes_on: bool = False,
+) -> Iterator[str]:
+    """A line where the last batch of an epoch has a microbatch of one sample, which batch norm can't be trained on."""
+    if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
+        return
+    last = samples % plan.global_batch_size
+    is_alone = last == 1 if settings.train.buffers == "sync_bn" else last % plan.micro_batch_size == 1
+    is_reached = total_steps is None or total_steps > samples // plan.global_batch_size
+    if is_alone and is_reached and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        yield (
+            f"warning: step {samples // plan.global_batch_size + 1}, the last of an epoch, has a microbatch of one "
+            "sample: "
+            f"a batch norm of one value for each channel ends the run there; --data.drop_last true"
+            f"{' --allow drop_last' * goes_on} leaves it out"
+        )
+
+
+def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
+    """A line where the run to go on with had ended by its own rule, and so does nothing more."""
+    rule = early_stopping(job)
+    if rule is not None and progress.waited >= rule.patience:
+        yield (
+            f"this run had stopped early at step {step}: {rule.metric} has not improved in "
+            f"{plural(rule.patience, 'evaluation')}; a larger early_stopping= in the job goes on"
+        )
+
+
+def changed_length(was: int | None, samples: int | None, *, cursor: Cursor, total: int | None) -> Iterator[str]:
+    """A line where the run goes on with more or fewer samples than it had (`--allow data`)."""
+    if was is None or samples is None or was == samples:
+        return
+    stood = f"this epoch stood at sample {cursor.position:,}"
+    if cursor.position >= samples:
+        stood += ", and is over with it"
+    ends = "" if total is None else f"; counted in epochs of {samples:,} samples, the run ends at step {total:,}"
+    yield f"warning: train_data had {was:,} samples and has {samples:,} (--allow data): {stood}{ends}"
+
+
+def nothing_left(settings: Settings, *, step: int, total: int | None) -> str:
+    """A line where the run to go on with stands at its end, or beyond it."""
+    asked = settings.train.steps
+    if asked is not None and asked == total:
+        limit = f"train.steps is {asked:,}"
+    else:
+        limit = "what it was to read is read" if total is None else f"it ends at step {total:,}"
+    return f"nothing left to do: the run stands at step {step:,}, {limit}"
+
+
+def _wishes(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:
+    if settings.eval.every is not None:
+        yield f"eval.every={settings.eval.every}"
+    if evaluate_first:
+        yield "--evaluate-first"
+    if job.best is not None:
+        yield f"best={job.best!r}"
+    if job.early_stopping is not None:
+        yield f"early_stopping={job.early_stopping!r}"
+
+
+def _judged_by(job: Job) -> Iterator[tuple[str, str]]:
+    if job.best is not None:
+        yield f"best={job.best!r}", best_rule(job)[0]
+    rule = early_stopping(job)
+    if rule is not None and not (job.best is not None and isinstance(job.early_stopping, int)):
+        yield f"early_stopping={job.early_stopping!r}", rule.metric

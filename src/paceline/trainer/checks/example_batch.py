@@ -1,0 +1,112 @@
+"""One microbatch through the whole model, before it is placed: what cuts and splits are planned from."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.config.settings import Settings
+from paceline.data.types import BatchPartition
+from paceline.errors import JobError, LayoutError, user_line
+from paceline.job import Job
+from paceline.parallel.module_access.tensor_access import copy_into
+from paceline.parallel.module_access.user_call_isolation import call_stateless
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.torch_internals.dispatch_modes import hide_from_modes
+from paceline.torch_internals.pytree import to_device
+from paceline.torch_internals.rng import preserve_rng
+from paceline.trainer.setup.job_data import JobData, read_first
+
+FEW = 2  # one alone may go another way
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleBatch:
+    """Called, it runs forward and loss of the run's first microbatch, the same on every rank, and leaves no trace."""
+
+    job: Job
+    settings: Settings
+    plan: ExecutionPlan
+    model: nn.Module
+    contract: LossContract
+    device: torch.device
+    data: JobData | None = None
+
+    def __call__(self) -> Any:
+        """What the loss gives, in training mode."""
+        with hide_from_modes():  # planning watches which buffers the forward itself computes with
+            kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        mode = self.model.training
+        self.model.train()
+        try:
+            with preserve_rng():
+                return self.run(self.model)
+        finally:
+            self.model.train(mode)
+            with hide_from_modes():
+                for buffer, value in kept:
+                    copy_into(buffer.data, value)
+
+    def run(self, model: nn.Module) -> Any:
+        """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
+        try:
+            with call_stateless(self.job.loss):
+                output = self.contract.forward(model, self.batch)
+                terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+        except RuntimeError as error:
+            if torch.is_grad_enabled() or "does not require grad and does not have a grad_fn" not in str(error):
+                raise
+            raise LayoutError(
+                "the forward or the loss takes a gradient (torch.autograd.grad), and planning runs without any.",
+                where=str(user_line(error) or ""),
+                cause="a gradient penalty or an energy",
+                hint="--layout ddp, zero1 or zero2, which leave the graph whole",
+            ) from error
+        return {name: total for name, (total, _) in terms.items()}
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What is found by running it; of a job whose models are copies of one, the first time only."""
+        known = getattr(self.job.model, "found", None)
+        if not isinstance(known, dict):
+            return find()
+        key = (key, self.plan.micro_batch_size)
+        if key not in known:
+            known[key] = find()
+        found: Found = known[key]
+        return found
+
+    def learn(self) -> None:
+        """What the model's own loss is. First of all: its forwards are nothing for those who watch."""
+        self.contract.learn(self.batch)
+
+    @cached_property
+    def batch(self) -> Any:
+        """The first microbatch.
+
+        Raises:
+            JobError: it can't be read twice.
+        """
+        return self._first(self.plan.micro_batch_size)
+
+    @cached_property
+    def few(self) -> Any:
+        """A few samples of it: enough to see whether a model is the same in parts."""
+        few = min(FEW, self.plan.micro_batch_size)
+        return self.batch if few == self.plan.micro_batch_size else self._first(few)
+
+    def _first(self, size: int) -> Any:
+        if hasattr(self.job.train_data, "__next__"):
+            raise JobError(
+                "train_data is a generator, and this layout looks at a sample before the first step.",
+                cause="a generator is read once, and that sample would be missing from the training",
+                hint="train_data=the function that makes it, without the call",
+            )
+        cut = BatchPartition(global_batch_size=size, micro_batch_size=size)
+        data, seeds = self.data or JobData(self.job, self.settings), self.settings.data.sample_seeds
+        given = read_first(data, self.settings, cut=cut, sample_seeds=seeds)[0]
+        return to_device(given.micro[0].data, self.device)

@@ -1,0 +1,42 @@
+"""What a loss holds that is no part of the model: nobody trains, sends or saves it."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.checkpoint.tensor_bytes import first_names
+from paceline.comm.process_group import World
+from paceline.errors import JobError
+from paceline.parallel.module_access.tensor_access import bits_checksum
+from paceline.step.loss.captured_modules import found_modules, found_parameters
+
+
+def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
+    """Return a warning that names the parameters of the loss that are not the model's; every rank calls this.
+
+    Raises:
+        JobError: ranks hold other values of them: each process drew its own.
+    """
+    own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    parameters = {name: p for name, p in found_parameters(loss).items() if id(p) not in own}
+    buffers = {f"{path}.{n}": b for path, m in found_modules(loss) for n, b in m.named_buffers(recurse=False)}
+    held = {name: t for name, t in {**parameters, **buffers}.items() if id(t) not in own and not t.is_meta}
+    told = world.gather_json({name: _digest(tensor) for name, tensor in held.items()})
+    differing = [name for name, value in told[0].items() if any(said.get(name) != value for said in told)]
+    if differing:
+        raise JobError(
+            f"loss= holds {first_names(differing)}, which ranks have with other values.",
+            cause="drawn when the job is made, which every process does for itself",
+            hint="the loss's module in model=, which is drawn alike everywhere; or torch.manual_seed(0) before it",
+        )
+    untrained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if not untrained:
+        return []
+    return [
+        f"warning: loss= holds parameters that are not the model's and are not trained ({first_names(untrained)}): put "
+        "the loss's module into model= to train them (docs/loss.md), or requires_grad_(False) says that it is meant so"
+    ]
+
+
+def _digest(tensor: Tensor) -> int:
+    return int(bits_checksum(tensor.detach()))

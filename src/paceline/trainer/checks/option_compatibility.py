@@ -1,0 +1,202 @@
+"""What can't be had together: a job, its settings, and the plan."""
+
+import torch
+from torch import nn
+
+from paceline.config.loading import default_of
+from paceline.config.settings import PlacementSettings, Settings
+from paceline.config.update_rule import UpdateKind
+from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
+from paceline.job import Job
+from paceline.parallel.data_parallel.exact_reduction import MOST_MICROBATCHES
+from paceline.parallel.data_parallel.thread_replicas import refuse_under_threads
+from paceline.planner.layout.compression_checks import refuse_compress_settings
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.layout_checks import check_layout_settings
+from paceline.planner.layout.update_rule_checks import check_update_settings
+from paceline.trainer.checks.evaluation_checks import best_rule
+from paceline.trainer.checks.parameter_server_job_checks import refuse_job as refuse_served_job
+
+
+def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
+    """Refuse what this job, these settings and this plan can't have together, all at once.
+
+    Raises:
+        JobError, UsageError, Problems
+    """
+    train = settings.train
+    problems = check_layout_settings(plan.asked, plan.mesh, settings)
+    problems += check_update_settings(plan.rule, settings, device=plan.device)
+    problems += refuse_compress_settings(plan.wire, settings, backend=plan.backend if plan.device == "cuda" else "")
+    if plan.rule.kind is UpdateKind.HOGWILD and job.loss_over == "batch":
+        problems.append(
+            JobError(
+                'loss_over="batch" with --update hogwild: no worker ever has the whole batch.',
+                cause="workers don't wait for each other's outputs",
+                hint="--update sync",
+            )
+        )
+    if plan.rule.kind is UpdateKind.HOGWILD and job.ema is not None:
+        problems.append(
+            JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
+        )
+    if plan.rule.has_sites and job.ema is not None:
+        problems.append(
+            JobError(
+                f"ema= with --update {plan.rule.kind}: each site would have an average of its own.",
+                cause="what is evaluated and handed over is the mean of the sites",
+                hint="ema=None",
+            )
+        )
+    if plan.rule.has_sites and job.loss_over == "batch":
+        problems.append(
+            JobError(
+                f'loss_over="batch" with --update {plan.rule.kind}: no site ever has the whole batch.',
+                cause="sites don't wait for each other's outputs",
+                hint="--update sync",
+            )
+        )
+    problems += refuse_served_job(job, plan)
+    problems += _check_on_update(job, plan)
+    problems += _check_empty(settings, plan)
+    if train.exact:
+        problems += _check_exact(plan, train.precision)
+    problems += _check_split(job, plan)
+    if plan.replicas > plan.processes:
+        problems += refuse_under_threads(buffers=train.buffers, compiled=train.compile)
+    if train.precision == "fp16" and job.loss is not None and job.count is None:
+        problems.append(
+            JobError(
+                "fp16 needs the counts before the first forward, so that the scaled loss stays in range.",
+                hint="count=lambda batch: number of targets, or --train.precision bf16",
+            )
+        )
+    if job.loss_over == "batch":
+        problems += _check_whole(job, settings, plan)
+    best_rule(job)
+    raise_all(problems)
+
+
+def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
+    """What is called after each update changes whole weights, on every rank alike."""
+    if job.on_update is None:
+        return []
+    if plan.rule.kind is not UpdateKind.SYNC:
+        return [
+            JobError(f"on_update= with --update {plan.update}: ranks take updates of their own.", hint="--update sync")
+        ]
+    mesh = plan.mesh
+    if mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1:
+        return [
+            LayoutError(
+                "on_update= needs whole weights on every rank, and this layout gives each rank parts of them.",
+                cause="a teacher that moves towards the weights, or weights that are clamped",
+                hint="--layout ddp, zero1 or zero2",
+            )
+        ]
+    return []
+
+
+def _check_empty(settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
+    if not plan.rule.has_servers or settings.train.on_empty == "stop":
+        return []
+    return [
+        UsageError(
+            f"--train.on_empty zero with --update {plan.rule.kind}: a server hears of the counts after its update.",
+            hint="--update sync, or --train.on_empty stop",
+        )
+    ]
+
+
+def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
+    """Lines about settings of an axis that this layout does not have."""
+    mesh = plan.mesh
+    heard = {
+        "place.units": ("fsdp gathers", mesh.zero == 3),
+        "place.reshard": ("fsdp gathers", mesh.zero == 3),
+        "place.prefetch": ("fsdp gathers", mesh.zero == 3),
+        "place.stages": ("pp cuts stages", mesh.pp > 1),
+        "place.balance": ("pp cuts stages", mesh.pp > 1),
+        "place.cut": ("pp cuts stages", mesh.pp > 1),
+        "place.tensor_plan": ("tp splits modules", mesh.tp > 1),
+        "place.replicate": ("tp splits modules", mesh.tp > 1),
+    }
+    return [
+        f"note: {name} says how {what}, which {plan.layout} does not"
+        for name, (what, is_heard) in heard.items()
+        if not is_heard and getattr(how, name.partition(".")[2]) != default_of(name)
+    ]
+
+
+def refuse_foreign(model: nn.Module, plan: ExecutionPlan) -> None:
+    """Refuse what torch has compiled already, where the layout has to look inside.
+
+    Raises:
+        LayoutError
+    """
+    inside = [axis for axis in plan.mesh.split if axis in ("pp", "cp", "tp", "ep")]
+    inside += ["fsdp"] if plan.mesh.zero == 3 else []
+    if inside and isinstance(model, torch.jit.ScriptModule):
+        raise LayoutError(
+            f"{inside[0]} can't look inside a ScriptModule ({model.original_name}).",
+            cause="torch.jit.script or trace in model=: its modules and forward are no longer Python's",
+            hint="model= without torch.jit, or --layout ddp, zero1 or zero2",
+        )
+    if inside and hasattr(model, "_orig_mod"):
+        raise LayoutError(
+            f"{inside[0]} can't look inside a model that torch.compile has wrapped.",
+            cause="torch.compile(...) in model=",
+            hint="model= without torch.compile; --train.compile compiles each block, after it is placed",
+        )
+
+
+def _check_whole(job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
+    found: list[PacelineError] = []
+    if job.loss is None:
+        found.append(JobError('loss_over="batch" needs loss=: the model\'s own sees its microbatch only.'))
+    if plan.num_micro > plan.replicas:
+        train, cause = settings.train, "the loss needs the outputs of the whole batch at once"
+        hint = "leave --train.micro_batch_size out, or more --ranks"
+        if not train.micro_batch_size and not train.gradient_accumulation_steps:
+            cause += f"; this run was started in microbatches of {plan.micro_batch_size}"
+            share = -(-plan.global_batch_size // plan.replicas)
+            hint = f"--train.micro_batch_size {share} --allow micro_batch_size, or more --ranks"
+        found.append(
+            UsageError(
+                f'loss_over="batch" refuses accumulation: {plan.num_micro} microbatches for {plan.replicas} replicas.',
+                cause=cause,
+                hint=hint,
+            )
+        )
+    for is_on, name in ((settings.train.exact, "--train.exact"), (settings.train.buffers == "sync_bn", "sync_bn")):
+        if is_on:
+            found.append(UsageError(f'loss_over="batch" with {name} is not proved.', hint="leave one of them out"))
+    return found
+
+
+def _check_split(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
+    """What a model in parts can't have."""
+    found: list[PacelineError] = []
+    mesh = plan.mesh
+    if job.loss_over == "batch" and (mesh.pp > 1 or mesh.cp > 1 or mesh.zero == 3 or mesh.ep > 1):
+        cause = "all outputs meet before the loss, and these ranks meet within the forward as well"
+        found.append(
+            UsageError(f'loss_over="batch" with {plan.layout}.', cause=cause, hint="--layout ddp, zero2 or tp")
+        )
+    return found
+
+
+def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
+    found: list[PacelineError] = []
+    if plan.device != "cpu":
+        found.append(UsageError("exact mode is proved on CPUs only so far.", hint="--device cpu"))
+    if precision == "fp16":
+        found.append(UsageError("exact mode with fp16 is not proved: its loss scale may differ.", hint="bf16 or fp32"))
+    if plan.num_micro > MOST_MICROBATCHES:
+        found.append(
+            UsageError(
+                f"exact mode adds at most {MOST_MICROBATCHES} microbatches, this run has {plan.num_micro}.",
+                hint="a larger --train.micro_batch_size",
+            )
+        )
+    return found

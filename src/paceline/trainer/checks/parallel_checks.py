@@ -1,0 +1,139 @@
+"""What `cp` and `ep` need of a job: which dimension is the sequence, and that the model gives the same in parts."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.errors import JobError, LayoutError
+from paceline.job import Job
+from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.context_parallel_check import check_context
+from paceline.parallel.context_parallel.sequence_sharding import batch_length, sequence_hint
+from paceline.parallel.expert_parallel.expert_parallel_check import check_experts
+from paceline.parallel.module_access.model_copy import copy_model
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.torch_internals.rng import preserve_rng
+from paceline.trainer.checks.example_batch import ExampleBatch
+
+_USUAL = "input_ids"
+_MOST_CHECKED = 50_000_000
+_MORE_LENGTHS = 3
+UNTRIED = "{}: that the model gives the same in parts was not tried, since it is large; `paceline verify` answers it"
+
+
+def context_of(
+    job: Job, *, model: nn.Module, contract: LossContract, worlds: MeshGroups, example: ExampleBatch
+) -> ContextParallel | None:
+    """What cuts batches and runs the model on slices; None where sequences stay whole.
+
+    Raises:
+        JobError: the job does not say where the sequence is.
+        LayoutError: a layer that can't be cut, or a model whose slices do not make the whole.
+    """
+    if worlds.cp.world_size == 1:
+        return None
+    sequence = _sequence(job, example)
+    lengths: BatchLengthCheck | None = None
+    if can_be_tried(model) and not worlds.every.is_imagined:
+        tried = try_context(job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example)
+        if _stays_whole(worlds):
+            lengths = BatchLengthCheck(model, tried, first=batch_length(example.few, sequence=sequence))
+    context = ContextParallel(
+        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_own, at_length=lengths
+    )
+    if context.shifts_labels:
+        contract.moved()
+    return context
+
+
+def try_context(
+    job: Job, *, model: nn.Module, contract: LossContract, ranks: int, example: ExampleBatch
+) -> Callable[..., None]:
+    """Whether slices of a few samples make the whole; what asks the same of another batch.
+
+    Raises:
+        JobError: the job does not say where the sequence is.
+        LayoutError: a layer that can't be cut, or a model whose slices do not make the whole.
+    """
+    tried = partial(
+        check_context,
+        sequence=_sequence(job, example),
+        ranks=ranks,
+        forward=contract.forward,
+        loss=job.loss,
+        own_loss=contract.is_own,
+    )
+    tried(model=model, batch=example.few)
+    return tried
+
+
+class BatchLengthCheck:
+    """Batches of other lengths than the first one's, tried as that was: the first few of them, each once.
+
+    Every rank of the `cp` axis has the same batch and weights, so all find the same, without a message.
+    """
+
+    def __init__(self, model: nn.Module, tried: Callable[..., None], *, first: int) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        self._model = copy_model(model, shared=tensors)  # as it is before it is placed
+        self._tried, self._seen = tried, {first}
+
+    def __call__(self, batch: Any, length: int) -> None:
+        """Raises: LayoutError, where a batch of this length can't be cut."""
+        if length in self._seen or len(self._seen) > _MORE_LENGTHS:
+            return
+        self._seen.add(length)
+        try:
+            with preserve_rng():
+                self._tried(model=self._model, batch=batch)
+        except torch.OutOfMemoryError:
+            return  # beside the optimizer's state there is no room to try it
+        except LayoutError as error:
+            raise LayoutError(
+                f"at a length of {length}, other than the first batch's, {error.what}",
+                cause=error.cause,
+                hint=error.hint,
+            ) from None
+
+
+def _stays_whole(worlds: MeshGroups) -> bool:
+    """Whether every rank has all weights in the step, where they were before it was placed."""
+    mesh = worlds.mesh
+    return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
+
+
+def try_experts(*, model: nn.Module, contract: LossContract, example: ExampleBatch) -> None:
+    """Whether the model gives the same where other ranks have its experts.
+
+    Raises:
+        LayoutError: they can't be spread, or what comes of it is something else.
+    """
+    check_experts(model=model, batches=[example.few, example.few], forward=contract.forward)
+
+
+def can_be_tried(model: nn.Module) -> bool:
+    """Whether it is whole here, and small enough to run some more times in double precision."""
+    parameters = list(model.parameters())
+    return is_small(sum(p.numel() for p in parameters)) and not any(p.is_meta for p in parameters)
+
+
+def is_small(elements: int) -> bool:
+    """Whether a model of so many parameters may run some more times in double precision."""
+    return elements <= _MOST_CHECKED
+
+
+def _sequence(job: Job, example: ExampleBatch) -> Mapping[str, int]:
+    if job.sequence is not None:
+        return {str(name): dim for name, dim in job.sequence.items()}
+    batch = example.batch
+    if isinstance(batch, Mapping) and isinstance(batch.get(_USUAL), Tensor) and batch[_USUAL].dim() > 1:
+        return {_USUAL: 1}
+    raise JobError(
+        "cp cuts sequences, and the job does not say which dimension of its batch is one.",
+        cause="a batch that is no dict with input_ids has no dimension that is known to be the sequence",
+        hint=sequence_hint(batch),
+    )

@@ -1,0 +1,32 @@
+"""Weights that are not finite are not saved: a checkpoint of them would be of no use, and the one before is."""
+
+import torch
+
+from paceline.checkpoint.tensor_bytes import first_names
+from paceline.errors import NonFiniteError
+from paceline.step.optimizer_update import gradient_values
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+
+def refuse_nonfinite_weights(built: TrainingSetup, *, step: int) -> None:
+    """Refuse to go on with trained weights that are not finite, on any rank; every rank calls this.
+
+    Loss and gradients of a step can be finite where its update is not.
+
+    Raises:
+        NonFiniteError: with the first parameters.
+    """
+    with torch.no_grad():
+        checks = [
+            (m.name, torch.isfinite(gradient_values(m.parameter)).all())
+            for m in built.update.named
+            if m.parameter.numel()
+        ]
+    own = [name for name, is_finite in checks if not bool(is_finite)]
+    bad = list(dict.fromkeys(name for names in built.world.gather_json(own) for name in names))
+    if bad:
+        raise NonFiniteError(
+            f"after step {step} weights are not finite: {first_names(bad)}. Nothing is saved of it.",
+            cause="a learning rate that is too high or not finite, or an optimizer that divides by zero",
+            hint="the older checkpoints are untouched: another lr= or lr_schedule=, or --train.max_grad_norm 1.0",
+        )

@@ -1,0 +1,66 @@
+"""What was forecast for a run: by the plan that chose its layout, or by the last plan of its job that is kept here."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.config.layout import parse_layout
+from paceline.config.update_rule import UpdateKind
+from paceline.filesystem.atomic_files import read_json
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.mesh import layout_label
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.plugins import resolve
+from paceline.profiling.calibration_store import plan_key, read_plan
+from paceline.trainer.setup.prepare import PreparedJob
+
+
+def can_be_foretold(ready: PreparedJob) -> bool:
+    """Forecasts are of synchronous updates by processes, uncompressed."""
+    plan = ready.plan
+    is_plain = plan.rule.kind is UpdateKind.SYNC and plan.compress == "none" and plan.processes == plan.mesh.ranks
+    return ready.task.verb == "train" and is_plain
+
+
+def find_forecast(ready: PreparedJob, *, folder: Path, parameters: Callable[[], int]) -> FallbackLayout | None:
+    """None where nothing is kept, or what is kept is of another model, layout or batch: a run does without."""
+    plan = ready.plan
+    with suppress(Exception):
+        given = ready.task.options.get("forecast") or _of_folder(folder)
+        if given is not None and _is_of(rung := FallbackLayout(**given), plan):
+            return rung
+    with suppress(Exception):
+        found = read_plan(key_of(ready))
+        if found is not None:
+            # brings the planner, only where there is a plan
+            rung = resolve("paceline.measured_planning.plan_cache:estimate_for_run")(
+                found, ready, parameters=parameters()
+            )
+            return rung if isinstance(rung, FallbackLayout) else None
+    return None
+
+
+def key_of(ready: PreparedJob) -> str:
+    """Under which plans of this job are kept."""
+    settings = ready.settings
+    batch = settings.train.global_batch_size or ready.job.global_batch_size
+    return plan_key(
+        ready.task.job,
+        settings=ready.task.settings,
+        precision=settings.train.precision,
+        global_batch_size=batch,
+        compiles=settings.train.compile,
+    )
+
+
+def _of_folder(folder: Path) -> Any:
+    try:
+        return read_json(folder / "plan.json").get("forecast")
+    except (OSError, ValueError):
+        return None
+
+
+def _is_of(rung: FallbackLayout, plan: ExecutionPlan) -> bool:
+    same = layout_label(parse_layout(rung.layout), plan.mesh) == plan.layout
+    return same and rung.ranks == plan.mesh.ranks and rung.micro_batch_size == plan.micro_batch_size

@@ -1,0 +1,87 @@
+"""What each rank runs for `train` and `evaluate`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.files.checkpoint_folder import load, newest_good
+from paceline.config.task import Task
+from paceline.errors import CheckpointError, JobError
+from paceline.filesystem.atomic_files import write_json
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.checkpointer import all_refused, restore_weights
+from paceline.trainer.parameter_server_worker import WorkerFinished
+from paceline.trainer.run import Run
+
+
+def train(payload: Mapping[str, Any]) -> int:
+    """Train to the end, to an early stop, or to a signal."""
+    task = Task.from_json(payload)
+    try:
+        with Run.worker(task) as run:
+            if payload.get("options", {}).get("evaluate_first") and run.job.eval_data is not None:
+                run.evaluate()
+            for batch in run.batches():
+                run.step(batch)
+    except WorkerFinished as home:
+        return home.exit_code
+    return run.exit_code
+
+
+def evaluate(payload: Mapping[str, Any]) -> int:
+    """Exact metrics of a checkpoint; rank 0 writes the answer."""
+    task = Task.from_json(payload)
+    asked = Run.worker(task)
+    split = str(task.options.get("split", "eval"))
+    if getattr(asked.job, f"{split}_data", None) is None:
+        raise JobError(f"the job has no {split}_data.", hint=f"pl.Job(..., {split}_data=...)")
+    _leave_out_training(asked)
+    session = asked.open()
+    task = session.ready.task
+    run = RunFolder(Path(task.run))
+    path = Path(task.options["checkpoint"]) if task.options.get("checkpoint") else _newest(run.checkpoints)
+    loaded = load(path)
+    restore_weights(loaded, built=session.built)
+    session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
+    event = session.loop.evaluate(split=split)
+    if session.world.is_main:
+        answer = {
+            "split": split,
+            "step": loaded.step,
+            "checkpoint": str(path),
+            "metrics": event.metrics,
+            "samples": event.samples,
+            "average": event.average,
+        }
+        write_json(Path(task.options["answer"]), answer)
+    session.close()
+    return 0
+
+
+def _newest(folder: Path) -> Path:
+    """Return the newest good checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or none of them can be used.
+    """
+    path, bad = newest_good(folder)
+    if path is not None:
+        return path
+    refused = [(str(one.path), one.reason) for one in bad]
+    if any("interrupted" not in reason for _, reason in refused):
+        raise all_refused(folder, refused, hint="paceline ckpt ls")
+    raise CheckpointError("the run has no checkpoint to evaluate.", where=str(folder))
+
+
+def _leave_out_training(run: Run) -> None:
+    """Let no rule of the optimizer decide in which layouts a model is evaluated: it takes no step."""
+    assert run._ready is not None
+    run.job = replace(run.job, optimizer=_idle, lr_schedule=None)
+    run._ready = replace(run._ready, job=run.job)
+
+
+def _idle(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)

@@ -1,0 +1,1 @@
+"""Evaluation, metrics over all ranks, early stopping."""

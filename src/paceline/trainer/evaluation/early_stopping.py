@@ -1,0 +1,93 @@
+"""Whether an evaluation is the best so far, and whether it is time to stop.
+
+What was measured by one rule says nothing by another: where the job names another metric on going on, both begin anew.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.events import EvalDone, Note
+from paceline.job import EarlyStopping, Job
+from paceline.trainer.checks.evaluation_checks import best_rule, early_stopping
+from paceline.trainer.setup.duration import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOutcome:
+    """What follows from an evaluation."""
+
+    best: bool = False
+    ends: bool = False
+    notes: tuple[Note, ...] = ()
+
+
+class BestMetricTracker:
+    """Decides from metrics that every rank has alike; what it remembers is in `progress`, which is saved."""
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self._progress = progress
+        self._metric, self._mode = best_rule(job)
+        self._rule = early_stopping(job)
+        self._best_of = f"{self._metric}:{self._mode}"
+        progress.best_of = progress.best_of or self._best_of
+        self.anew = (*self._other_best(), *self._other_rule())
+        """Lines for the banner."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rule for stopping early has ended the run."""
+        return self._rule is not None and self._progress.waited >= self._rule.patience
+
+    def hear(self, event: EvalDone) -> EvaluationOutcome:
+        """Judge an evaluation, and remember it."""
+        self._progress.unjudged = False
+        notes = []
+        value = event.metrics.get(self._metric)
+        if value is None:
+            text = f"best={self._metric!r} is no metric of this job ({', '.join(event.metrics)})"
+            notes.append(Note(text=text, level="warning"))
+        so_far = self._progress.best if self._progress.best_of == self._best_of else None
+        best = value is not None and _is_better(value, so_far, mode=self._mode)
+        if best:
+            self._progress.best, self._progress.best_of = value, self._best_of
+        ends = self._rule is not None and self._is_out_of_patience(self._rule, event)
+        if self._rule is not None and ends:
+            text = f"early stop: {self._rule.metric} has not improved in {self._rule.patience} evaluations"
+            notes.append(Note(text=text))
+        return EvaluationOutcome(best=best, ends=ends, notes=tuple(notes))
+
+    def _other_best(self) -> Iterator[str]:
+        """What was marked stays so until the first evaluation, so its rule stays remembered till then."""
+        progress = self._progress
+        if progress.best is not None and progress.best_of != self._best_of:
+            yield (
+                f"best: by {self._best_of} from here on, which the next evaluation begins anew; "
+                f"what is marked best until then was so by {progress.best_of}"
+            )
+
+    def _other_rule(self) -> Iterator[str]:
+        if self._rule is None:
+            return
+        progress, now = self._progress, f"{self._rule.metric}:{self._rule.mode}"
+        if progress.rule_of not in ("", now) and progress.rule_best is not None:
+            yield f"early stopping: by {now} from here on, counted anew; it was by {progress.rule_of}"
+            progress.waited, progress.rule_best = 0, None
+        progress.rule_of = now
+
+    def _is_out_of_patience(self, rule: EarlyStopping, event: EvalDone) -> bool:
+        if rule.metric not in event.metrics:
+            return False
+        value, progress = event.metrics[rule.metric], self._progress
+        if _is_better(value, progress.rule_best, mode=rule.mode, by=rule.min_delta):
+            progress.waited, progress.rule_best = 0, value
+            return False
+        progress.waited += 1
+        return progress.waited >= rule.patience
+
+
+def _is_better(value: float, best: float | None, *, mode: str, by: float = 0.0) -> bool:
+    """Whether a metric has improved by more than `by`; a NaN never has."""
+    if best is None or math.isnan(value):
+        return not math.isnan(value)
+    return (value - best if mode == "max" else best - value) > by

@@ -1,0 +1,290 @@
+"""Exact metrics: each sample once, no padding, sums that do not depend on who computed them."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.loader import eval_feed
+from paceline.data.reader_process import read_apart
+from paceline.data.source import Source
+from paceline.data.stream.rank_mismatch import DIVIDED, EVERY_RANK, NOT_SEEDED, SEED_IT
+from paceline.data.types import LocalMicro
+from paceline.errors import DataError, JobError
+from paceline.step.loss.loss_return_value import Terms
+from paceline.torch_internals.pytree import to_device
+from paceline.torch_internals.rng import seed_all, stream_key
+from paceline.torch_internals.scalars import as_number
+from paceline.trainer.evaluation.torchmetrics_adapter import TorchMetricsAdapter
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+_VOTES_UNDER_WAY = 4  # as many batches are evaluated after the one at which a rank was asked to stop
+_LIMB_BITS = 32
+_SCALE_BITS = 1088
+_LIMBS = 72
+LOSS = "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedSplit:
+    """Metrics over a whole split."""
+
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+
+
+class ExactSum:
+    """A sum of floats without rounding, that ranks can add: Python integers, sent as 32-bit limbs."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._broken = False
+
+    def add(self, value: float) -> None:
+        """Add one float."""
+        if not math.isfinite(value):
+            self._broken = True
+            return
+        top, bottom = value.as_integer_ratio()
+        self._total += top << (_SCALE_BITS - bottom.bit_length() + 1)
+
+    def limbs(self) -> list[int]:
+        """Base 2^32 digits of the magnitude, each with the sum's sign, then a mark for what is not finite."""
+        magnitude, sign = abs(self._total), -1 if self._total < 0 else 1
+        mask = (1 << _LIMB_BITS) - 1
+        return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_LIMBS)] + [int(self._broken)]
+
+    @staticmethod
+    def total(limbs: list[int]) -> float:
+        """The float nearest to the sum of everybody's limbs."""
+        *digits, broken = limbs
+        if broken:
+            return math.nan
+        whole = sum(digit << (_LIMB_BITS * i) for i, digit in enumerate(digits))
+        return float(Fraction(whole, 1 << _SCALE_BITS))
+
+
+def eval_batch_size(built: TrainingSetup) -> int:
+    """Samples in one forward of an evaluation; a loss over the batch is evaluated on as many as it is trained on."""
+    plan = built.plan
+    derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
+    return built.settings.eval.batch_size or derived
+
+
+class Evaluator:
+    """Runs a model over a split."""
+
+    def __init__(self, built: TrainingSetup) -> None:
+        parts = built.step.parts
+        self._job = built.job
+        self._model = built.model
+        self._worlds = built.worlds
+        self._world = built.world
+        self._seed = built.settings.seed
+        self._data = built.data
+        self._on_empty = built.settings.train.on_empty
+        self._meets = parts.meets
+        self._in_time = parts.meets or self._worlds.data.world_size < self._world.world_size
+        self._tells = built.step.passes.tells
+        self._passes = built.step.passes
+
+    def run(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        name: str,
+        beat: Callable[[], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> EvaluatedSplit | None:
+        """Loss, its terms and the job's metrics, the same on every rank; None once any rank's `stop` says so."""
+        began = time.perf_counter()
+        sums: dict[str, tuple[ExactSum, ExactSum]] = {}
+        foreign = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)
+        totals: dict[str, list[int]] = {}
+        samples = 0
+        with _evaluating(self._model), torch.no_grad():
+            source = self._data.split(data, name=name)
+            feed = self._feed(source, batch_size, name, totals)
+            for micro in self._in_step(feed, source, batch_size, name, stop) if self._in_time else feed:
+                if stop() and not self._in_time:
+                    break
+                seed_all(stream_key(self._seed, "evaluate", micro.index))  # whoever evaluates it draws the same
+                self._measure(micro.data, micro.num_samples, sums, foreign)
+                samples += micro.num_samples
+                if beat is not None:
+                    beat()
+        everywhere = self._world.gather_json([stop(), totals])
+        if any(stopped for stopped, _ in everywhere):
+            foreign.reset()
+            return None
+        _compare([found for _, found in everywhere], name)
+        metrics, total = self._joint(sums, samples)
+        metrics |= self._told(foreign.compute())
+        return EvaluatedSplit(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
+
+    def _feed(self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]]) -> Any:
+        own = self._worlds.data
+        agree = self._world.gather_json if self._world.world_size > 1 else None
+        return self._feed_of(source, batch_size, name, totals, replica=own.rank, replicas=own.world_size, agree=agree)
+
+    def _feed_of(
+        self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]], **whose: Any
+    ) -> Iterator[LocalMicro]:
+        return eval_feed(
+            data=source,
+            collate=None,
+            batch_size=batch_size,
+            seed=self._seed,
+            name=name,
+            totals=totals,
+            **whose,
+        )
+
+    def _in_step(
+        self, feed: Iterator[LocalMicro], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
+    ) -> Iterator[LocalMicro]:
+        """Where a forward waits for other ranks', all end with the same one, also when only some are asked to stop.
+
+        Where it waits for other replicas', one without a batch repeats what it has, for nothing. Where not, the stages
+        of a pipeline don't wait for each other: the answer is read some batches later.
+        """
+        spare: LocalMicro | None = None
+        votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
+        while True:
+            micro = next(feed, None)
+            told = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
+            votes.append((told, self._world.start_all_reduce(told)))
+            if len(votes) > (0 if self._meets else _VOTES_UNDER_WAY):
+                told, wait = votes.popleft()
+                wait()
+                stopped, going = told.tolist()
+                if stopped or not going:
+                    for _, wait in votes:
+                        wait()
+                    return
+            if micro is None and not self._meets:
+                continue
+            if micro is None and spare is None:
+                spare = self._first(source, batch_size, name)
+            spare = micro or spare
+            assert spare is not None
+            yield micro or replace(spare, num_samples=0)
+
+    def _first(self, source: Source, batch_size: int, name: str) -> LocalMicro:
+        """The first batch, whoever evaluates it."""
+        here = replace(source, workers=0)
+
+        def read() -> LocalMicro:
+            return next(self._feed_of(here, batch_size, name, {}, replica=0, replicas=1))
+
+        return read_apart(source, read, seed=self._seed)
+
+    def _measure(
+        self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: TorchMetricsAdapter
+    ) -> None:
+        batch = to_device(data, self._world.device)
+
+        def see(output: Any, terms: Terms, part: Any) -> None:
+            if num_samples:
+                self._see(output, terms, part, sums, foreign)
+
+        self._passes.look(batch, num_samples=num_samples, see=see)
+
+    def _see(
+        self,
+        output: Any,
+        terms: Terms,
+        batch: Any,
+        sums: dict[str, tuple[ExactSum, ExactSum]],
+        foreign: TorchMetricsAdapter,
+    ) -> None:
+        for name, (total, count) in terms.items():
+            _add(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
+        for name, metric in (self._job.metrics or {}).items():
+            if name in foreign:
+                foreign.update(name, output, batch)
+                continue
+            pair = metric(output, batch)
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise JobError(
+                    f"the metric {name!r} gave a {type(pair).__name__}, expected (sum, count).",
+                    hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
+                )
+            for part in pair:
+                if as_number(part) is None:
+                    what = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
+                    raise JobError(
+                        f"the metric {name!r} gave a part of {what} in its pair, expected (sum, count): two numbers.",
+                        hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
+                    )
+            _add(sums, name, *pair)
+
+    def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of a rank that saw the outputs."""
+        if self._worlds.data.world_size == self._world.world_size:
+            return metrics
+        told: list[dict[str, float] | None] = self._world.gather_json(metrics if self._tells else None)
+        return next(one for one in told if one is not None)
+
+    def _joint(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
+        names = sorted({name for mine in self._world.gather_json(list(sums)) for name in mine})
+        own = sums if self._tells else {}
+        rows = [limb for name in names for part in own.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()]
+        seen = samples if self._tells and self._worlds.cp.rank == 0 else 0
+        vector = torch.tensor([*rows, seen], dtype=torch.int64, device=self._world.device)
+        self._world.all_reduce(vector)
+        values = vector.tolist()
+        width = _LIMBS + 1
+        metrics, empty = {}, set()
+        for place, name in enumerate(names):
+            start = 2 * place * width
+            total = ExactSum.total(values[start : start + width])
+            count = ExactSum.total(values[start + width : start + 2 * width])
+            metrics[name] = total / count if count else math.nan
+            if not count and not total and self._on_empty == "zero":
+                empty.add(name)
+        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/") and name not in empty]
+        if parts:
+            metrics = {LOSS: math.fsum(parts), **metrics}
+        return metrics, int(values[-1])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is as it was, also those that the user keeps frozen."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
+    """A stream that several replicas have read must have been the same for all of them."""
+    seen: dict[str, tuple[int, list[int]]] = {}
+    for rank, theirs in enumerate(everywhere):
+        for shard, found in theirs.items():
+            other, before = seen.setdefault(shard, (rank, found))
+            if before != found:
+                raise DataError(
+                    f"{name} gave {found[0]} samples on rank {rank} and {before[0]} on rank {other}, not the same.",
+                    cause=f"{NOT_SEEDED}, or not on every rank: {DIVIDED}",
+                    hint=f"{SEED_IT}; {EVERY_RANK}",
+                )
+
+
+def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:
+    pair = sums.setdefault(name, (ExactSum(), ExactSum()))
+    for part, value in zip(pair, (total, count), strict=True):
+        part.add(float(value.detach() if isinstance(value, Tensor) else value))

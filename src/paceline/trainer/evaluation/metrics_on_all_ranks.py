@@ -1,0 +1,60 @@
+"""The numbers of an evaluation, the same on every rank: decisions follow from them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.comm.process_group import World
+from paceline.errors import JobError
+from paceline.torch_internals.scalars import as_number
+
+
+def numbers_and_text(found: Any) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what `on_eval` gave: numbers of any type by name, and the rest as text.
+
+    Raises:
+        JobError: it gave no dict.
+    """
+    if found is not None and not isinstance(found, Mapping):
+        raise JobError(
+            f"on_eval= gave a {type(found).__name__}, expected a dict of numbers or None.",
+            hint='on_eval=lambda run: {"bleu": score}',
+        )
+    given = {str(name): value for name, value in (found or {}).items()}
+    known = {name: as_number(value) for name, value in given.items()}
+    numbers = {name: float(number) for name, number in known.items() if number is not None}
+    return numbers, {name: str(value) for name, value in given.items() if name not in numbers}
+
+
+class SharedMetrics:
+    """Makes the first rank's numbers everybody's. `note` names those that other ranks found otherwise, each once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._told: set[str] = set()
+        self.note = ""
+
+    def share(self, own: Mapping[str, float]) -> dict[str, float]:
+        """Return each number of the first rank that has it, on every rank; every rank calls this."""
+        told: Sequence[Mapping[str, float]] = self._world.gather_json(dict(own))
+        found: dict[str, float] = {}
+        for said in told:
+            found = {**said, **found}
+        apart = [name for name in found if any(not _same(found[name], said.get(name, found[name])) for said in told)]
+        new = [name for name in apart if name not in self._told]
+        self._told |= set(new)
+        self.note = "; ".join(_words(name, told) for name in new)
+        return {name: found[name] for name in sorted(found, key=list({**own, **found}).index)}
+
+
+def _words(name: str, told: Sequence[Mapping[str, float]]) -> str:
+    first, value = next((rank, said[name]) for rank, said in enumerate(told) if name in said)
+    other, differing = next((r, said[name]) for r, said in enumerate(told) if not _same(value, said.get(name, value)))
+    return (
+        f"{name} is {value:g} on rank {first} and {differing:g} on rank {other}: rank {first}'s is taken "
+        "(on_eval and metrics are called by every rank, and should give the same)"
+    )
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

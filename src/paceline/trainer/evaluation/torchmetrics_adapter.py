@@ -1,0 +1,91 @@
+"""Metrics that are objects (torchmetrics): updated where the data is, their states gathered from all ranks."""
+
+import base64
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import World
+from paceline.errors import JobError
+
+
+class TorchMetricsAdapter:
+    """The job's metrics that have `update`, `compute` and `reset`."""
+
+    def __init__(self, metrics: Mapping[str, Any] | None, *, world: World) -> None:
+        self._world = world
+        self._metrics = {name: metric for name, metric in (metrics or {}).items() if hasattr(metric, "compute")}
+        for metric in self._metrics.values():
+            if isinstance(metric, torch.nn.Module):
+                metric.to(world.device)
+            for member in _members(metric):
+                member.dist_sync_fn = self._gather
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._metrics
+
+    def update(self, name: str, output: Any, batch: Any) -> None:
+        """Hand over one microbatch."""
+        self._metrics[name].update(output, _target(batch))
+
+    def compute(self) -> dict[str, float]:
+        """The values over all ranks' samples, and a fresh start; what has several numbers gets a name for each."""
+        found: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a rank may rightly have seen no sample
+                found |= dict(_numbers(name, metric.compute()))
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def _gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Everybody's state, of any length; ranks that saw nothing have none and do not count."""
+        flat = state.detach().cpu().contiguous()
+        raw = bytes(flat.reshape(-1).view(torch.uint8).numpy()) if flat.numel() else b""
+        mine = [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(raw).decode()]
+        states = [_tensor(*given).to(state.device) for given in self._world.gather_json(mine)]
+        return [one for one in states if one.numel()] or states[:1]
+
+
+def _members(metric: Any) -> Iterator[Any]:
+    """All that gather states of their own: a metric, those inside a wrapper, those of a collection."""
+    parts = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+    yield from (part for part in parts if hasattr(part, "dist_sync_fn"))
+
+
+def _tensor(dtype: str, shape: list[int], text: str) -> Tensor:
+    raw = base64.b64decode(text)
+    kind = getattr(torch, dtype)
+    if not raw:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(f"{name}/{key}", part)
+        return
+    if isinstance(value, Tensor) and value.numel() != 1:
+        if value.dim() != 1:
+            raise JobError(
+                f"the metric {name!r} computed a tensor of shape {list(value.shape)}, expected numbers.",
+                hint="log such a thing from on_eval",
+            )
+        yield from ((f"{name}/{place}", float(part)) for place, part in enumerate(value))
+        return
+    yield name, float(value)
+
+
+def _target(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get("labels", batch)
+    return batch[-1] if isinstance(batch, tuple | list) else batch

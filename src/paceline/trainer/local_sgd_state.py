@@ -1,0 +1,128 @@
+"""Sites that train on their own, in a checkpoint and back: their mean as the model, and what each has of its own."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.checkpoint.files.manifest import rank_file
+from paceline.checkpoint.files.resharding_reader import StoredTensors
+from paceline.checkpoint.files.safetensors_io import Writable
+from paceline.checkpoint.shard_ownership import owned_shards, read_part
+from paceline.checkpoint.train_state import OPTIMIZER
+from paceline.comm.collective_errors import on_all_ranks
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors
+from paceline.step.local_sgd.local_sgd_step import LocalStep
+from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+OUTER, OWN = "outer.safetensors", "weights.safetensors"
+_ITS_OWN = ("optimizers", "schedules", "scaler", "extra_state")
+
+Files = dict[str, list[Writable]]
+
+
+def sites_of(built: TrainingSetup) -> OuterOptimizer | None:
+    """Where there are several."""
+    return built.step.sites if isinstance(built.step, LocalStep) else None
+
+
+def mean_in_place(built: TrainingSetup) -> AbstractContextManager[dict[str, Tensor]]:
+    """What is evaluated, saved and handed over: the mean of the sites. Gives what this site has itself."""
+    sites = sites_of(built)
+    return nullcontext({}) if sites is None else sites.together()
+
+
+def is_writer(built: TrainingSetup) -> bool:
+    """Whether this rank's site is the one that writes what all have alike."""
+    sites = sites_of(built)
+    return sites is None or sites.number == 0
+
+
+def site_files(
+    built: TrainingSetup, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]
+) -> tuple[Files, dict[str, Any]]:
+    """This rank's files and the JSON beside them, where there are sites. Every rank calls this."""
+    sites = sites_of(built)
+    if sites is None:
+        return files, state
+    found = files if sites.number == 0 else {}
+    rank = built.site.rank
+    stem = OPTIMIZER.partition(".")[0]
+    found = found | {_of(sites.number, name): rows for name, rows in files.items() if name.startswith(stem)}
+    found[_of(sites.number, rank_file(OWN, rank))] = [
+        row for name, tensor in own.items() for row in _pieces(built, name, name, tensor)
+    ]
+    if sites.number == 0:
+        rows = [
+            row
+            for fragment in sites.fragments
+            for what, name, tensor in fragment.saved()
+            for row in _pieces(built, f"{what}/{name}", name, tensor)
+        ]
+        found[rank_file(OUTER, rank)] = rows
+    each = sites.peers.gather_json({name: state[name] for name in _ITS_OWN})
+    due = [fragment.due for fragment in sites.fragments]
+    return {name: rows for name, rows in found.items() if rows}, state | {"sites": each, "due": due}
+
+
+def of_site(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> OpenCheckpoint:
+    """A checkpoint as this rank's site is to see it; after another rule (not `is_same`) all begin as one."""
+    sites = sites_of(built)
+    if sites is None or not is_same:
+        return loaded
+    prefix = _of(sites.number, "")
+    files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
+    return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.number])
+
+
+def load_sites(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> None:
+    """This site's own weights, and what all have agreed on. Every rank calls this.
+
+    Raises:
+        CheckpointError: a tensor is not what was written.
+    """
+    sites = sites_of(built)
+    if sites is None:
+        return
+    if not is_same:
+        sites.begin()
+        return
+    stored = loaded.files.get(OWN, StoredTensors([]))
+    own = on_all_ranks(built.site, lambda: {name: _read(stored, name, name, built) for name in stored})
+    sites.restore({name: tensor for name, tensor in own.items() if tensor is not None}, step=loaded.step)
+    outer = loaded.files.get(OUTER, StoredTensors([]))
+
+    def find(what: str, name: str) -> Tensor | None:
+        return _read(outer, f"{what}/{name}", name, built)
+
+    def restore() -> None:
+        for fragment, due in zip(sites.fragments, loaded.state["due"], strict=True):
+            fragment.restore(find, due=due)
+
+    on_all_ranks(built.site, restore)
+
+
+def _of(site: int, name: str) -> str:
+    return f"site-{site}.{name}"
+
+
+def _pieces(built: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
+    parts = _holding(built, name).parts(name)
+    yield from owned_shards(
+        key, dtype=tensor.dtype, find=partial(Tensor.detach, tensor), parts=parts, rank=built.site.rank
+    )
+
+
+def _read(stored: StoredTensors, key: str, name: str, built: TrainingSetup) -> Tensor | None:
+    part = _holding(built, name).mine[name].part
+    return None if key not in stored or part.local is None else read_part(stored, key, part=part)
+
+
+def _holding(built: TrainingSetup, name: str) -> ShardedTensors:
+    """Of what the optimizer holds, its share; else what the model does."""
+    return built.kept if name in built.kept.mine else built.weights

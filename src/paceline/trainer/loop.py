@@ -1,0 +1,331 @@
+"""The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.comm.process_group import World
+from paceline.data.loader import BatchLoader
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import StepInput
+from paceline.errors import ExitCode, NonFiniteError, UsageError
+from paceline.events import EvalDone, EventBus, Note, Staleness
+from paceline.faults import Faults
+from paceline.launch.agent.heartbeat import Pulse
+from paceline.launch.agent.signals import StopFlag
+from paceline.launch.failures.failure_record import at_step
+from paceline.step.result import StepResult
+from paceline.trainer.batch_guard import BatchGuard
+from paceline.trainer.checkpointer import Checkpointer
+from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
+from paceline.trainer.diagnostics.forecast_check import ForecastCheck
+from paceline.trainer.diagnostics.memory_report import MemoryBaseline, naming_memory
+from paceline.trainer.diagnostics.nonfinite_inputs import name_inputs
+from paceline.trainer.diagnostics.replica_check import check_replicas
+from paceline.trainer.evaluation.early_stopping import BestMetricTracker
+from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
+from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, numbers_and_text
+from paceline.trainer.local_sgd_state import mean_in_place
+from paceline.trainer.random_access_reading import whole_batch
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
+from paceline.trainer.step_logger import StepLogger
+
+_KEPT = 256  # of batches without their samples, which a server has
+
+
+class Loop:
+    """One rank's loop. Decisions are joint: they follow from values that every rank has alike."""
+
+    def __init__(
+        self,
+        *,
+        built: TrainingSetup,
+        feed: BatchLoader,
+        saver: Checkpointer,
+        stream: EventBus,
+        pulse: Pulse | None,
+        faults: Faults,
+        stop: StopFlag,
+        length: Length,
+        cursor: Cursor,
+        progress: Progress,
+        before: MemoryBaseline,
+        against: ForecastCheck,
+        on_eval_target: Any = None,
+    ) -> None:
+        self.built = built
+        self.cursor = cursor
+        self.progress = progress
+        self.stream = stream
+        self.feed = feed
+        self._handout = BatchGuard(feed)
+        self.stopping = False
+        self.reason = ""
+        self._is_read_out = False
+        self._saver = saver
+        self._pulse = pulse
+        self._faults = faults
+        self._stop = stop
+        self._length = length
+        self._before = before
+        self.against = against
+        self._target = on_eval_target
+        self._heard = StepLogger(built=built, feed=feed, stream=stream, progress=progress)
+        batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
+        self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
+        self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
+        self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
+        self._judge = BestMetricTracker(built.job, progress)
+        self.anew = self._judge.anew
+        self._evaluator = Evaluator(built)
+        self._shared = SharedMetrics(built.world)
+        self._began = self._checked = cursor.step
+        self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
+
+    def batches(self) -> Iterator[StepInput]:
+        """This replica's share of each step from where the run stands, until the run is over or stopped.
+
+        Raises:
+            UsageError: an earlier loop over them has come to the end of the run's length.
+        """
+        if self._is_read_out and not self.stopping:
+            raise self._no_more()
+        self.built.refuse_training()
+        self._stop.renew()
+        self.progress.unjudged = self.progress.unjudged and self.built.job.eval_data is not None
+        if self.progress.unjudged and not self.stopping:
+            self._record_verdict(self._improves(self.evaluate()))
+        if self.stopping or self.is_over():
+            return
+        batches = self._handout.loop()
+        self._heard.clock = Clock()
+        self._beat()
+        while True:
+            began = time.perf_counter()
+            with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
+                given = next(batches)
+            self._heard.clock.data += time.perf_counter() - began
+            yield given
+            if self.stopping or self.is_over():
+                self._is_read_out = not self.stopping
+                return
+
+    def _no_more(self) -> UsageError:
+        return UsageError(
+            f"this run is over: it stands at {self.place}, and run.batches() gives no more.",
+            cause="run.batches() is called once for each epoch; it gives the batches of the whole run, all epochs",
+            hint='one loop, for batch in run.batches(): ..., and pl.Run(..., settings={"train.epochs": 3})',
+        )
+
+    def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
+        """One optimizer step and all that belongs after it. `is_shown`: any rank may read at once what came of it."""
+        with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
+            result = self._step(given)
+            if is_shown:
+                self.built.step.flush_reports()
+            return result
+
+    def _step(self, given: StepInput) -> StepResult:
+        self._handout.check(given)
+        self._stop.renew()
+        self._faults.fire("step", step=self.cursor.step + 1)
+        self.built.step.step = self.cursor.step
+        with self.against.timing():
+            result = self._run(given)
+        self.cursor = given.batch.after
+        self._handout.stepped()
+        for note in [*given.notes, *self.built.step.new_notes()]:
+            self.stream.emit(Note(text=note))
+        self._heard.record(result, cursor=self.cursor)
+        self.against.report_when_ready(step=self.cursor.step, over=self.is_over())
+        self._after()
+        return result
+
+    def settle(self) -> None:
+        """Leave no step half done: weights are about to be looked at."""
+        with self._naming_inputs():
+            self.built.step.settle()
+        self._heard.flush()
+        for note in self.built.step.new_notes():
+            self.stream.emit(Note(text=note))
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No step half done, and of sites their mean in the weights' place; every rank calls this."""
+        self.settle()
+        with mean_in_place(self.built):
+            yield
+
+    def _run(self, given: StepInput) -> StepResult:
+        self._given.append(given)
+        with self._naming_inputs():
+            return self.built.step.run(given, stop=self._stop.requested)
+
+    @contextmanager
+    def _naming_inputs(self) -> Iterator[None]:
+        """What is not finite may be of an earlier step; where steps are heard late, ranks hear at other times."""
+        try:
+            yield
+        except NonFiniteError as error:
+            served = self.built.plan.rule.has_servers
+            world = self.built.world if not (served or self.built.step.lag) else World.alone()
+            given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
+            given = whole_batch(given, self.built) if served else given
+            raise name_inputs(error, given, world=world) from None
+
+    def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
+        """Exact metrics of the present weights (of the average, where there is one) on a split."""
+        event = self._evaluate(split=split, data=data)
+        assert event is not None
+        return event
+
+    def _evaluate(
+        self, *, split: str = "eval", data: Any = None, stop: Callable[[], bool] = lambda: False
+    ) -> EvalDone | None:
+        self.settle()
+        began = time.perf_counter()
+        data = data if data is not None else getattr(self.built.job, f"{split}_data")
+        with self.built.as_evaluated(), mean_in_place(self.built):
+            size = eval_batch_size(self.built)
+            found = self._evaluator.run(data, batch_size=size, name=f"{split}_data", beat=self._beat, stop=stop)
+            if found is None:
+                return None
+            self._beat(phase="on_eval")
+            extra, text = numbers_and_text(self.built.job.on_eval(self._target) if self.built.job.on_eval else None)
+        if self.built.job.on_eval:
+            self.built.step.settle()  # where workers race none goes on while another still looks at the weights
+        metrics = self._shared.share({**found.metrics, **extra})
+        if self._shared.note:
+            self.stream.emit(Note(text=self._shared.note, level="warning"))
+        event = EvalDone(
+            step=self.cursor.step,
+            split=split,
+            metrics=metrics,
+            samples=found.samples,
+            seconds=time.perf_counter() - began,
+            average=self.built.update.ema is not None,
+            extra=text,
+        )
+        self._heard.clock.evaluating += time.perf_counter() - began
+        self.stream.emit(event)
+        return event
+
+    def save(self, *, best: bool = False) -> None:
+        """Save now; every rank calls this."""
+        self.settle()
+        self._beat(phase="save")
+        began = time.perf_counter()
+        self.built.step.late.check(None)
+        self._check()
+        refuse_nonfinite_weights(self.built, step=self.cursor.step)
+        self._tell_late()
+        self._faults.fire("save", step=self.cursor.step)
+        for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
+            self.stream.emit(event)
+        self._heard.clock.saving += time.perf_counter() - began
+
+    def _tell_late(self) -> None:
+        """Where updates are asynchronous: every rank's."""
+        mine = self.built.step.lateness()
+        if mine is not None:
+            told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
+            self.stream.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
+
+    @property
+    def place(self) -> str:
+        """Where the run stands, in words."""
+        return f"step {self.cursor.step}{f' of {self.total_steps}' if self.total_steps else ''}"
+
+    def finish(self) -> ExitCode:
+        """Save what is not saved, and say how it ended."""
+        if any(self.built.world.gather_json(self._stop.requested)):  # also between two steps, or after a break
+            self.reason = "signal"
+        if self._saver.last_saved != self.cursor.step:
+            self.save()
+        over = self.is_over() and not self.progress.unjudged
+        return ExitCode.DONE if over else ExitCode.STOPPED
+
+    def request_stop(self) -> None:
+        """Stop after this step; every rank calls this."""
+        self.stopping, self.reason = True, self.reason or "asked"
+
+    def _after(self) -> None:
+        step = self.cursor.step
+        if self.is_over():
+            self.settle()
+            self._heard.log_last()
+        if self._heard.stops:
+            self.stopping, self.reason = True, "signal"
+        every = self.built.settings.train.check_every
+        if step == self._began + 1 or (every and step % every == 0):
+            self._check()
+        if step == self._began + 1:
+            self.settle()
+            self._saver.check()
+        over = self.is_over()
+        due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
+        if step % self.save_every == 0 or over or self.stopping:
+            self.progress.unjudged = due  # what is due is saved first: an evaluation may fail
+            self.save()
+        if due:
+            self._evaluate_due()
+        self._beat()
+
+    def _check(self) -> None:
+        """Compare the replicas, unless this step's have been, or `train.check_every` says never."""
+        if self.built.settings.train.check_every and self._checked != self.cursor.step:
+            self.settle()
+            check_replicas(self.built, step=self.cursor.step)
+            self._checked = self.cursor.step
+
+    def _evaluate_due(self) -> None:
+        """Evaluate, unless asked to stop before or meanwhile: then it is done first when the run goes on."""
+        self._faults.fire("eval", step=self.cursor.step)
+        event = None if self.stopping else self._evaluate(stop=lambda: self._stop.requested)
+        if event is None:
+            self.progress.unjudged = True
+            self.stopping, self.reason = True, self.reason or "signal"
+        best = event is not None and self._improves(event)
+        if event is not None or self._saver.last_saved != self.cursor.step:
+            self._record_verdict(best)
+
+    def _record_verdict(self, best: bool) -> None:
+        """Have on disk what came of an evaluation: of a step that is saved the marks, else save where it matters."""
+        if self._saver.last_saved == self.cursor.step:
+            self._saver.amend(extra=self.progress.as_json(), best=best)
+            if best:
+                self.stream.emit(Note(text=f"step {self.cursor.step} is the best so far"))
+        elif best or self.stopping:
+            self.save(best=best)
+
+    def _improves(self, event: EvalDone) -> bool:
+        verdict = self._judge.hear(event)
+        for note in verdict.notes:
+            self.stream.emit(note)
+        if verdict.ends:
+            self.stopping, self.reason = True, "early"
+        return verdict.best
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, by its length or by the rule for stopping early."""
+        return self._judge.is_over or self._length.reached(
+            self.cursor, tokens=self.progress.tokens, total=self.total_steps
+        )
+
+    def beat_over(self) -> None:
+        """Say that no step comes any more; what the script does now takes as long as it takes."""
+        self._beat(phase="over")
+
+    def _beat(self, *, phase: str = "step") -> None:
+        if self._pulse is not None:
+            last = self._heard.last
+            loss = last.loss if last is not None and self.built.world.device.type == "cpu" else 0.0
+            self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
+
+
+def kept_batches(built: TrainingSetup) -> int:
+    """Of how many steps the loop keeps the batch: until it is known that none of its gradients is bad."""
+    return _KEPT if built.plan.rule.has_servers else 2 + built.step.lag

@@ -1,0 +1,267 @@
+"""A worker of a parameter server: lease a share, compute its gradient on the weights that came with it, push, again.
+
+It has no loop, no optimizer state and no say. What it holds can be lost at any moment: a share that was not pushed
+whole is given to another, or to this one started anew.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.data.order.cursor import Cursor
+from paceline.data.types import DatasetSummary, StepInput
+from paceline.errors import JobError, MachineError
+from paceline.faults import Faults, parse_faults
+from paceline.launch.agent.heartbeat import Pulse
+from paceline.launch.agent.signals import stop_flag
+from paceline.launch.environment_owner import LIFE, attempt_folder
+from paceline.launch.failures.failure_record import at_step
+from paceline.step.forward_backward import backward, forward, loss_for_backward
+from paceline.step.loss.reporting import LossReporter, own_counts
+from paceline.step.parameter_server.flat_buffers import flat_of, kinds_of, pack_gradients
+from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
+from paceline.step.parameter_server.transport import COMING_SECONDS, Connection, LineLost, Message, MessageKind, come_in
+from paceline.step.synchronous import writes_to
+from paceline.torch_internals.private_api import tensor_version
+from paceline.torch_internals.pytree import to_device
+from paceline.trainer.random_access_reading import leased_feed
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
+from paceline.trainer.setup.prepare import PreparedJob
+
+_TRIES = 3
+_ANSWER_SECONDS = 30.0  # of a server that runs already
+
+
+class WorkerFinished(SystemExit):
+    """A worker's process ends where the loop of a server's begins."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.exit_code = code
+
+
+def run_worker(ready: PreparedJob) -> int:
+    """Until the server says that it is over; the process's exit code.
+
+    Raises:
+        MachineError: the server has gone.
+    """
+    built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=World.alone())
+    return compute(ready, built, WorkerEntrance(place=LaunchInfo.read(os.environ)))
+
+
+def compute(ready: PreparedJob, built: TrainingSetup, entrance: WorkerEntrance) -> int:
+    """The same with a model that is built."""
+    hand, seconds = ParameterServerWorker(ready, built), ready.settings.train.timeout_seconds
+
+    def lines() -> list[Connection]:
+        return [come_in(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
+
+    limit, in_vain = max(seconds, COMING_SECONDS), 0
+    while True:
+        done = hand.num_pushed
+        try:
+            hand.serve(_within(limit, lines), rank=entrance.place.rank)
+            return 0
+        except LineLost as error:
+            in_vain = in_vain + 1 if hand.num_pushed == done else 0
+            limit = _ANSWER_SECONDS
+            if in_vain == _TRIES:
+                raise MachineError(f"connection closed by the server: {error}") from error
+
+
+def _within(seconds: float, ask: Callable[[], list[Connection]]) -> list[Connection]:
+    """What it gives; a store whose process is stopped takes a question, and never answers.
+
+    Raises:
+        MachineError: nothing came.
+    """
+    found: list[list[Connection] | BaseException] = []
+
+    def asked() -> None:
+        try:
+            found.append(ask())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=asked, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise MachineError(f"timed out waiting for the server, after {seconds:.0f} seconds.")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+class ParameterServerWorker:
+    """One worker's."""
+
+    def __init__(self, ready: PreparedJob, built: TrainingSetup) -> None:
+        self._built = built
+        self._parts = built.step.parts
+        self._named = list(built.update.named)
+        self._servers: list[_Server] = []
+        self.num_pushed = 0
+        self._telling = LossReporter(self._parts, tells=True)
+        self._seen = False
+        self._broken = 0
+        self._joins = ready.plan.rule.staleness == 0
+        settings, job, task = ready.settings, built.job, ready.task
+        self._feed = leased_feed(job, settings, global_batch_size=ready.plan.global_batch_size)
+        life = int(os.environ.get(LIFE, "1"))
+        faults = parse_faults(task.faults) if life == 1 else ()
+        self._life = life
+        self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
+        folder = attempt_folder(os.environ)
+        place, patience = LaunchInfo.read(os.environ), settings.train.timeout_seconds
+        self._pulse = Pulse(folder / f"pulse-{place.rank}", patience=patience) if folder else None
+
+    def serve(self, lines: Sequence[Connection], *, rank: int) -> None:
+        """Lease after lease, from the first server; each has its own part of the weights and of the gradient.
+
+        Raises:
+            LineLost: a server has gone, or has given this worker up.
+        """
+        hello = {"rank": rank, "life": self._life, "model": model_digest(self._parts.model)}
+        for line in lines:
+            line.send(Message(kind=MessageKind.HELLO, words=hello))
+        self._servers = [self._met(line, _answer(line)) for line in lines]
+        first, *others = self._servers
+        while True:
+            message = first.line.receive(row=first.row)
+            if message.kind is MessageKind.OVER:
+                return
+            if message.kind is MessageKind.LEASE:
+                self._lease(message, first, others)
+            for other in others if message.kind is MessageKind.WAIT else ():
+                other.line.send(message)
+
+    def _lease(self, message: Message, first: "_Server", others: "Sequence[_Server]") -> None:
+        """A push counts when the first server has it: by then the others have their parts."""
+        words = message.words
+        versions = [first.put(message)]
+        for other in others:
+            other.line.send(Message(kind=MessageKind.PULL, words={"version": words["version"]}))
+            versions.append(other.put(other.line.receive(row=other.row)))
+        with at_step(int(words["cursor"]["step"]) + 1):
+            told = self._share(words)
+        for server in [*others, first]:
+            gradients = [_sent(weight.grad) for weight in server.weights]
+            own = {**told, "lease": words["lease"], "versions": versions, "gradients": kinds_of(gradients)}
+            server.line.send(Message(kind=MessageKind.PUSH, words=own, row=pack_gradients(gradients)))
+            if server is not first:
+                server.line.receive()
+        self.num_pushed += 1
+
+    def _met(self, line: Connection, message: Message) -> "_Server":
+        """What nothing updates is the server's too."""
+        fixed = fixed_tensors(self._parts.model)
+        if message.row is not None:
+            for tensor, value in zip(fixed, flat_of(fixed).views(message.row), strict=True):
+                tensor.data.copy_(value)
+        self._parts.buffers.begin()
+        mine = {member.name: member.parameter for member in self._named}
+        return _Server(line, [mine[name] for name in message.words["names"]])
+
+    def _share(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave the gradient of a share in every `.grad`; what it came to."""
+        cursor = Cursor.from_json(words["cursor"])
+        stop_flag.renew()
+        self._break(cursor.step + 1)
+        read = partial(self._feed.share, cursor, micro_batch_size=int(words["micro_batch_size"]))
+        if "sight" in words:
+            seen = words["sight"]
+            sight = DatasetSummary(
+                num_samples=seen["num_samples"], samples=tuple(seen["samples"]), checksum=seen["checksum"]
+            )
+            self._feed.compare(int(words["epoch"]), sight, rank=LaunchInfo.read(os.environ).rank)
+        given = read(number=int(words["number"]), of=int(words["of"]))
+        counts = self._counts(given, whole=read)
+        terms = self._gradients(given, step=cursor.step, counts=counts)
+        if self._pulse is not None:
+            self._pulse.beat(step=cursor.step + 1)
+        told = {"epoch": given.batch.after.epoch, "order": self._feed.order_of(given.batch.after.epoch)}
+        by = None if counts is None else {name: float(count) for name, count in counts.items()}
+        return {**told, "terms": terms, "divided_by": by, "stop": stop_flag.requested}
+
+    def _break(self, step: int) -> None:
+        """The faults that were asked for until this step: it may be another worker that gets a share of theirs."""
+        while self._broken < step:
+            self._broken += 1
+            self._faults.fire("step", step=self._broken)
+
+    def _counts(self, given: StepInput, *, whole: Any) -> dict[str, Tensor] | None:
+        """Where the job gives them before the forward: of the whole batch where it is one update, else of the share."""
+        if not self._parts.contract.counts_first:
+            return None
+        if self._joins and len(given.micro) < given.num_micro:
+            given = whole()
+        found = own_counts(self._parts.contract, [micro.data for micro in given.micro])
+        return {name: torch.as_tensor(count) for name, count in found.items()}
+
+    def _gradients(
+        self, given: StepInput, *, step: int, counts: dict[str, Tensor] | None
+    ) -> dict[int, dict[str, tuple[float, float]]]:
+        """Forward and backward of each microbatch; what each came to."""
+        parts = self._parts
+        parts.model.train()
+        parts.reducer.begin()
+        before = [] if self._seen else [tensor_version(parameter) for parameter in parts.model.parameters()]
+        told: dict[int, dict[str, tuple[float, float]]] = {}
+        for position, micro in enumerate(given.micro):
+            portion = parts.portion(to_device(micro.data, parts.world.device))
+            terms = forward(parts, portion, step=step, index=micro.index, num_samples=micro.num_samples)
+            self._telling.agree(terms)
+            told[micro.index] = {name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()}
+            backward(parts, loss_for_backward(terms, counts), last=position == len(given.micro) - 1)
+        self._refuse_writes(before)
+        return told
+
+    def _refuse_writes(self, before: Sequence[int]) -> None:
+        """Raises JobError: what a forward writes here nobody else would ever see."""
+        pairs = zip(self._parts.model.named_parameters(), before, strict=False)
+        for name in [name for (name, parameter), old in pairs if tensor_version(parameter) != old]:
+            raise writes_to(name)
+        written = self._parts.buffers.written()
+        if written:
+            raise JobError(
+                f"the forward writes to the buffer {written[0]}: --update ps has no one order of microbatches.",
+                cause="a counter or a statistic that is kept from forward to forward, on one worker alone",
+                hint="--update sync",
+            )
+        self._seen = True
+
+
+class _Server:
+    """One server's end, and which of this worker's weights it has."""
+
+    def __init__(self, line: Connection, weights: Sequence[Tensor]) -> None:
+        self.line = line
+        self.weights = list(weights)
+        self._flat = flat_of(weights)
+        self.row = self._flat.row()
+
+    def put(self, message: Message) -> int:
+        """Take over the values that were pulled; their version."""
+        if message.row is not None:
+            for tensor, value in zip(self.weights, self._flat.views(message.row), strict=True):
+                tensor.data.copy_(value)
+        return int(message.words["version"])
+
+
+def _sent(gradient: Tensor | None) -> Tensor | None:
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _answer(line: Connection) -> Message:
+    """What comes of having said who one is, once the servers begin."""
+    while (message := line.receive()).kind is MessageKind.WAIT:
+        pass
+    return message

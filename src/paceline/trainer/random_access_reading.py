@@ -1,0 +1,32 @@
+"""A batch that is read out of turn: a worker's shares, and what a server, which reads no samples, wants to look at."""
+
+from paceline.config.settings import Settings
+from paceline.data.leased_loader import RandomAccessLoader
+from paceline.data.reader_process import read_apart
+from paceline.data.types import StepInput
+from paceline.job import Job
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+
+def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> RandomAccessLoader:
+    """Reads any share of any batch of this job."""
+    return RandomAccessLoader(
+        data=job.train_data,
+        collate=job.collate,
+        order=job.order,
+        seed=settings.seed,
+        sample_seeds=settings.data.sample_seeds,
+        global_batch_size=global_batch_size,
+        drop_last=settings.data.drop_last,
+    )
+
+
+def whole_batch(given: StepInput, built: TrainingSetup) -> StepInput:
+    """The same batch with all its samples, whoever had computed which."""
+    plan, settings = built.plan, built.settings
+
+    def read() -> StepInput:
+        feed = leased_feed(built.job, settings, global_batch_size=plan.global_batch_size)
+        return feed.share(given.batch.cursor, micro_batch_size=plan.micro_batch_size)
+
+    return read_apart(built.data.train, read, seed=settings.seed)

@@ -1,0 +1,352 @@
+"""`pl.Run`: the loop in the user's own hands, the same file under python, torchrun and srun."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.config.auto_layout_word import is_auto
+from paceline.config.compression import parse_compress
+from paceline.config.layout import parse_layout
+from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
+from paceline.config.resume_allowances import refuse_unknown_allowances
+from paceline.config.task import Task
+from paceline.config.update_rule import parse_update
+from paceline.console.output import print_line
+from paceline.data.types import StepInput
+from paceline.errors import ExitCode, JobError, UsageError, line_now, raise_all
+from paceline.events import EvalDone
+from paceline.filesystem.atomic_files import read_json
+from paceline.filesystem.run_lock import RunLock
+from paceline.job import Job, refuse_job
+from paceline.launch.agent.launcher_death import die_with_launcher, outlive_launcher
+from paceline.launch.agent.malloc_settings import configure_malloc
+from paceline.launch.agent.process_exit import run_finish
+from paceline.launch.agent.signals import is_main_thread, stop_flag
+from paceline.launch.environment_owner import attempt_folder
+from paceline.launch.environments import detect, world_size
+from paceline.launch.failures.uncaught_exceptions import UncaughtHook, report_exit, watch_uncaught
+from paceline.launch.launcher import choose_kernels, last_words, too_late
+from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.planner.layout.execution_plan import refuse_backend
+from paceline.planner.layout.host_resources import visible_gpus
+from paceline.plugins import START_FOLDER, resolve
+from paceline.profiling.backends import built_in
+from paceline.reporting.sinks.sink_registry import check_names
+from paceline.step.generate import generate
+from paceline.step.result import StepResult
+from paceline.trainer.parameter_server_worker import WorkerFinished, run_worker
+from paceline.trainer.script_restart import (
+    CHOSEN,
+    CROSSING,
+    begin_again,
+    change_to_go_on,
+    processes_of,
+    script_again,
+    script_to_start,
+    threads_of,
+)
+from paceline.trainer.session import Session
+from paceline.trainer.setup.build_training_setup import job_layer
+from paceline.trainer.setup.prepare import PreparedJob, held_folder, is_worker, join_world, prepare, with_folder
+
+
+class Run:
+    """A run of `job`. Started by plain Python with `ranks > 1`, the script starts again as that many workers.
+
+    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`; `run_dir=` wins over theirs.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        layout: str | None = None,
+        update: str = "sync",
+        compress: str = "none",
+        ranks: int | None = None,
+        device: str = "auto",
+        run_dir: str | Path | None = None,
+        resume: str | Path | bool = False,
+        allow: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._hook = watch_uncaught()
+        if not isinstance(job, Job):
+            raise JobError(
+                f"pl.Run({job!r}) is given a {type(job).__name__}, expected a pl.Job.",
+                hint="pl.Run(make_job()); of a file, paceline train job.py",
+            )
+        refuse_job(job, where=str(line_now() or ""))
+        self.job = job
+        self.exit_code = int(ExitCode.DONE)
+        self._session: Session | None = None
+        kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+        self._chooses = is_auto(layout)
+        if self._chooses:
+            resolve("paceline.measured_planning.auto_layout:refuse_auto")(update=update, compress=compress)
+            layout = None
+        raise_all(refuse_unknown_allowances(tuple(allow)))
+        asked = parse_layout(layout) if layout is not None else None
+        rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
+        own = asked and asked.ranks and asked.ranks + rule.servers  # as the command has it
+        count = ranks or own or world_size(os.environ) or here or 1
+        script = Path(sys.argv[0]).stem or "run"
+        given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
+        asked_here = RequestedSettings().over(given, origin="Run(settings=)")
+        folder = str(run_dir or asked_here.values.get("run_dir") or "")
+        self._is_named = bool(folder)
+        merged = merge(asked_here.over(job_layer(job), origin=JOB, where=JOB_SETTINGS))
+        self._exact = merged.train.exact
+        check_names(merged.watch.to)
+        if count > 1:
+            raise_all(refuse_backend(merged.train.backend, built_in()))
+        self._task = Task(
+            verb="train",
+            job=job.name or script,
+            layout=layout or ("single" if count == 1 else rule.layout),
+            update=str(rule),
+            compress=str(parse_compress(compress)),
+            ranks=count,
+            device=kind,
+            run=folder,
+            resume=str(resume) if isinstance(resume, str | Path) else ("" if resume else None),
+            allow=tuple(allow),
+            settings=asked_here.values,
+            origins=asked_here.origins,
+        )
+
+    @classmethod
+    def worker(cls, task: Task) -> Self:
+        """A run inside a worker that the command started."""
+        run = cls.__new__(cls)
+        run._task = task
+        run._session = None
+        run.exit_code = int(ExitCode.DONE)
+        run._ready = prepare(task)
+        if run._ready.settings.train.exact and not choose_kernels():
+            cause = "it is asked for in Job(settings=), which is read with torch there"
+            raise too_late(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
+        run.job = run._ready.job
+        return run
+
+    _was_open = False
+    _hook: UncaughtHook | None = None
+    _chooses = False
+    _words: Sequence[str] = ()  # of the script, in a process that was started for it
+    _ready: PreparedJob | None = None
+    _hold: RunLock | None = None
+    _listens = False
+    _asked_before: int | None = None  # of the kernel, for when the launcher dies, before this run has asked it
+    _threads = 0  # of torch, before this run has set them
+
+    def open(self) -> Session:
+        """Join the others, and give what is behind this run; whoever asks also closes it."""
+        self.__enter__()
+        return self._live
+
+    def __enter__(self) -> Self:
+        try:
+            self._join_or_start()
+            Run._was_open = True
+            ready = self._ready or prepare(self._task, job=self.job)
+            if is_worker(ready):
+                raise WorkerFinished(run_worker(ready))
+            world = join_world(ready)
+            self._hold = held_folder(ready.task, world=world)
+            self._session = Session(ready, world=world, target=self)
+        except BaseException as error:
+            self._let_go()
+            self._leave_hook(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self._let_go()
+
+    def _leave(self, error: BaseException | None) -> None:
+        session = self._live
+        if isinstance(error, SystemExit) and session.world.world_size > 1 and self._ready is None:
+            report_exit(error)
+        if error is None:
+            self.exit_code = run_finish.code = session.finish()
+            session.close()
+            if self._ready is None:
+                self._hand_back(session)
+        elif session.world.world_size == 1:
+            session.close()
+        self._leave_hook(error)
+
+    def _leave_hook(self, error: BaseException | None) -> None:
+        if self._hook is not None and error is None:
+            self._hook.remove()
+        elif self._hook is not None and error is not None:
+            self._hook.remove_but_for(error)
+
+    def _hand_back(self, session: Session) -> None:
+        """To the script: only where a signal asked for the end it goes no further."""
+        started_by_us = attempt_folder(os.environ) is not None
+        by_signal = bool(self.exit_code) and session.loop.reason == "signal"
+        if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # which says it itself
+            stands = "Stopped and saved." if by_signal else f"The run stands at {session.loop.place}, saved."
+            print_line(f"{stands} Go on: {self._go_on(session.run.path)}", sys.stderr)
+        if by_signal:
+            sys.exit(self.exit_code)
+
+    def _go_on(self, folder: Path) -> str:
+        change = change_to_go_on(folder, resume=self._task.resume, is_named=self._is_named)
+        joined = None if self._words else detect(os.environ)
+        return script_again(joined, words=self._words or sys.orig_argv, change=change)
+
+    def batches(self) -> Iterator[StepInput]:
+        """This replica's share of each global batch, until the run is over or asked to stop."""
+        return self._live.loop.batches()
+
+    def step(self, batch: StepInput) -> StepResult:
+        """Forward, backward, reduce, clip, update; log, evaluate and save when it is time."""
+        return self._live.loop.step(batch, is_shown=self._ready is None)
+
+    def evaluate(self, *, split: str = "eval") -> EvalDone:
+        """Exact metrics of the present weights; every rank calls this."""
+        if split not in ("eval", "test") or getattr(self.job, f"{split}_data") is None:
+            raise UsageError(
+                f"run.evaluate(split={split!r}): the job has no {split}_data."
+                if split in ("eval", "test")
+                else f"run.evaluate(split={split!r}): {split!r} is no split.",
+                hint='split="eval" evaluates on eval_data= of the job, split="test" on its test_data=',
+            )
+        return self._live.loop.evaluate(split=split)
+
+    def save(self) -> None:
+        """Save now; every rank calls this."""
+        self._live.loop.save()
+
+    def stop(self) -> None:
+        """End after this step, saved; every rank calls this."""
+        self._live.loop.request_stop()
+
+    def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
+        """Continue token ids `[batch, length]`; every rank calls this and gets the same, of sites their mean's."""
+        prompt = prompt.to(self._live.world.device)
+        forward = partial(self._live.built.step.passes.call, self.model)
+        with self._live.loop.at_rest():
+            return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own module."""
+        return self._live.built.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The job's own optimizers, as its factory made them."""
+        return self._live.built.update.optimizers
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._live.run.path
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._live.world.rank
+
+    @property
+    def _live(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("use a Run inside `with pl.Run(job) as run:`")
+        return self._session
+
+    def _let_go(self) -> None:
+        """Leave the process as it was, whichever way the run is left: the next one in it begins afresh."""
+        if self._hold is not None:
+            self._hold.close()
+        if self._listens:
+            stop_flag.remove()
+        if self._asked_before is not None:
+            outlive_launcher(self._asked_before)
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self._listens, self._asked_before, self._threads = False, None, 0
+
+    def _join_or_start(self) -> None:
+        """In a worker, or one process: go on. In a plain process with several ranks: start them and leave.
+
+        So also in exact mode: its kernels are chosen by a variable that is read before torch is there.
+        """
+        if self._ready is not None:
+            return
+        folder = attempt_folder(os.environ)
+        if folder is not None:
+            self._refuse_second()
+            request = read_json(folder / "request.json")
+            given, self._words = request["payload"], ["python", *request["script"]]
+            crossing = (*CROSSING, *(CHOSEN if self._chooses else ()))
+            self._task = Task.from_json({**self._task.as_json(), **{name: given[name] for name in crossing}})
+            return
+        late = self._exact and not choose_kernels()
+        if (joined := detect(os.environ)) is not None:
+            if late:
+                begin_again(was_open=Run._was_open)
+            adopt_launcher_variables(joined, os.environ)
+        processes = self._task.ranks if self._chooses else processes_of(self._task)
+        stays = joined is not None or (processes == 1 and not late)
+        script = [] if stays else script_to_start(ranks=processes)
+        if not stays and not is_main_thread():
+            raise _no_main_thread(processes)
+        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
+        if self._chooses:
+            self._task = resolve("paceline.measured_planning.auto_worker:settled_here")(self._task, job=self.job)
+        if stays:
+            if self._exact or processes < self._task.ranks:
+                self._threads = torch.get_num_threads()
+                torch.set_num_threads(threads_of(self._task, exact=self._exact))
+            configure_malloc(os.environ)
+            stop_flag.install(ends_process=False)
+            self._listens, self._asked_before = True, die_with_launcher(os.environ) if joined else None
+            return
+        sys.exit(self._start_again(script))
+
+    @staticmethod
+    def _refuse_second() -> None:
+        """The processes that were started for a Run, their folder and their meeting point are that Run's."""
+        if Run._was_open:
+            raise UsageError(
+                "a second pl.Run in processes that were started for the first one.",
+                cause="several ranks start the script again from its first line, for one Run that is entered once",
+                hint="a script or a paceline train for each; with ranks=1 or under torchrun a script may have several",
+            )
+
+    def _start_again(self, script: list[str]) -> int:
+        folder = Path(self._task.run)
+        if Path(START_FOLDER) != Path.cwd():  # the ranks begin where the script began
+            self._task = replace(self._task, run=str(folder.resolve()))
+        begin = resolve(
+            "paceline.measured_planning.script_launcher:start_scripts"
+        )  # brings the planner, which ranks need not
+        outcome, more = begin(self._task, script, exact=self._exact, job=self.job)
+        if outcome.exit_code:
+            print_line(last_words(outcome, go_on=self._go_on(folder), more=more), sys.stderr)
+        return int(outcome.exit_code)
+
+
+def _no_main_thread(ranks: int) -> UsageError:
+    return UsageError(
+        f"pl.Run on {ranks} ranks starts this script again, once for each of them, and is not in its main thread.",
+        cause="a button of an app, a sweep or a server: as ranks it would all begin again from its first line",
+        hint='ranks=1 here, or a job in a file: pl.train("job.py", ...), which any thread may call',
+    )

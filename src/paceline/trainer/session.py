@@ -1,0 +1,354 @@
+"""One rank's session: from a task to a loop that is ready to run, and back out."""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.abandoned_branch import set_aside
+from paceline.checkpoint.files.checkpoint_folder import BEST, OpenCheckpoint, pointed_checkpoint, step_of
+from paceline.checkpoint.lr_schedule_state import refuse_short
+from paceline.checkpoint.resume_checks import note_changes
+from paceline.comm.process_group import World
+from paceline.config.job_reference import file_name
+from paceline.config.loading import as_toml
+from paceline.config.secret_settings import holds_secret
+from paceline.config.update_rule import UpdateKind
+from paceline.console.formatting import plural
+from paceline.data.dataset_properties import DatasetProperties, find_facts, looked_at, read_again, refuse_other_data
+from paceline.data.order.cursor import Cursor
+from paceline.errors import raise_all
+from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
+from paceline.faults import Faults, parse_faults, refuse_idle_faults
+from paceline.filesystem.atomic_files import read_json, write_json, write_text
+from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.launch.agent.heartbeat import Pulse
+from paceline.launch.agent.signals import stop_flag
+from paceline.launch.environment_owner import attempt_folder
+from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.data_parallel.module_buffers import buffer_notes
+from paceline.planner.layout.local_sgd_checks import never_meet
+from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.profiling.environment import environment, loaded_modules
+from paceline.reporting.sinks.sink_registry import CURVES, make_sinks
+from paceline.run_folder.plan_file import write_decided
+from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.trainer.checkpointer import (
+    Checkpointer,
+    began_as,
+    find_checkpoint,
+    goes_on,
+    restore,
+    run_identity,
+    write_final,
+)
+from paceline.trainer.checks.evaluation_checks import (
+    asked_of,
+    changed_length,
+    evaluation_notes,
+    last_batch_notes,
+    nothing_left,
+    refuse_large_batch,
+    stopped_early,
+)
+from paceline.trainer.checks.lr_schedule_units import schedules_in_epochs
+from paceline.trainer.diagnostics.forecast_check import ForecastCheck
+from paceline.trainer.diagnostics.forecast_lookup import can_be_foretold, find_forecast
+from paceline.trainer.diagnostics.memory_report import MemoryBaseline, naming_memory
+from paceline.trainer.loop import Loop
+from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.duration import Length, Progress, format_interval, length_of
+from paceline.trainer.setup.job_data import cut_for, feed_for
+from paceline.trainer.setup.prepare import PreparedJob, as_first_cut
+
+
+class Session:
+    """Everything between joining and leaving."""
+
+    def __init__(self, ready: PreparedJob, *, world: World, target: Any = None) -> None:
+        self.world = world
+        self._began = time.monotonic()
+        folder, self._resume = world.share_json([ready.task.run, goes_on(ready.task)])
+        self.run = RunFolder(Path(folder))
+        start = Path(self._resume or "")
+        self._start = start if start.name.startswith("step-") else None
+        if ready.task.verb == "evaluate":  # in the microbatches of the run, so that no layout changes what is added
+            ready = as_first_cut(ready, folder=self.run.path, world=world)
+        if self._resume is not None:
+            begun = run_of(self._start) if self._start is not None else self.run
+            ready = as_first_cut(ready, folder=begun.path, world=world)
+        self.ready = ready
+        self._before = MemoryBaseline.now()
+        with naming_memory(None, self._before):
+            self.built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        self._before = self._before.built()
+        self._forecast = self._foretold()
+        loaded, events = self._found()
+        self._facts = self._look_at_data()
+        self.identity = run_identity(self.built, **_told(self._facts), job=file_name(ready.task.job))
+        cursor = Cursor()
+        if loaded is not None:
+            cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
+            events += self._branched(loaded)
+            changes = note_changes(loaded.state.get("settings"), ready.settings)
+            events += [Note(text=text, level="warning") for text in changes]
+        self._feed = self._make_feed(cursor)
+        self.stream = self._make_stream()
+        self.loop = self._make_loop(cursor, loaded, target)
+        if ready.task.verb == "train":
+            self.built.step.parts.contract.ask_mean()
+            refuse_short(self.built.update.schedules, total_steps=self.loop.total_steps)
+            refuse_large_batch(self.built.plan, num_samples=self._feed.num_samples)
+            events += self._notes_of_schedules() if not cursor.step else []
+        self._announce(cursor, loaded, events)
+
+    def _notes_of_schedules(self) -> list[Note]:
+        batch, samples = self.ready.plan.global_batch_size, self._feed.num_samples
+        drop_last = self.ready.settings.data.drop_last
+        epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
+        schedules, total = self.built.update.schedules, self.loop.total_steps
+        found = schedules_in_epochs(schedules, total_steps=total, epoch_steps=epoch_steps)
+        return [Note(text=text, level="warning") for text in found]
+
+    def finish(self) -> int:
+        """Save, consolidate, and answer with the exit code."""
+        code = int(self.loop.finish())
+        self.loop.against.remember()
+        if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
+            line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
+            self.stream.emit(Note(text=line))
+            self._tell_best()
+        if self.world.is_main:
+            self._add_late_modules()
+        status = "done" if code == 0 else "stopped"
+        seconds = time.monotonic() - self._began
+        self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
+        return code
+
+    def _tell_best(self) -> None:
+        """Where another step than the last is the best: how to have its weights."""
+        best = pointed_checkpoint(self.run.checkpoints, BEST)
+        asked = self.ready.job.best is not None or self.ready.job.early_stopping is not None
+        if asked and best is not None and step_of(best) != self.loop.cursor.step:
+            text = (
+                f"consolidated/ has the weights of step {self.loop.cursor.step}, the last; the best are of step "
+                f"{step_of(best)}: paceline ckpt consolidate {self.run.path} --best --to best"
+            )
+            self.stream.emit(Note(text=text))
+
+    def _add_late_modules(self) -> None:
+        """Modules that the job has loaded since it began, in its loss or model, are code of this run too."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            env = read_json(self.run.path / "env.json")
+            known = env["job"]["modules"]
+            late = {name: digest for name, digest in loaded_modules().items() if name not in known}
+            if late:
+                write_json(self.run.path / "env.json", {**env, "job": {**env["job"], "late_modules": late}})
+
+    def close(self) -> None:
+        """Leave."""
+        self.loop.beat_over()
+        self._feed.close()
+        self.stream.close()
+        self.built.close()
+        self.world.close()
+
+    def _foretold(self) -> FallbackLayout | None:
+        """As rank 0 finds it."""
+        if not can_be_foretold(self.ready):
+            return None
+        found = None
+        if self.world.is_main:
+            found = find_forecast(self.ready, folder=self.run.path, parameters=self._parameters)
+        shared = self.world.share_json(None if found is None else found.as_json())
+        return None if shared is None else FallbackLayout(**shared)
+
+    def _parameters(self) -> int:
+        """Trainable ones of all ranks, not of this one."""
+        kept = self.built.kept
+        return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
+
+    def _found(self) -> tuple[OpenCheckpoint | None, list[Event]]:
+        if self._resume is None:
+            return None, []
+        return find_checkpoint(self.run.checkpoints, asked=self._start, world=self.world)
+
+    def _branched(self, loaded: OpenCheckpoint) -> list[Event]:
+        """What comes after an older checkpoint of this run is kept apart, once the run does go on from it."""
+        goes_back = self._start is not None and loaded.is_in(self.run.checkpoints)
+        if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
+            return []
+        with as_checkpoint_error("what comes after it,", self.run.checkpoints):
+            aside = set_aside(self.run.checkpoints, start=loaded.path)
+        return [] if aside is None else [Note(text=f"what came after {loaded.path.name} was set aside in {aside}")]
+
+    def _look_at_data(self) -> DatasetProperties | None:
+        """The facts of indexed data, the same on every rank; of a stream none."""
+        source, seed = self.built.data.train, self.ready.settings.seed
+        if not source.is_indexed:
+            return None
+        facts = find_facts(source, seed=seed)
+        facts.refuse_problem()
+        told = self.world.gather_json([facts.num_samples, facts.fingerprint])
+        samples = looked_at(facts.num_samples)
+
+        def is_same() -> bool:
+            return all(self.world.gather_json(read_again(source, samples=samples, epoch=0, seed=seed)))
+
+        lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+        by_rank = dict(enumerate(lengths)), dict(enumerate(checksums))
+        refuse_other_data(*by_rank, samples=samples, name="train_data", is_same=is_same)
+        return facts
+
+    def _make_feed(self, cursor: Cursor) -> Any:
+        plan, settings = self.ready.plan, self.ready.settings
+        return feed_for(
+            self.built.data,
+            settings,
+            cut=cut_for(plan, settings, self.built.worlds.data, reads=not plan.rule.has_servers),
+            cursor=cursor,
+            sample_seeds=settings.data.sample_seeds,
+            pin_memory=self.world.device.type == "cuda",
+            shards=settings.data.shards,
+            agree=self.world.gather_json if self.world.world_size > 1 else None,
+            facts=self._facts,
+        )
+
+    def _make_stream(self) -> EventBus:
+        if not self.world.is_main:
+            return EventBus()
+        to = self.ready.settings.watch.to
+        if self.ready.task.verb == "evaluate":
+            to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # what tells how the run was trained
+        sinks, left_out = make_sinks(to, run=self.run)
+        stream = EventBus(sinks)
+        for note in left_out:
+            stream.emit(Note(text=note))
+        return stream
+
+    def _make_loop(self, cursor: Cursor, loaded: OpenCheckpoint | None, target: Any) -> Loop:
+        settings, task = self.ready.settings, self.ready.task
+        if loaded is not None:
+            place = loaded.state["feed"]
+            self._feed.restore({k: v for k, v in place.items() if k != "order" or "order" not in task.allow})
+        extra = loaded.state.get("extra", {}) if loaded else {}
+        length = length_of(settings, epoch_samples=self._feed.num_samples)
+        faults = parse_faults(task.faults)
+        raise_all(refuse_idle_faults(faults, ranks=task.ranks, steps=self._total_steps(length)))
+        return Loop(
+            built=self.built,
+            feed=self._feed,
+            saver=Checkpointer(
+                built=self.built,
+                folder=self.run.checkpoints,
+                identity=self.identity,
+                names=[member.name for member in self.built.named],
+                begun_from=loaded,
+            ),
+            stream=self.stream,
+            pulse=self._make_pulse(),
+            faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
+            stop=stop_flag,
+            length=length,
+            cursor=cursor,
+            progress=Progress.from_json(extra),
+            before=self._before,
+            against=ForecastCheck(forecast=self._forecast, built=self.built, before=self._before, stream=self.stream),
+            on_eval_target=target,
+        )
+
+    def _total_steps(self, length: Length) -> int | None:
+        batch, drop_last = self.ready.plan.global_batch_size, self.ready.settings.data.drop_last
+        return length.total_steps(batch=batch, drop_last=drop_last)
+
+    def _make_pulse(self) -> Pulse | None:
+        folder = attempt_folder(os.environ)
+        patience = self.ready.settings.train.timeout_seconds
+        return Pulse(folder / f"pulse-{self.world.rank}", patience=patience) if folder else None
+
+    def _announce(self, cursor: Cursor, loaded: OpenCheckpoint | None, events: Sequence[Event]) -> None:
+        if not self.world.is_main or self.ready.task.verb == "evaluate":  # which leaves the run's own story alone
+            return
+        task, plan = self.ready.task, self.ready.plan
+        private = holds_secret(self.ready.asked.values)
+        write_text(self.run.path / "config.toml", as_toml(self.ready.asked), private=private)
+        write_json(self.run.path / "job.json", asked_of(self.ready.job))
+        write_decided(self.run.path, {**plan.as_json(), **self._planned()})
+        write_json(self.run.path / "env.json", environment(task.job))
+        write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
+        for event in events:
+            self.stream.emit(event)
+        self.stream.emit(
+            RunStarted(
+                run_id=str(self.run.path),
+                job=task.job,
+                layout=plan.layout,
+                ranks=plan.processes,
+                attempt=task.attempt,
+                resumed_from=cursor.step if loaded else None,
+                total_steps=self.loop.total_steps,
+                banner=self._banner(cursor, loaded),
+            )
+        )
+
+    def _planned(self) -> dict[str, Any]:
+        found = {"auto": self.ready.task.options.get("auto"), "forecast": self._forecast and self._forecast.as_json()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _banner(self, cursor: Cursor, loaded: OpenCheckpoint | None) -> tuple[str, ...]:
+        settings, loop = self.ready.settings, self.loop
+        parameters = self._parameters()
+        lines = [f"run: {self.run.path}", f"model: {plural(parameters, 'trainable parameter')}", *self.ready.plan.notes]
+        samples = self._feed.num_samples
+        lines += [] if samples is None else [f"data: {plural(samples, 'sample')} an epoch"]
+        lines += [*self._feed.notes, *self.built.notes]
+        when = f"save {format_interval(loop.save_every, total=loop.total_steps)}"
+        if self.ready.job.eval_data is not None:
+            when = f"evaluate {format_interval(loop.eval_every, total=loop.total_steps)}, {when}"
+        lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {when}")
+        lines += never_meet(self.ready.plan.rule, total_steps=loop.total_steps)
+        lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
+        if any(norms_with_statistics(self.built.model)):
+            rule = self.ready.plan.rule
+            lines.append(
+                buffer_notes(settings.train.buffers, is_race=rule.kind is UpdateKind.HOGWILD, has_sites=rule.has_sites)
+            )
+        micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
+        lines += evaluation_notes(
+            self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on
+        )
+        lines += last_batch_notes(
+            self.ready.plan,
+            settings,
+            self.built.model,
+            samples=samples,
+            total_steps=loop.total_steps,
+            goes_on=goes_on,
+        )
+        scale = settings.train.lr_scaling
+        lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
+        if loaded is None and self._resume is not None:
+            lines.append("resumed: nothing had been saved, the run begins at its first step")
+        if loaded is not None:
+            own = loaded.is_in(self.run.checkpoints)
+            lines.append(
+                f"resumed: {loaded.path.name if own else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
+            )
+            lines += loop.anew
+            was = began_as(loaded)["data"]["num_samples"]
+            lines += changed_length(was, samples, cursor=cursor, total=loop.total_steps)
+            early = list(stopped_early(self.ready.job, loop.progress, step=cursor.step))
+            over = loop.is_over() and not loop.progress.unjudged
+            lines += early or ([nothing_left(settings, step=cursor.step, total=loop.total_steps)] if over else [])
+        return tuple(lines)
+
+
+def _told(facts: DatasetProperties | None) -> dict[str, Any]:
+    """The facts as a checkpoint holds them."""
+    if facts is None:
+        return {"num_samples": None, "data": "stream"}
+    return {"num_samples": facts.num_samples, "data": f"{facts.fingerprint:08x}"}

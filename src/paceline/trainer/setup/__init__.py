@@ -1,0 +1,1 @@
+"""A job made ready to train: settings, data, model, optimizers, step."""

@@ -1,0 +1,344 @@
+"""From a task to something that can train: job, settings, plan, world, model, optimizer, step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from paceline.checkpoint.optimizer_options import Options
+from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import ThreadWorld, thread_worlds
+from paceline.config.settings import Settings
+from paceline.config.update_rule import UpdateKind
+from paceline.console.output import print_line
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.sync_batchnorm import synchronise
+from paceline.parallel.build_reducer import do_nothing
+from paceline.parallel.compression.build_codec import compression_notes
+from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
+from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
+from paceline.parallel.data_parallel.module_buffers import BufferPolicy
+from paceline.parallel.data_parallel.shared_memory_model import SharedModel
+from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, shared_gpu
+from paceline.parallel.initialization.pretrained import PretrainedModel
+from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
+from paceline.parallel.module_access.broadcast_initial import broadcast_initial
+from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
+from paceline.parallel.parallelize import ParallelizedModel, parallelize, parallelize_thread_replica
+from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.mesh import DATA, Mesh
+from paceline.step.loss.loss_return_value import LossContract
+from paceline.step.optimizer_update import OptimizerUpdate
+from paceline.step.replica_context import StepContext
+from paceline.step.shared_memory.rng_turns import ALONE, HostRngTurns
+from paceline.step.synchronous import SynchronousStep
+from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.rng import RandomStreams, seed_all, stream_key
+from paceline.trainer.checks.check_job import check_job
+from paceline.trainer.checks.example_batch import ExampleBatch
+from paceline.trainer.checks.loss_modules import loss_notes
+from paceline.trainer.checks.option_compatibility import check_compatibility, refuse_foreign, unheard_placing
+from paceline.trainer.checks.parallel_checks import UNTRIED, can_be_tried, context_of, try_experts
+from paceline.trainer.checks.parameter_server_job_checks import among_servers
+from paceline.trainer.setup.initial_model import InitialModel, begin_whole, build_initial_model
+from paceline.trainer.setup.job_data import JobData
+from paceline.trainer.setup.make_step import make_step
+from paceline.trainer.setup.optimizers import learn_rules, make_update
+from paceline.trainer.train_mode import put_into_training
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """One rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first.
+
+    `site` are the ranks that keep one set of weights between them: all, but where sites train on their own.
+    `weights` are parameters and buffers as the ranks' models hold them, `kept` what the optimizers do: where they
+    are sharded, `named` are this rank's parts of the parameters.
+    """
+
+    job: Job
+    settings: Settings
+    plan: ExecutionPlan
+    worlds: MeshGroups
+    site: World
+    model: nn.Module
+    models: Sequence[nn.Module]
+    named: Sequence[NamedParameter]
+    weights: ShardedTensors
+    kept: ShardedTensors
+    placed: ParallelizedModel
+    step: SynchronousStep
+    grid: FixedPointGrid | None
+    notes: tuple[str, ...]
+    given: Options
+    unlisted: NonPersistentBuffers
+    data: JobData
+
+    @property
+    def world(self) -> World:
+        """Everybody."""
+        return self.worlds.every
+
+    @property
+    def update(self) -> OptimizerUpdate:
+        """The optimizer's side."""
+        return self.step.parts.update
+
+    def as_evaluated(self) -> AbstractContextManager[None]:
+        """With the weights that metrics are measured on: the average, where the job has one."""
+        return nullcontext() if self.update.ema is None else self.update.ema.in_place()
+
+    def refuse_training(self) -> None:
+        """Refuse, before the first step, a model that can only be evaluated in this layout.
+
+        Raises:
+            LayoutError: no gradient would come back through it.
+        """
+        if self.placed.piped is not None:
+            self.placed.piped.stages.refuse_training()
+
+    def close(self) -> None:
+        """Remove what was hooked into the model."""
+        self.step.close()
+        self.placed.close()
+
+
+def job_layer(job: Job) -> dict[str, Any]:
+    """The settings that a job brings; a file and the command line go over them.
+
+    Raises:
+        JobError: it names the run folder, which the command needs before it loads the job.
+    """
+    layer = dict(job.settings or {})
+    if "run_dir" in layer:
+        raise JobError(
+            f"Job(settings={{'run_dir': {str(layer['run_dir'])!r}}}): a job can't say where it runs.",
+            cause="the run folder is there before the job is loaded",
+            hint=f"--run-dir {layer['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
+        )
+    for name in ("micro_batch_size", "max_grad_norm"):
+        value = getattr(job, name)
+        if value is not None:
+            layer.setdefault(f"train.{name}", value)
+    return layer
+
+
+def build_model(job: Job, *, seed: int) -> nn.Module:
+    """The model of one plain build: its draws depend on the seed alone."""
+    guard_hooks()
+    seed_all(stream_key(seed, "build"))
+    try:
+        model = job.model()
+    except (ValueError, RuntimeError) as error:
+        if "process group" not in str(error):
+            raise
+        raise JobError(
+            f"model= failed: {error}",
+            cause="DistributedDataParallel or another wrapper inside model=, which Paceline brings itself",
+            hint="model= without it; --layout ddp or fsdp",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise JobError(
+            "model= gave parameters without memory (on the device meta), so they have no start values.",
+            cause='built under torch.device("meta"), to be filled later',
+            hint="leave it out: above init.limit a model is built without memory by itself, and its init is replayed",
+        )
+    refuse_tensors(model)
+    return model
+
+
+def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, world: World) -> TrainingSetup:
+    """Put one rank's share together.
+
+    Raises:
+        JobError, UsageError, Problems: something can't be had as asked.
+    """
+    check_compatibility(job, settings, plan)
+    plan = among_servers(plan, servers=world.world_size)
+    worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
+    own = _own(plan, settings, MeshGroups.for_local_sgd_site(world, mesh=plan.mesh) if plan.rule.has_sites else worlds)
+    site = own[0].every if len(own) == 1 else world
+    begun = [_begun(job, settings, each) for each in own]
+    models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
+    check_job(job, models[0], takes_sparse=plan.rule.has_servers)
+    refuse_foreign(models[0], plan)
+    named = [trainable_parameters(model) for model in models]
+    notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *put_into_training(models)]
+    notes += _equal_start(models[0], world) if begun[0].is_whole else []
+    notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
+    shared = SharedModel(models[0], world=world) if plan.rule.kind is UpdateKind.HOGWILD else None
+    rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
+    unlisted, data = NonPersistentBuffers(models[0]), JobData(job, settings)
+    contracts = [LossContract(job=job, model=model, asks=not world.is_imagined) for model in models]
+    if len(own) > 1:
+        exact = settings.train.exact
+        placed = [
+            parallelize_thread_replica(model, named=members, home=named[0], world=each.every, exact=exact)
+            for model, members, each in zip(models, named, own, strict=True)
+            if isinstance(each.every, ThreadWorld)
+        ]
+    else:
+        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules, data)]
+        notes += begun[0].late.notes if begun[0].late is not None else []
+        notes += compression_notes(plan.wire, placed[0].reducer, named=placed[0].named, world=worlds.summed)
+    mirror = ThreadReplicas(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
+    update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
+    turns = None if mirror is None else HostRngTurns(gpu=shared_gpu([each.every.device for each in own]))
+    parts = [
+        _parts(settings, model, each, one, contract, update, turns)
+        for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
+    ]
+    return TrainingSetup(
+        job=job,
+        settings=settings,
+        plan=plan,
+        worlds=worlds,
+        site=site,
+        model=models[0],
+        models=models,
+        named=placed[0].named,
+        weights=placed[0].weights if mirror is None else ShardedTensors(world=world, held=all_of(models[0])),
+        kept=placed[0].kept if mirror is None else ShardedTensors(world=world, held=all_shares(named[0])),
+        placed=placed[0],
+        step=make_step(plan, parts, placed[0], mirror, turns, shared, replicas=worlds.replicate),
+        grid=placed[0].grid,
+        notes=tuple(notes),
+        given=given,
+        unlisted=unlisted,
+        data=data,
+    )
+
+
+def begun_whole(job: Job, settings: Settings) -> Callable[[], nn.Module]:
+    """The model of one process, whole, with the start values of every layout."""
+    plain = partial(build_model, job, seed=settings.seed)
+    return partial(begin_whole, plain, seed=settings.seed, limit_bytes=settings.init.limit, stored=_stored(job))
+
+
+def _begun(job: Job, settings: Settings, worlds: MeshGroups) -> InitialModel:
+    plain = partial(build_model, job, seed=settings.seed)
+    limit = settings.init.limit
+    return build_initial_model(plain, seed=settings.seed, limit_bytes=limit, worlds=worlds, stored=_stored(job))
+
+
+def _stored(job: Job) -> PretrainedModel | None:
+    return job.model if isinstance(job.model, PretrainedModel) else None
+
+
+def _placed(
+    job: Job,
+    settings: Settings,
+    plan: ExecutionPlan,
+    begun: InitialModel,
+    model: nn.Module,
+    contract: LossContract,
+    worlds: MeshGroups,
+    rules: ShardedOptimizerFactory | None,
+    data: JobData,
+) -> ParallelizedModel:
+    exact = settings.train.exact
+    whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
+    whole = [member.name for member in trainable_parameters(model)] if plan.rule.has_servers else whole
+    device = worlds.every.device
+    example = ExampleBatch(
+        job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
+    )
+    if set(plan.mesh.split) - set(DATA):
+        example.learn() if begun.late is None else begun.late.valued(example.learn)
+    context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
+    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.every.is_imagined:
+        try_experts(model=model, contract=contract, example=example)
+    untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
+    for note in (UNTRIED.format(axis) for axis in untried):
+        print_line(note) if begun.late is None else begun.late.notes.append(note)
+    return parallelize(
+        model,
+        asked=plan.asked,
+        worlds=worlds,
+        example=example,
+        say=print_line,
+        how=settings.place,
+        exact=exact,
+        compiles=settings.train.compile,
+        whole=whole,
+        context=context,
+        rows=begun.rows,
+        late=begun.late,
+        compress=plan.wire,
+    )
+
+
+def _parts(
+    settings: Settings,
+    model: nn.Module,
+    worlds: MeshGroups,
+    placed: ParallelizedModel,
+    contract: LossContract,
+    update: OptimizerUpdate,
+    turns: HostRngTurns | None,
+) -> StepContext:
+    """One replica's."""
+    train = settings.train
+    rounds = synchronise(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    streams = RandomStreams(seed=settings.seed)
+    streams.attach(model)
+    return StepContext(
+        model=model,
+        worlds=worlds,
+        contract=contract,
+        reducer=placed.reducer,
+        context=placed.context,
+        tape=MicrobatchStatistics(
+            model=model,
+            world=worlds.data,
+            enabled=train.buffers == "fold",
+            exact=train.exact,
+            in_order=worlds.mesh.pp == 1,
+            compiles=train.compile,
+            can_wait=_can_wait(worlds.mesh),
+            over_batch=contract.over_batch,
+        ),
+        buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
+        update=update,
+        streams=streams,
+        precision=train.precision,
+        exact=train.exact,
+        rounds=rounds,
+        turns=turns or ALONE,
+        take_back=placed.reducer.undo if isinstance(placed.reducer, ErrorFeedbackReducer) else do_nothing,
+    )
+
+
+def _can_wait(mesh: Mesh) -> bool:
+    """Whether a replica's forward may wait for another replica's: inside it meets none, and it runs as a whole."""
+    gathers = mesh.zero == 3 and mesh.dp_shard > 1
+    return not (gathers or mesh.sites) and mesh.pp == mesh.ep == 1
+
+
+def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[MeshGroups]:
+    """One for each replica of this process."""
+    if plan.processes > 1 or plan.replicas == 1:
+        return [worlds]
+    timeout = settings.train.timeout_seconds
+    found = thread_worlds(replicas=plan.replicas, world=worlds.every, timeout_seconds=timeout)
+    return [MeshGroups.of_replicas(each) for each in found]
+
+
+def _equal_start(model: nn.Module, world: World) -> list[str]:
+    differed = [name for names in world.gather_json(broadcast_initial(model, world=world)) for name in names]
+    if not differed:
+        return []
+    return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]

@@ -1,0 +1,154 @@
+"""How long a run is, and what the loop counts on the way."""
+
+import math
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+
+from paceline.config.settings import Settings
+from paceline.data.order.cursor import Cursor
+
+SHORTEST_INTERVAL = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long to train; the first limit that is reached ends the run."""
+
+    steps: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    epochs: float | None = None
+    epoch_samples: int | None = None
+
+    def total_steps(self, *, batch: int, drop_last: bool) -> int | None:
+        """The number of steps, where it is known before."""
+        limits = [] if self.steps is None else [self.steps]
+        if self.epoch_samples is None:
+            limits += [] if self.samples is None else [math.ceil(self.samples / batch)]
+            return min(limits, default=None)
+        per_epoch = self.epoch_samples // batch if drop_last else math.ceil(self.epoch_samples / batch)
+        if self.epochs is not None:
+            limits.append(max(1, math.ceil(per_epoch * self.epochs)))
+        if self.samples is not None:
+            whole, rest = divmod(self.samples, self.epoch_samples)
+            limits.append(max(1, whole * per_epoch + min(per_epoch, math.ceil(rest / batch))))
+        return min(limits, default=None)
+
+    def reached(self, cursor: Cursor, *, tokens: float, total: int | None) -> bool:
+        """Whether the run is over at this cursor."""
+        if total is not None and cursor.step >= total:
+            return True
+        if self.tokens is not None and tokens >= self.tokens:
+            return True
+        if self.samples is not None and self.epoch_samples is None and cursor.samples >= self.samples:
+            return True
+        return self.epoch_samples is None and self.epochs is not None and cursor.epoch >= self.epochs
+
+
+@dataclass
+class Progress:
+    """What the loop remembers beside the cursor; saved with it.
+
+    `best_of` and `rule_of` are the metric and mode (`loss:min`) that `best` and `rule_best` belong to. `unjudged`: a
+    stop came before a due evaluation.
+    """
+
+    tokens: float = 0.0
+    best: float | None = None
+    best_of: str = ""
+    waited: int = 0
+    rule_best: float | None = None
+    rule_of: str = ""
+    unjudged: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """From a checkpoint."""
+        return cls(
+            tokens=value.get("tokens", 0.0),
+            best=value.get("best"),
+            best_of=value.get("best_of", ""),
+            waited=value.get("waited", 0),
+            rule_best=value.get("rule_best"),
+            rule_of=value.get("rule_of", ""),
+            unjudged=value.get("unjudged", False),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What a step took, of those between two logged lines."""
+
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    samples_per_second: float = 0.0
+
+
+@dataclass
+class Clock:
+    """Seconds since the last logged step, by what they went to."""
+
+    began: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    samples: int = 0
+    data: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    saving: float = 0.0
+    evaluating: float = 0.0
+
+    def stepping(self) -> float:
+        """Seconds of the steps themselves, with the reading of data: what else was done has its own clocks."""
+        return time.perf_counter() - self.began - self.saving - self.evaluating
+
+    def pace(self) -> Pace:
+        """Of the steps so far."""
+        stepping, steps = max(self.stepping(), 1e-9), max(self.steps, 1)
+        return Pace(
+            step_seconds=stepping / steps,
+            data_seconds=self.data / steps,
+            compute_seconds=self.compute / steps,
+            communication_seconds=self.communication / steps,
+            samples_per_second=self.samples / stepping,
+        )
+
+
+def derived_interval(total: int | None) -> int:
+    """Ten times in a run, but not more often than each tenth step; every thousand where its length is not known."""
+    return max(SHORTEST_INTERVAL, total // 10) if total else 1000
+
+
+def format_interval(every: int, *, total: int | None) -> str:
+    """An interval in words."""
+    return "at the end" if total is not None and every >= total else f"every {every} and at the end"
+
+
+def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
+    """How long to train; one epoch where nothing is said."""
+    train = settings.train
+    unsaid = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
+    return Length(
+        steps=train.steps,
+        samples=train.samples,
+        tokens=train.tokens,
+        epochs=1.0 if unsaid else train.epochs,
+        epoch_samples=epoch_samples,
+    )
+
+
+def peak_gib(device: torch.device) -> float:
+    """The most memory this rank has held so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

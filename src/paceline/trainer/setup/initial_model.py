@@ -1,0 +1,169 @@
+"""The model of a run before it is placed: whole on every rank, or where ranks hold parts of a large one, those."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.errors import JobError
+from paceline.parallel.initialization.deferred_fill import DeferredModel
+from paceline.parallel.initialization.deferred_init import defer_init, defer_large_model, drawn_start
+from paceline.parallel.initialization.meta_model import named_tensors, put_tensors, tensor_bytes, with_data
+from paceline.parallel.initialization.pretrained import PretrainedModel
+from paceline.parallel.sharding.fully_sharded import row_parts
+from paceline.planner.layout.mesh import Mesh
+from paceline.torch_internals.rng import get_states, set_states
+
+SMALL_BYTES = 256 << 20
+
+Build = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialModel:
+    """A model and, where its cut parameters have no memory yet, this rank's rows of them.
+
+    Where it has to be run to know how it is cut, no parameter has memory yet: `late` gives it this rank's values when
+    it is known. `notes` say how the model began.
+    """
+
+    model: nn.Module
+    rows: dict[str, Tensor] | None = None
+    late: DeferredModel | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the model is here."""
+        return self.rows is None and self.late is None
+
+    def on(self, device: torch.device) -> nn.Module:
+        """The model where it is to be; rows and what is whole beside them are there already."""
+        return self.model.to(device) if self.is_whole else self.model
+
+
+class _Large(BaseException):
+    """The build has passed the limit. No `Exception`, so that a constructor's own `except` does not keep it."""
+
+
+def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: PretrainedModel | None = None) -> nn.Module:
+    """The whole model: a plain build, left before it is above the limit, or each tensor's values by name.
+
+    Raises:
+        JobError: `build` gives no model. UsageError: above the limit, and the constructor can't be recorded.
+    """
+    if stored is not None:
+        return build()
+    model = _built(build, most=limit_bytes)
+    if model is not None and tensor_bytes(model) <= limit_bytes:
+        return model
+    del model
+    gc.collect()  # a module that is left in its constructor may be in a circle
+    return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
+
+
+def build_initial_model(
+    build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, stored: PretrainedModel | None = None
+) -> InitialModel:
+    """The model of this rank; every rank calls this. `build` is the plain build, seeded.
+
+    Up to `SMALL_BYTES` each rank builds it whole, as it does where it holds all of it. Where ranks hold parts that are
+    found by running the model, it is whole up to the limit.
+
+    Raises:
+        JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
+    """
+    if worlds.every.is_imagined:
+        return InitialModel(model=build())
+    if not holds_parts(worlds.mesh):
+        return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
+    model = _built(build, most=min(SMALL_BYTES, limit_bytes))
+    if model is not None and tensor_bytes(model) > limit_bytes:
+        model = None
+    if not any(worlds.every.gather_json(model is None)):
+        assert model is not None
+        return InitialModel(model=model)
+    del model
+    if not holds_rows(worlds.mesh):
+        found = defer_large_model(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+        if found is None:
+            return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
+        return InitialModel(
+            model=found.model, late=DeferredModel(draft=found, device=worlds.every.device), notes=found.notes
+        )
+    made = defer_init(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+    if made.source.apiece:
+        return InitialModel(
+            model=made.model, late=DeferredModel(draft=made, device=worlds.every.device), notes=made.notes
+        )
+    parts = row_parts(made.model, world=worlds.shard)
+    values, notes = made.values(parts)
+    old = named_tensors(made.model)
+    put_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
+    rows = {name: value for name, value in values.items() if name in parts}
+    return InitialModel(model=made.model, rows=rows, notes=(*made.notes, *notes))
+
+
+def _whole(build: Build, *, seed: int, limit_bytes: int, stored: PretrainedModel | None) -> InitialModel:
+    whole = begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
+    return InitialModel(model=whole, notes=_by_name(whole, limit_bytes) if stored is None else ())
+
+
+def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
+    num_bytes = tensor_bytes(model)
+    if num_bytes <= limit_bytes:
+        return ()
+    return (f"start values: {num_bytes:,} bytes are above init.limit: each tensor's are drawn alone, for its name",)
+
+
+def holds_parts(mesh: Mesh) -> bool:
+    """Whether no rank's model is all of it."""
+    return mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1
+
+
+def holds_rows(mesh: Mesh) -> bool:
+    """Whether a rank's model is rows of the parameters and nothing else: then it need never be whole."""
+    return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
+
+
+def _built(build: Build, *, most: int) -> nn.Module | None:
+    """A plain build; None where it has come to more bytes than `most`."""
+    states = get_states()
+    with _gauge(most):
+        try:
+            model = build()
+        except _Large:
+            set_states(states)  # the next build is the first
+            return None
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+        )
+    return model
+
+
+@contextmanager
+def _gauge(most: int) -> Iterator[None]:
+    """Stop a build once the parameters that it has registered are larger."""
+    seen: dict[int, Tensor] = {}
+    total = 0
+
+    def weigh(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal total
+        del name
+        if parameter is not None and id(parameter) not in seen:
+            seen[id(parameter)] = parameter
+            total += parameter.numel() * parameter.element_size()  # a sparse one has no `nbytes`; it is refused by name
+            if total > most:
+                raise _Large
+
+    handle = register_module_parameter_registration_hook(weigh)
+    try:
+        yield
+    finally:
+        handle.remove()

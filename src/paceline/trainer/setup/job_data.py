@@ -1,0 +1,108 @@
+"""A job's data as a run reads it."""
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from paceline.comm.process_group import World
+from paceline.config.settings import Settings
+from paceline.data.loader import BatchLoader, make_loader
+from paceline.data.order.cursor import Cursor
+from paceline.data.reader_process import read_apart
+from paceline.data.source import MadeDatasets, Source, read_source
+from paceline.data.types import BatchPartition, StepInput
+from paceline.job import Job
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.torch_internals.rng import preserve_rng
+
+
+class JobData:
+    """The data of a job in one process. What a function gives is made once, where it can be indexed.
+
+    Where one split has data workers, all have: what a process has read of one, it shares with the workers of the other,
+    which may be parts of the same files.
+    """
+
+    def __init__(self, job: Job, settings: Settings) -> None:
+        self._job = job
+        self._made = MadeDatasets()
+        self._asked = settings.data.workers
+        splits = (job.train_data, job.eval_data, job.test_data)
+        self._least = int(any(isinstance(split, DataLoader) and split.num_workers for split in splits))
+
+    @property
+    def workers(self) -> int:
+        """How many data workers there are at least, whatever is read; 0 where nothing is forked."""
+        return self._asked or self._least
+
+    @cached_property
+    def train(self) -> Source:
+        """The training data."""
+        return self._source(self._job.train_data, order=self._job.order, name="train_data")
+
+    def split(self, data: Any, *, name: str) -> Source:
+        """Data to evaluate on, be it a split of the job or any other."""
+        return self._source(data, order=None, name=name)
+
+    def _source(self, data: Any, *, order: Any, name: str) -> Source:
+        collate, made = self._job.collate, self._made
+        source = read_source(data, collate=collate, order=order, workers=self._asked, name=name, made=made)
+        return source if source.workers else replace(source, workers=self._least)
+
+
+def feed_for(
+    data: JobData, settings: Settings, *, cut: BatchPartition, cursor: Cursor | None = None, **how: Any
+) -> BatchLoader:
+    """Return a feed from the beginning, or from where `cursor` stands; `how` as `make_loader` has it."""
+    return make_loader(
+        data=data.train,
+        collate=None,
+        order=None,
+        seed=settings.seed,
+        cut=cut,
+        cursor=cursor or Cursor(),
+        **how,
+    )
+
+
+def read_first(
+    data: JobData, settings: Settings, *, cut: BatchPartition, count: int = 1, **how: Any
+) -> list[StepInput]:
+    """Return a replica's share of the first batches, read before there is a feed and where the data may be read."""
+    source = data.train
+
+    def read() -> list[StepInput]:
+        feed = make_loader(
+            data=replace(source, workers=0),
+            collate=None,
+            order=None,
+            seed=settings.seed,
+            cut=cut,
+            cursor=Cursor(),
+            **how,
+        )
+        with preserve_rng():
+            found = list(islice(feed, count))
+            feed.close()
+        return [replace(given, spare=None) for given in found] if source.workers else found
+
+    found = read_apart(source, read, seed=settings.seed)
+    if not source.workers:
+        return found
+    whole = replace(cut, replica=0, replicas=1)
+    return [replace(given, spare=lambda: read_first(data, settings, cut=whole)[0].micro[0].data) for given in found]
+
+
+def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool = True) -> BatchPartition:
+    """What a replica gets of each global batch; `data` are the replicas."""
+    return BatchPartition(
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        replica=data.rank,
+        replicas=data.world_size,
+        drop_last=settings.data.drop_last,
+        reads=reads,
+    )

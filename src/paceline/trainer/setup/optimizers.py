@@ -1,0 +1,132 @@
+"""The optimizer's side of a run: the job's optimizers on what this rank holds, schedules, scaler, average."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.optimizer_options import Options, given_options
+from paceline.checkpoint.train_state import check_optimizers, make_optimizers
+from paceline.comm.process_group import World
+from paceline.config.settings import Settings
+from paceline.errors import raise_all
+from paceline.job import Job
+from paceline.parallel.build_reducer import do_nothing
+from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors
+from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.sharding.optimizer_offload import offload_state
+from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.step.optimizer_update import Ema, Norm, OptimizerUpdate, gradient_values
+from paceline.torch_internals.private_api import JointScaler
+from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
+
+
+def learn_rules(
+    job: Job, named: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
+) -> ShardedOptimizerFactory | None:
+    """The job's optimizers on the whole model's shapes, where ranks are to hold parts; None where they hold it whole.
+
+    Raises:
+        JobError, LayoutError: groups that don't fit the model, or a rule that is not right on rows.
+    """
+    if plan.mesh.ranks == plan.mesh.dp_replicate:
+        return None
+    rules = try_optimizer_factory(job.optimizer, named)
+    raise_all(unfit_optimizers(rules.optimizers))
+    check_optimizers(rules.optimizers, {id(p): name for name, p in rules.pairs})
+    if plan.mesh.zero == 3:
+        rules.refuse_rows(layout=plan.layout, exact=exact)
+    elif plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
+        rules.refuse_apart()
+    return rules
+
+
+def make_update(
+    job: Job,
+    settings: Settings,
+    plan: ExecutionPlan,
+    model: nn.Module,
+    placed: ParallelizedModel,
+    rules: ShardedOptimizerFactory | None,
+    *,
+    world: World,
+) -> tuple[OptimizerUpdate, Options]:
+    """The optimizer's side, and the options as the job gives them: a schedule writes to them at once."""
+    if rules is not None:
+        rules.refuse_pieces(_pieces(placed), layout=plan.layout)
+    optimizers = make_optimizers(job, model) if rules is None else rules.on(placed.named)
+    factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
+    if "optimizer" in plan.asked.offload:
+        for optimizer in optimizers:
+            offload_state(optimizer)
+    given = given_options(optimizers)
+    schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
+    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
+    fp16 = settings.train.precision == "fp16"
+    update = OptimizerUpdate(
+        named=placed.named,
+        optimizers=optimizers,
+        schedules=schedules,
+        scaler=make_scaler(placed.kept, world) if fp16 else None,
+        max_grad_norm=settings.train.max_grad_norm,
+        check_finite=not fp16,
+        skip_nonfinite=settings.train.on_nonfinite == "skip",
+        on_empty=settings.train.on_empty,
+        ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
+        norm=None if plan.rule.is_stashed else _norm(placed, settings, world=world),
+        spread=do_nothing if plan.rule.has_servers else placed.spread,
+        on_update=None if job.on_update is None else partial(job.on_update, model),
+    )
+    return update, given
+
+
+def lr_factor(rule: str, ratio: float) -> float:
+    """What the learning rate is multiplied by when the batch is `ratio` times the job's own.
+
+    Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
+    """
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def make_scaler(kept: ShardedTensors, world: World, **options: Any) -> torch.amp.GradScaler:
+    """Return the loss scaler of this rank. Where ranks hold parts, an overflow in one rank's is everybody's."""
+    device = world.device.type
+    if kept.is_whole:
+        return torch.amp.GradScaler(device, **options)
+    scaler = JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
+    scaler.scale(torch.zeros((), device=world.device))  # it begins with its first loss, and most stages have none
+    return scaler
+
+
+def _pieces(placed: ParallelizedModel) -> set[str]:
+    """The parameters of which some rank's optimizer has neither all nor nothing; every rank finds the same."""
+    kept = placed.kept
+    return {name for name in kept.names if any(part.numel and not part.is_all for part in kept.parts(name))}
+
+
+def _averaged(placed: ParallelizedModel) -> dict[str, Tensor]:
+    weights = placed.weights
+    held = {name: weights.mine[name].tensor for name in weights.names if name in weights.parameters}
+    return {name: tensor for name, tensor in held.items() if tensor is not None and tensor.is_floating_point()}
+
+
+def _norm(placed: ParallelizedModel, settings: Settings, *, world: World) -> Norm | None:
+    """Where ranks hold parts, and where the bits of the norm count, over all of them; None: each rank its own."""
+    exact = settings.train.exact and settings.train.max_grad_norm is not None
+    if placed.kept.is_whole and not exact:
+        return None
+    mine = placed.owned()
+    worlds = [] if placed.kept.is_whole else [world]
+
+    def norm() -> Tensor:
+        return joint_norm([gradient_values(p.grad) for p in mine if p.grad is not None], worlds=worlds, exact=exact)
+
+    return norm

@@ -1,0 +1,184 @@
+"""From a task to a job with its settings and plan, before any process group is made."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.config.compression import parse_compress
+from paceline.config.job_reference import parse_jobref
+from paceline.config.layout import parse_layout
+from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
+from paceline.config.settings import Settings
+from paceline.config.task import Task
+from paceline.config.update_rule import parse_update
+from paceline.console.output import print_line
+from paceline.errors import PacelineError, UsageError, problems_of, raise_all
+from paceline.filesystem.atomic_files import read_json
+from paceline.filesystem.run_lock import RunLock, lock_run_folder
+from paceline.job import Job, load_job, refuse_job
+from paceline.job_transfer import receive_job
+from paceline.launch.environment_owner import attempt_folder
+from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
+from paceline.planner.layout.host_resources import usable_cores
+from paceline.profiling.backends import built_in
+from paceline.run_folder.run_folder import choose_run, new_run
+from paceline.step.parameter_server.transport import host_store
+from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
+from paceline.trainer.setup.build_training_setup import job_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedJob:
+    """A job with its settings and plan, before any process group is made."""
+
+    task: Task
+    job: Job
+    asked: RequestedSettings
+    settings: Settings
+    plan: ExecutionPlan
+
+
+def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
+    """Load the job, merge its settings under what was asked, and settle the plan."""
+    asked = RequestedSettings(values=dict(task.settings), origins=dict(task.origins))
+    if job is None and task.job_handle is not None:
+        job = receive_job(task.job_handle)
+    if job is None:
+        params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+        here = Path.cwd()
+        job = load_job(parse_jobref(task.job), params=params)
+        if Path.cwd() != here:  # the job has gone elsewhere, the run's own files have not
+            task = task.given_in(here)
+    else:
+        refuse_job(job, where=job.name or task.job)
+    asked = asked.over(job_layer(job), origin=JOB, where=JOB_SETTINGS)
+    settings = merge(asked)
+    problems: list[PacelineError] = []
+    plan = None
+    try:
+        plan = make_plan(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
+    except PacelineError as error:
+        problems += problems_of(error)
+    try:
+        if task.verb == "train":
+            check_evaluation_settings(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
+    except PacelineError as error:
+        problems += problems_of(error)
+    raise_all(problems)
+    assert plan is not None
+    return PreparedJob(task=task, job=job, asked=asked, settings=settings, plan=plan)
+
+
+def make_plan(
+    task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None, goes_on: bool = False
+) -> ExecutionPlan:
+    """The plan of the task's layout on its ranks; with `goes_on`, of a run that has its microbatches already.
+
+    Raises:
+        PacelineError, Problems: they can't be had together.
+    """
+    facts = JobFacts(
+        global_batch_size=settings.train.global_batch_size or job.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        accumulation=settings.train.gradient_accumulation_steps,
+        one_thread=settings.train.exact or task.verb == "verify",
+        threads=settings.train.threads,
+        backend=settings.train.backend,
+        built_in=built_in(),
+        goes_on=goes_on,
+    )
+    return make_execution_plan(
+        layout=parse_layout(task.layout),
+        update=parse_update(task.update),
+        compress=parse_compress(task.compress),
+        cluster=Resources(ranks=task.ranks, device=task.device, cores=usable_cores()),
+        facts=facts,
+    )
+
+
+def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJob:
+    """A run keeps the microbatches of its first start on any number of ranks, unless others are asked for."""
+    path = folder / "plan.json"
+    saved = world.share_json(_first_plan(path) if world.is_main else None)
+    train, now = ready.settings.train, ready.plan
+    if saved is None or saved["global_batch_size"] != now.global_batch_size:
+        return ready
+    own = train.micro_batch_size or train.gradient_accumulation_steps
+    if own or saved["micro_batch_size"] == now.micro_batch_size:
+        asked = train.micro_batch_size
+        return replace(
+            ready, plan=make_plan(ready.task, ready.job, ready.settings, micro_batch_size=asked, goes_on=True)
+        )
+    micro = saved["micro_batch_size"]
+    plan = make_plan(ready.task, ready.job, ready.settings, micro_batch_size=micro, goes_on=True)
+    note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
+    return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
+
+
+def _first_plan(path: Path) -> dict[str, Any] | None:
+    """None where there is none that can be read: the checkpoint says what matters, this is a convenience."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found) else None
+
+
+def join_world(ready: PreparedJob) -> World:
+    """Meet the other ranks. A server has none, and is where workers come to."""
+    place, seconds = LaunchInfo.read(os.environ), ready.settings.train.timeout_seconds
+    if ready.plan.rule.has_servers:
+        return _servers_world(place, servers=ready.plan.rule.servers, timeout_seconds=seconds)
+    return World.join(
+        place=place,
+        device_type=ready.plan.device,
+        backend=ready.plan.backend,
+        timeout_seconds=seconds,
+    )
+
+
+def _servers_world(place: LaunchInfo, *, servers: int, timeout_seconds: float) -> World:
+    if servers == 1:
+        store = host_store(place, timeout_seconds=timeout_seconds)
+        return World(timeout_seconds=timeout_seconds, entrance=WorkerEntrance(place=place), store=store)
+    among = replace(place, world_size=servers)
+    world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+    return replace(world, entrance=WorkerEntrance(place=place))
+
+
+def is_worker(ready: PreparedJob) -> bool:
+    """Whether this process only computes gradients for servers."""
+    rule = ready.plan.rule
+    return rule.has_servers and LaunchInfo.read(os.environ).rank >= rule.servers
+
+
+def with_folder(task: Task, *, make: bool = True) -> Task:
+    """The task with a run folder, and what to go on from. In a world that others made rank 0 knows, and tells."""
+    if not make:
+        return task
+    name = task.short_job
+    run, start = choose_run(name, run=task.run, resume=task.resume)
+    run = run or new_run(name)
+    run.path.mkdir(parents=True, exist_ok=True)
+    return replace(task, run=str(run.path), resume=start)
+
+
+def held_folder(task: Task, *, world: World) -> RunLock | None:
+    """Rank 0 takes the run folder; where our own launcher started it, that one has it already.
+
+    Raises:
+        UsageError: another run writes there; on every rank alike.
+    """
+    found, problem = None, None
+    if world.is_main and attempt_folder(os.environ) is None:
+        try:
+            found = lock_run_folder(Path(task.run), wait=print_line)
+            found.close_in_forks()
+        except UsageError as error:
+            problem = error.as_json()
+    problem = world.share_json(problem)
+    if problem is not None:
+        raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
+    return found

@@ -1,0 +1,120 @@
+"""What came of the steps: checked, counted and logged, once it can be looked at without waiting."""
+
+from collections import deque
+
+from paceline.data.loader import BatchLoader
+from paceline.data.order.cursor import Cursor
+from paceline.events import EventBus, Note, StepDone
+from paceline.parallel.data_parallel.reducer import unused_parameters_note
+from paceline.step.result import StepResult
+from paceline.trainer.checks.evaluation_checks import refuse_unknown_metrics
+from paceline.trainer.diagnostics.parameter_statistics import statistics
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.duration import Clock, Pace, Progress, peak_gib
+
+
+class StepLogger:
+    """Results in the order of their steps, on every rank alike. `stops`: some rank has asked to."""
+
+    def __init__(self, *, built: TrainingSetup, feed: BatchLoader, stream: EventBus, progress: Progress) -> None:
+        self.clock = Clock()
+        self.last: StepResult | None = None
+        self.stops = False
+        self._built = built
+        self._feed = feed
+        self._stream = stream
+        self._progress = progress
+        self._under_way: deque[tuple[StepResult, Cursor]] = deque()
+        self._cursor = Cursor()
+        self._logged = -1
+        self._tokens_heard, self._samples_heard = 0.0, 0
+        self._pace = Pace()
+
+    def record(self, result: StepResult, *, cursor: Cursor) -> None:
+        """A step was taken, or begun, that ends at `cursor`: then those are heard that lie far enough behind it."""
+        self._under_way.append((result, cursor))
+        self._take(result)
+        self._hear(leave=self._built.step.lag)
+
+    def flush(self) -> None:
+        """No step is half done."""
+        self._hear(leave=0)
+
+    def log_last(self) -> None:
+        """The last step's numbers, whatever its number is."""
+        if self.last is not None and self._logged != self.last.step:
+            self._log(self.last)
+
+    def _hear(self, *, leave: int) -> None:
+        while len(self._under_way) > leave:
+            result, self._cursor = self._under_way.popleft()
+            agreed = result.agreed
+            agreed.check_counts()
+            self._built.update.refuse_empty(step=result.step, loss=agreed.loss, counts=agreed.counts)
+            if self.last is None:
+                refuse_unknown_metrics(self._built.job, terms=result.terms)
+            self.last = result
+            self.stops = self.stops or agreed.stop
+            self._count(result)
+            if result.step % self._built.settings.log.every == 0 or result.step == 1:
+                self._log(result)
+
+    def _take(self, result: StepResult) -> None:
+        """Steps count when they are taken: those that are heard late are heard several at a time."""
+        clock = self.clock
+        clock.steps += 1
+        clock.samples += result.samples
+        clock.compute += result.compute_seconds
+        clock.communication += result.communication_seconds
+
+    def _count(self, result: StepResult) -> None:
+        tokens = max(result.agreed.counts.values(), default=0.0)
+        self._tokens_heard += tokens
+        self._samples_heard += result.samples
+        self._progress.tokens += tokens
+
+    def _log(self, result: StepResult) -> None:
+        self._logged = result.step
+        built, clock, cursor = self._built, self.clock, self._cursor
+        if clock.steps:
+            self._pace, self.clock = clock.pace(), Clock()
+        pace = self._pace
+        rate = self._tokens_heard / max(self._samples_heard, 1)
+        has_tokens = self._tokens_heard != self._samples_heard
+        self._tokens_heard, self._samples_heard = 0.0, 0
+        self._stream.emit(
+            StepDone(
+                step=result.step,
+                epoch=self._epoch(cursor),
+                samples=cursor.samples,
+                loss=result.loss,
+                terms=result.terms,
+                grad_norm=result.grad_norm,
+                lr=built.update.lr if result.lr is None else result.lr,
+                step_seconds=pace.step_seconds,
+                data_seconds=pace.data_seconds,
+                compute_seconds=pace.compute_seconds,
+                communication_seconds=pace.communication_seconds,
+                checkpoint_seconds=clock.saving / clock.steps if clock.steps else 0.0,
+                evaluation_seconds=clock.evaluating / clock.steps if clock.steps else 0.0,
+                samples_per_second=pace.samples_per_second,
+                tokens_per_second=rate * pace.samples_per_second if has_tokens else None,
+                memory_peak_gib=peak_gib(built.world.device),
+                sent_bytes=built.step.sent_bytes,
+                statistics=statistics(built) if built.settings.log.statistics else {},
+            )
+        )
+        self._warn(first=result.step == 1)
+
+    def _warn(self, *, first: bool) -> None:
+        """What the user would want to know and has not asked."""
+        text = unused_parameters_note(self._built.named) if first else ""
+        parts = self._built.step.parts
+        mean = parts.contract.note if first else ""
+        for note in [*filter(None, (text, mean)), *parts.buffers.new_notes(), *parts.tape.new_notes()]:
+            self._stream.emit(Note(text=note, level="warning"))
+
+    def _epoch(self, cursor: Cursor) -> float:
+        if self._feed.num_samples is None:
+            return float(cursor.epoch)
+        return cursor.epoch + cursor.position / self._feed.num_samples

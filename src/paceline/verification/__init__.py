@@ -1,0 +1,1 @@
+"""`paceline verify`: does a layout give the training of one process?"""

@@ -1,0 +1,173 @@
+"""Compares the layout's evaluation of equal weights with that of one process: each sample once, sums over counts."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.data.reader_process import read_apart
+from paceline.parallel.module_access.tensor_access import copy_into
+from paceline.torch_internals.rng import host_states, seed_all, stream_key
+from paceline.trainer.evaluation.evaluator import EvaluatedSplit, Evaluator
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.verification.finding import RungResult
+from paceline.verification.noise_floor import MARGIN, ModelSnapshot, nudge_weights
+from paceline.verification.reference.process_group_isolation import single_process
+from paceline.verification.reference.reference import Reference
+
+_EVALUATED_BATCHES = 4
+_METRIC = 1e-6
+_RUNS = 3
+_UNITS = 4.0  # of the precision that the forward runs in, that the arithmetic of a layout may move every weight by
+
+
+def evaluated_by(built: TrainingSetup) -> EvaluatedSplit | None:
+    """The layout's own evaluation of a few batches."""
+    data = _some(built.job.eval_data, built)
+    if data is None:
+        return None
+    evaluator = Evaluator(built)
+    size = built.plan.micro_batch_size
+    return evaluator.run(data, batch_size=size, name="eval_data")
+
+
+def judge_evaluation(
+    finding: RungResult,
+    built: TrainingSetup,
+    reference: Reference,
+    evaluated: EvaluatedSplit,
+    steps: int,
+    theirs: Mapping[str, Tensor],
+) -> None:
+    """One process evaluates the layout's own weights."""
+    with torch.no_grad():
+        for name, tensor in tensors_of(reference.model).items():
+            if name in theirs:  # a tied one under its first name
+                copy_into(tensor, theirs[name])
+    by_hand = _ByHand(built, reference)
+    right = by_hand.metrics()
+    if by_hand.samples != evaluated.samples:
+        cause = f"evaluation saw {evaluated.samples} samples for {by_hand.samples}"
+        finding.blame(step=steps, parameter="(evaluation)", cause=cause)
+    apart = {name: _apart(evaluated.metrics.get(name, math.nan), value) for name, value in right.items()}
+    floors = by_hand.floors() if any(apart.values()) and not by_hand.draws else {}
+    for name, far in apart.items():
+        if far and by_hand.draws:
+            finding.detail += (
+                f" {name} was not compared: random numbers are drawn while it is evaluated, on each rank other ones."
+            )
+            continue
+        finding.count("metrics", 1)
+        if far and not far <= floors[name]:
+            found = evaluated.metrics.get(name, math.nan)
+            cause = (
+                f"evaluation: {name} is {found:.6g} for {right[name]:.6g} at equal weights: another mean, or samples "
+                "left out"
+            )
+            finding.blame(step=steps, parameter="(evaluation)", cause=cause)
+
+
+class _ByHand:
+    """One process's evaluation, which can be done again with weights moved a little. `draws`: it draws numbers."""
+
+    def __init__(self, built: TrainingSetup, reference: Reference) -> None:
+        self._built, self._reference = built, reference
+        self._collate = built.job.collate or torch.utils.data.default_collate
+        data = _some(built.job.eval_data, built)
+        if isinstance(data, DataLoader):
+            self._collate = built.job.collate or data.collate_fn
+            data = data.dataset
+        self._data = data
+        self.samples = len(data)
+        self.draws = False
+        self._right: dict[str, float] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric that is a quotient of sums."""
+        self._right = self._run()
+        return self._right
+
+    def floors(self) -> dict[str, float]:
+        """How far each metric goes where the weights move by what the precision of the forward rounds."""
+        start, floors = ModelSnapshot(self._reference.model), dict.fromkeys(self._right, 0.0)
+        kind = self._reference.spec.autocast
+        for run in range(_RUNS):
+            nudge_weights(
+                self._reference.model, seed=run, least=0.0 if kind is None else _UNITS * torch.finfo(kind).eps
+            )
+            for name, value in self._run().items():
+                floors[name] = max(floors[name], MARGIN * abs(value - self._right[name]))
+            start.put_back()
+        return floors
+
+    def _run(self) -> dict[str, float]:
+        reference, data, size = self._reference, self._data, self._built.plan.micro_batch_size
+        sums: dict[str, list[float]] = {}
+        metrics = {n: m for n, m in (self._built.job.metrics or {}).items() if not hasattr(m, "compute")}
+        reference.model.eval()
+        seed = self._built.settings.seed
+        split = self._built.data.split(data, name="eval_data")
+        with torch.no_grad(), single_process():
+            batches, self.draws = read_apart(split, lambda: _batches_of(data, size, self._collate, seed=seed))
+            for number, (batch, rows) in enumerate(batches):
+                seed_all(stream_key(seed, "evaluate", number))
+                before = host_states()
+                batch = reference.cast(batch)
+                output, terms = reference.terms_of(batch, rows)
+                pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
+                with reference.precision():
+                    pairs |= {name: metric(output, batch) for name, metric in metrics.items()}
+                self.draws = self.draws or host_states() != before
+                for name, pair in pairs.items():
+                    total = sums.setdefault(name, [0.0, 0.0])
+                    total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
+        return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+
+
+def _batches_of(
+    data: Any, size: int, collate: Callable[[list[Any]], Any], *, seed: int
+) -> tuple[list[tuple[Any, int]], bool]:
+    """Every batch of a small split, with how many samples it has; and whether reading them draws random numbers."""
+    found, draws = [], False
+    for start in range(0, len(data), size):
+        part = range(start, min(start + size, len(data)))
+        seed_all(stream_key(seed, "microbatch", 0, start))
+        before = host_states()
+        found.append((collate([data[i] for i in part]), len(part)))
+        draws = draws or host_states() != before
+    return found, draws
+
+
+def _apart(found: float, right: float) -> float:
+    """How far a metric is off; none where it is beyond rounding of the sums alone."""
+    none = not math.isfinite(found) and not math.isfinite(right)
+    if none or math.isclose(found, right, rel_tol=_METRIC, abs_tol=_METRIC):
+        return 0.0
+    return abs(found - right) if math.isfinite(found - right) else math.inf
+
+
+def _some(data: Any, built: TrainingSetup) -> Any:
+    """A part of the split that does not divide by the ranks; of a DataLoader, what it reads from and its collation."""
+    if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
+        data = data()
+    if isinstance(data, DataLoader):
+        plain = isinstance(data.sampler, SequentialSampler | RandomSampler | DistributedSampler)
+        part = _some(data.dataset, built) if plain and not getattr(data.sampler, "replacement", False) else None
+        return part and DataLoader(part, batch_size=data.batch_size, collate_fn=data.collate_fn)
+    is_stream = isinstance(data, IterableDataset)
+    if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return None
+    size = built.plan.micro_batch_size
+    total = read_apart(built.data.split(data, name="eval_data"), lambda: len(data))
+    return Subset(data, range(min(total, _EVALUATED_BATCHES * built.world.world_size * size + 1))) if total else None

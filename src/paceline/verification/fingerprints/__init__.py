@@ -1,0 +1,1 @@
+"""`pl.record`: fingerprints of any training run, and their comparison."""

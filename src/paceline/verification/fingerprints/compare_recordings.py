@@ -1,0 +1,164 @@
+"""Where two recordings part: the first step, the worst parameter, and what the difference looks like."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.console.formatting import plural
+from paceline.errors import UsageError
+from paceline.verification.finding import FLOOR
+from paceline.verification.fingerprints.fingerprint import Fingerprint, Record
+from paceline.verification.fingerprints.ill_conditioned import SHAPE, IllConditionedCheck, factor_between
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The verdict on two recordings; `first` is None where they differ by rounding at most.
+
+    `steps` are those in both, `recorded` what each has. `unjudged`: parameters whose gradient is lost in rounding, so
+    that they say nothing.
+    """
+
+    verdict: str
+    steps: int
+    text: str
+    first: dict[str, Any] | None = None
+    unjudged: tuple[str, ...] = ()
+    recorded: tuple[int, int] = (0, 0)
+
+
+def compare_recordings(
+    a: Sequence[Record], b: Sequence[Record], *, floor: float = FLOOR, same_ranks: bool = True
+) -> Comparison:
+    """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
+
+    With `same_ranks` false a rank's own batch is another by right, and is not compared.
+
+    Raises:
+        UsageError: they are equal at the start, or do not have it, and no later step is in both.
+    """
+    by_step = {(record.step, record.optimizer): record for record in b}
+    pairs = [(r, by_step[r.step, r.optimizer]) for r in a if (r.step, r.optimizer) in by_step]
+    if not same_ranks:
+        pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
+    steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(a), _num_steps(b))
+    worst = 0.0
+    doubt = IllConditionedCheck(pairs, floor=floor)
+    for one, other in pairs:
+        doubt.step(one.step)
+        found = _first_in(one, other, floor, doubt)
+        if found is not None:
+            text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
+            return Comparison(verdict="different", steps=steps, text=text, first=found, recorded=recorded)
+        worst = max(worst, _distance(one, other, doubt.names))
+    if not steps:
+        raise UsageError(
+            "the recordings have no step in common: no gradient was compared.",
+            cause=f"the first has {_steps_of(a)}, the other {_steps_of(b)}",
+            hint="record both from their first step on, with the same every=",
+        )
+    unjudged = tuple(doubt.names)
+    verdict = "rounding" if worst or unjudged else "bitwise"
+    text = (
+        f"{verdict}: {plural(steps, 'step')}, at most {worst:.1e} apart{_left_out(unjudged)}{_beyond(steps, recorded)}"
+    )
+    return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
+
+
+def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = FLOOR) -> dict[str, Any] | None:
+    """Where replicas of one run part: the first step, rank and parameter whose weights are not those of rank 0."""
+    for rank, records in enumerate(ranks[1:], start=1):
+        others = {(record.step, record.optimizer): record for record in records}
+        for record in ranks[0]:
+            other = others.get((record.step, record.optimizer))
+            if other is None or record.step == 0:
+                continue
+            shared = sorted(set(record.weights) & set(other.weights))
+            apart = {n: d for n in shared if (d := record.weights[n].distance(other.weights[n])) > floor}
+            if apart:
+                name = max(apart, key=lambda n: apart[n])
+                return {"step": record.step, "rank": rank, "parameter": name, "distance": apart[name]}
+    return None
+
+
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"; not judged, as their gradient is lost in rounding: {', '.join(names[:_NAMED])}{rest}"
+
+
+def _num_steps(records: Sequence[Record]) -> int:
+    """How many steps it has; the start is none."""
+    return len({record.step for record in records if record.step})
+
+
+def _steps_of(records: Sequence[Record]) -> str:
+    found = sorted({record.step for record in records if record.step})
+    if not found:
+        return "the start alone"
+    return f"step {found[0]}" if len(found) == 1 else f"{plural(len(found), 'step')} from {found[0]} to {found[-1]}"
+
+
+def _beyond(steps: int, recorded: tuple[int, int]) -> str:
+    """What is in one alone has been compared with nothing."""
+    if recorded == (steps, steps):
+        return ""
+    return f"; only steps in both were compared: the first recording has {recorded[0]:,}, the other {recorded[1]:,}"
+
+
+def _place(found: Mapping[str, Any]) -> str:
+    return f"step {found['step']}" if found["step"] else "the start"
+
+
+def _first_in(one: Record, other: Record, floor: float, doubt: IllConditionedCheck) -> dict[str, Any] | None:
+    for kind, left, right, is_rounding in (
+        ("gradient", one.gradients, other.gradients, doubt.gradient),
+        ("weight", one.weights, other.weights, doubt.weight),
+    ):
+        names = sorted(set(left) ^ set(right))
+        if names:
+            cause = f"only one run has a {kind} for it: not trained, frozen or not used in the other"
+            return {"step": one.step, "kind": kind, "parameter": names[0], "cause": cause}
+        distances = {name: left[name].distance(right[name]) for name in left}
+        bad = {name: value for name, value in distances.items() if value > floor and not is_rounding(name, one.step)}
+        if bad:
+            name = max(bad, key=lambda key: bad[key])
+            cause = _cause(kind, one, other, left, right, sorted(bad))
+            return {"step": one.step, "kind": kind, "parameter": name, "distance": bad[name], "cause": cause}
+    return None
+
+
+def _cause(
+    kind: str,
+    one: Record,
+    other: Record,
+    left: Mapping[str, Fingerprint],
+    right: Mapping[str, Fingerprint],
+    bad: Sequence[str],
+) -> str:
+    share = f"{len(bad)} of {len(left)} parameters"
+    if one.step == 0:
+        return f"the weights differ before the first step ({share}): another seed, other start values, or a checkpoint"
+    factors = [factor_between(left[name], right[name]) for name in bad]
+    known = [factor for factor in factors if factor is not None]
+    if kind == "weight":
+        return f"equal gradients, other weights ({share}): the optimizer, its groups, or what it holds"
+    if one.batch is not None and other.batch is not None and one.batch != other.batch:
+        return f"the batches differ ({share}): data order"
+    if len(known) == len(factors) and max(known) - min(known) < SHAPE * max(known):
+        return (
+            f"a factor of {known[0]:.4g} ({share}): a sum for a mean, a missing or double reduction, or a scaled loss"
+        )
+    return (
+        f"no common factor ({share}): other samples, other random numbers, counts that differ between ranks or "
+        "microbatches (a mean of means), or one rank's gradient alone"
+    )
+
+
+def _distance(one: Record, other: Record, unjudged: Collection[str]) -> float:
+    pairs = [(one.gradients[n], other.gradients[n]) for n in one.gradients if n not in unjudged]
+    pairs += [(one.weights[n], other.weights[n]) for n in one.weights if n not in unjudged]
+    return max((a.distance(b) for a, b in pairs), default=0.0)

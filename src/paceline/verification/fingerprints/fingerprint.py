@@ -1,0 +1,224 @@
+"""Fingerprints: what is kept of a tensor so that two runs can be compared without keeping the tensor.
+
+Norm, largest magnitude, 16 projections on fixed random signs, and a digest of the bits. Projections are linear:
+those of a sum are the sum of those, so that a wrong combination of gradients shows itself in them
+(Johnson and Lindenstrauss, 1984; signs: Achlioptas, 2003).
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+from paceline.filesystem.atomic_files import parse_json, read_regular
+
+_FAINT, _FAINT_OF_HALF = 256.0, 16.0
+NUM_PROJECTIONS = 16
+UNIT = 2.0**-23  # of float32; what is finer is compared as if it were that
+_BLOCK = 4096
+FOLDER = "record"
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_MOST_BYTES = 1 << 32
+_AGAIN = "record it again: pl.record(model, optimizer, path)"
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """The fingerprint of one tensor.
+
+    `unit`: the relative step of the numbers that it was computed in. `faint`: the share of elements that are too small
+    beside its largest one to be more than rounding, and not zero.
+    """
+
+    numel: int
+    norm: float
+    largest: float
+    projections: tuple[float, ...]
+    digest: str
+    unit: float = UNIT
+    faint: float = 0.0
+
+    def as_json(self) -> list[Any]:
+        """Compact, for a JSON line."""
+        return [self.numel, self.norm, self.largest, list(self.projections), self.digest, self.unit, self.faint]
+
+    @staticmethod
+    def from_json(value: list[Any]) -> "Fingerprint":
+        """From a JSON line; those that were written before have no unit and no share."""
+        numel, norm, largest, projections, digest, *rest = value
+        unit, faint = rest or (UNIT, 0.0)
+        if len(projections) != NUM_PROJECTIONS:
+            raise ValueError(f"{len(projections)} projections, expected {NUM_PROJECTIONS}")
+        return Fingerprint(
+            numel=int(numel),
+            norm=float(norm),
+            largest=float(largest),
+            projections=tuple(float(p) for p in projections),
+            digest=str(digest),
+            unit=float(unit),
+            faint=float(faint),
+        )
+
+    def distance(self, other: "Fingerprint") -> float:
+        """An estimate of the relative distance of the two tensors; 0 exactly when the bits are equal."""
+        if self.digest == other.digest:
+            return 0.0
+        if self.numel != other.numel:
+            return float("inf")
+        if not np.all(np.isfinite([*self.projections, *other.projections])):
+            return float("inf")
+        difference = np.subtract(self.projections, other.projections)
+        size = max(self.norm, other.norm)
+        if not np.all(np.isfinite(difference)) or not np.isfinite(size):
+            return float("inf")
+        return float(np.sqrt(np.mean(difference**2)) / size) if size else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One step of a recording: prints of gradients before the update and of weights after it, by FQN."""
+
+    step: int
+    gradients: Mapping[str, Fingerprint]
+    weights: Mapping[str, Fingerprint]
+    batch: int | None = None
+    optimizer: int = 0
+
+
+def faint_size(unit: float) -> float:
+    """How large rounding may be beside the gradients around it; convnets, attention, normed weights had 1 to 30 units.
+
+    Of half precision that is no small number, so that it is less there.
+    """
+    return min(_FAINT * unit, max(_FAINT_OF_HALF * unit, _FAINT * UNIT))
+
+
+def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
+    """The fingerprint of a flat float64 copy of a tensor; `raw` are its own bits."""
+    return Fingerprint(
+        numel=int(values.size),
+        norm=float(np.linalg.norm(values)),
+        largest=float(np.max(np.abs(values), initial=0.0)),
+        projections=tuple(project(values).tolist()),
+        digest=digest_of(raw),
+    )
+
+
+def signs_for(numel: int) -> tuple[Vector, Vector]:
+    """The signs within a block, and one row of signs for each block, of a tensor of this size."""
+    return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
+
+
+def digest_of(raw: bytes | memoryview) -> str:
+    """A digest of a tensor's own bits."""
+    return hashlib.blake2b(raw, digest_size=12).hexdigest()
+
+
+def project(values: Vector) -> Vector:
+    """Sixteen sums of the elements with fixed random signs."""
+    blocks = -(-values.size // _BLOCK)
+    padded = np.zeros(blocks * _BLOCK)
+    padded[: values.size] = values
+    partial = padded.reshape(blocks, _BLOCK) @ _signs(_BLOCK, 1)
+    result: Vector = (partial * _signs(blocks, 2)).sum(axis=0)
+    return result
+
+
+@cache
+def _signs(rows: int, stream: int) -> Vector:
+    """Signs of row i depend on i and the stream alone."""
+    drawn = np.random.Generator(np.random.Philox(key=stream)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
+    return drawn.astype(np.float64) * 2.0 - 1.0
+
+
+def has_recording(path: Path) -> bool:
+    """Whether `path` is a recording, or a run folder that holds one."""
+    return _file(path).exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The steps of a recording, in order. `is_torn`: its last line is half written, and is not among them."""
+
+    path: Path
+    records: list[Record]
+    is_torn: bool = False
+
+    @property
+    def note(self) -> str:
+        """What is left out of it, as a line; empty where that is nothing."""
+        if not self.is_torn:
+            return ""
+        return f"{self.path}: the last line is half written, as by a kill, and was left out"
+
+
+def read_recording(path: Path, *, rank: int = 0) -> Recording:
+    """Read a recording of one rank.
+
+    Raises:
+        UsageError: there is none, it has no whole line, or a line other than the last can't be read.
+    """
+    file = _file(path, rank)
+    if not file.is_file():
+        raise UsageError(f"{path} holds no recording.", hint="pl.record(model, optimizer, path)")
+    records, is_torn = _records(file)
+    if not records:
+        raise UsageError(
+            f"the recording {file} has no step: " + ("its only line is half written." if is_torn else "it is empty."),
+            cause="the recorded loop ended before its optimizer's first step was written",
+            hint=_AGAIN,
+        )
+    return Recording(path=path, records=records, is_torn=is_torn)
+
+
+def num_ranks(path: Path) -> int:
+    """How many ranks wrote into it."""
+    rank = 0
+    while _file(path, rank).exists():
+        rank += 1
+    return rank
+
+
+def _file(path: Path, rank: int = 0) -> Path:
+    inside = path / FOLDER
+    return (inside if inside.is_dir() else path) / f"rank-{rank}.jsonl"
+
+
+def _records(file: Path) -> tuple[list[Record], bool]:
+    """Return the whole steps of a file, and whether its last line is torn: it lacks its end, and can't be read."""
+    try:
+        data = read_regular(file, most_bytes=_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the recording {file} can't be read: {error}.", hint=_AGAIN) from None
+    found: list[Record] = []
+    lines = data.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_record(parse_json(line)))
+        except _DAMAGED as error:
+            if number == len(lines) and not data.endswith(b"\n"):
+                return found, True
+            raise UsageError(
+                f"{file}: line {number} is no step of a recording: {type(error).__name__}: {error}",
+                cause="the file was changed or damaged after it was written",
+                hint=_AGAIN,
+            ) from None
+    return found, False
+
+
+def _record(value: Any) -> Record:
+    batch = value.get("batch")
+    return Record(
+        step=int(value["step"]),
+        gradients={str(name): Fingerprint.from_json(entry) for name, entry in value["gradients"].items()},
+        weights={str(name): Fingerprint.from_json(entry) for name, entry in value["weights"].items()},
+        batch=None if batch is None else int(batch),
+        optimizer=int(value.get("optimizer", 0)),
+    )

@@ -1,0 +1,228 @@
+"""`pl.record`: two lines in anybody's loop that write fingerprints of each step."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.data.stream.iterable_loader import checksum
+from paceline.errors import UsageError
+from paceline.launch.environment_owner import own_rank
+from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, digest_of, faint_size, signs_for
+
+_INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+class Recorder:
+    """Writes a line for each step of each optimizer: fingerprints of gradients as it sees them, of weights after it."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
+        if every < 1:
+            raise UsageError(f"record(every={every}): expected 1 or more.", hint="every=10 writes each tenth step")
+        optimizers = _plain_optimizers(optimizer)
+        rank = _rank()
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._handle = os.open(folder / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        self._model = model
+        self._every = every
+        self._batch: int | None = None
+        self._unit = UNIT
+        self._seen = model.register_forward_pre_hook(self._note_precision)
+        self._watches = [_Watch(self, number, one, optimizers) for number, one in enumerate(optimizers)]
+
+    def batch(self, batch: Any) -> None:
+        """Note what this rank is about to train on, so that data order is compared too."""
+        self._batch = checksum(batch, self._batch or 0)
+
+    def close(self) -> None:
+        """Remove the hooks and close the file; a second call does nothing."""
+        self._seen.remove()
+        for watch in self._watches:
+            watch.remove()
+        if self._watches:
+            os.close(self._handle)
+        self._watches = []
+
+    def _note_precision(self, *_: object) -> None:
+        """Under autocast gradients are as coarse as its type, whatever their own is."""
+        kinds = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._unit = max([UNIT, *(torch.finfo(kind).eps for kind in kinds)])
+
+    def print_gradient(self, gradient: Tensor) -> Fingerprint:
+        """The fingerprint of a gradient, in the units of the forward that it came from."""
+        return print_of(gradient, unit=self._unit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is written."""
+        return (step - 1) % self._every == 0
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """What is trained now: layers may thaw, and wrappers may put other parameters in place."""
+        return [(plain_name(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
+
+    def write(
+        self, step: int, number: int, gradients: Mapping[str, Fingerprint], weights: Mapping[str, Fingerprint]
+    ) -> None:
+        """Append one line with one write."""
+        line: dict[str, Any] = {"step": step, "batch": self._batch if step else None}
+        if number:
+            line["optimizer"] = number
+        line |= {"gradients": _plain(gradients), "weights": _plain(weights)}
+        os.write(self._handle, (json.dumps(line) + "\n").encode())
+        if step:
+            self._batch = None
+
+
+class _Watch:
+    """The hooks on one optimizer. Of several, each speaks for its own parameters, the first also for nobody's."""
+
+    def __init__(self, recorder: Recorder, number: int, optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
+        self._recorder, self._number, self._step = recorder, number, 0
+        self._optimizer = optimizer
+        self._others = [other for other in all_of_them if other is not optimizer]
+        self._gradients: dict[str, Fingerprint] = {}
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """With a closure (Lightning, LBFGS) forward and backward are still to come: look after it has run."""
+        if self._step == 0:
+            self._write()
+        self._step += 1
+        if not self._recorder.is_due(self._step):
+            return None
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": partial(self._run, kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], partial(self._run, args[1]), *args[2:]), kwargs
+        self._look()
+        return None
+
+    def _run(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        self._look()
+        return result
+
+    def _look(self) -> None:
+        self._gradients = {
+            name: self._recorder.print_gradient(p.grad) for name, p in self._named() if p.grad is not None
+        }
+
+    def _after(self, *_: object) -> None:
+        if self._recorder.is_due(self._step):
+            self._write()
+        self._gradients = {}
+
+    def _write(self) -> None:
+        """Step 0 is the weights before the first step."""
+        weights = {name: print_of(p) for name, p in self._named()}
+        self._recorder.write(self._step, self._number, self._gradients, weights)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        mine, theirs = _members([self._optimizer]), _members(self._others)
+        rest = self._number == 0
+        return [(n, p) for n, p in self._recorder.named() if id(p) in mine or (rest and id(p) not in theirs)]
+
+
+def record(model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> Recorder:
+    """Write fingerprints of every step of any loop to the folder `path`; compare with `paceline compare A B`.
+
+    `optimizer` is one or several; what Accelerate or Lightning wrapped around them is looked through.
+    """
+    return Recorder(model, optimizer, path, every=every)
+
+
+def _plain_optimizers(given: Any) -> list[Optimizer]:
+    """The torch optimizers inside whatever was handed over."""
+    if isinstance(given, list | tuple):
+        return [one for part in given for one in _plain_optimizers(part)]
+    inner = given
+    while isinstance(getattr(inner, "optimizer", None), Optimizer) and inner.optimizer is not inner:
+        inner = inner.optimizer
+    if not isinstance(inner, Optimizer):
+        raise UsageError(
+            f"record needs an optimizer, got a {type(given).__name__}.",
+            cause="its steps are where fingerprints are taken",
+            hint="pl.record(model, optimizer, path), or a list of optimizers",
+        )
+    return [inner]
+
+
+def _members(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return own_rank(os.environ)
+
+
+def print_of(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
+    """The fingerprint of a tensor on any device; of a sharded one as a whole, which all its ranks ask for together.
+
+    It is as coarse as its own type, or as `unit`.
+    """
+    whole: Any = tensor.detach()
+    if hasattr(whole, "full_tensor"):
+        whole = whole.full_tensor()
+    if whole.layout != torch.strided:
+        whole = whole.to_dense()
+    if whole.is_complex():
+        whole = torch.view_as_real(whole)
+    flat = whole.cpu().contiguous().reshape(-1)
+    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    values = flat.double()
+    unit = max(unit, float(torch.finfo(flat.dtype).eps) if flat.is_floating_point() else 0.0)
+    sizes = values.abs()
+    largest = float(sizes.max()) if values.numel() else 0.0
+    faint = (sizes <= faint_size(unit) * largest) & (sizes > 0.0)
+    return Fingerprint(
+        unit=unit,
+        faint=float(faint.double().mean()) if values.numel() else 0.0,
+        numel=values.numel(),
+        norm=float(torch.linalg.vector_norm(values)),
+        largest=largest,
+        projections=tuple(_project(values).tolist()),
+        digest=digest_of(memoryview(raw)),
+    )
+
+
+def _project(values: Tensor) -> Tensor:
+    """As `prints.project`, by torch: numpy's own threads would fight with those of the training loop."""
+    inside, among = (torch.from_numpy(signs) for signs in signs_for(values.numel()))
+    whole = values.new_zeros(len(among) * len(inside))
+    whole[: values.numel()] = values
+    return (whole.view(len(among), len(inside)) @ inside * among).sum(dim=0)
+
+
+def plain_name(name: str) -> str:
+    """The FQN without what wrappers put in front."""
+    parts = [part for part in name.split(".") if part not in _INSIDE]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def _plain(prints: Mapping[str, Fingerprint]) -> dict[str, list[Any]]:
+    return {name: value.as_json() for name, value in prints.items()}

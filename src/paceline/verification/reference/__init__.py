@@ -1,0 +1,1 @@
+"""The oracles: one process, or a serial version of an asynchronous rule."""

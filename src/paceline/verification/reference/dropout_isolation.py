@@ -1,0 +1,60 @@
+"""Dropout, wherever a model keeps its rates; and how to do without it for a while."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.parallel.context_parallel.random_ops import NoAttentionDropout
+
+_FUNCTIONS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+)
+
+
+class NoDropout(NoAttentionDropout):
+    """Dropout that a forward calls by itself drops nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Give its input back."""
+        if func in _FUNCTIONS:
+            return args[0] if args else (kwargs or {})["input"]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether dropout is on anywhere in it."""
+    return any(value > 0.0 for module in model.modules() for _, value in dropout_rates(module))
+
+
+def dropout_rates(module: nn.Module) -> list[tuple[str, float]]:
+    """The names and values of a module's own dropout rates."""
+    found = [(name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    rate = getattr(module, "p", None)
+    return [*found, ("p", rate)] if isinstance(rate, float) and "drop" in type(module).__name__.lower() else found
+
+
+@contextmanager
+def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Every dropout rate at zero for a while."""
+    kept = [
+        (module, name, value) for model in models for module in model.modules() for name, value in dropout_rates(module)
+    ]
+    for module, name, _ in kept:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)

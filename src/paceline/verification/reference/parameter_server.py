@@ -1,0 +1,202 @@
+"""A parameter server's run done again by one process: each share on the version it was computed on, in the same order.
+
+The oracle of `--update ps` with a bound above 0, as naive as can be: it keeps the whole model after every update. It
+takes the record of the run alone: which share, which versions, in which order.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.console.formatting import plural
+from paceline.step.parameter_server.gradients import AppliedUpdate
+from paceline.step.parameter_server.parameter_server_step import ServerStep
+from paceline.step.parameter_server.transport import reach_store
+from paceline.trainer.parameter_server_worker import compute
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.prepare import PreparedJob
+from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
+from paceline.verification.compare_in_lockstep import Say
+from paceline.verification.compare_independent_runs import (
+    WeightDrift,
+    first_batches,
+    judge_drift,
+    kept_by,
+    of_layout,
+    state_dict_tensors,
+)
+from paceline.verification.finding import RungResult
+from paceline.verification.noise_floor import can_disturb, disturb_reference
+from paceline.verification.precision import built_in
+from paceline.verification.reference.float64_mode import in_double
+from paceline.verification.reference.loss_terms import counts_of_part
+from paceline.verification.reference.reference import Reference, RunPosition
+
+_ERRAND = "paceline-verify/errand/{}"
+_OVER, _DOUBLE, _OWN = "over", "float64", "own"
+_POLL_SECONDS = 0.05
+_START = RunPosition(step=0, epoch=0, position=0)
+
+
+class WorkerInstructions:
+    """What workers are told to build, one rung after another; the first server says it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._number = 0
+
+    def next(self, dtype: torch.dtype | None) -> World:
+        """The servers' world for the next rung, where workers come in anew."""
+        self._say(_DOUBLE if dtype is torch.float64 else _OWN)
+        entrance = self._world.entrance
+        assert entrance is not None
+        return replace(self._world, entrance=replace(entrance, session=str(self._number)))
+
+    def end(self) -> None:
+        """No more."""
+        self._say(_OVER)
+
+    def _say(self, what: str) -> None:
+        self._number += 1
+        if self._world.entrance is not None and self._world.is_main:
+            store = reach_store(self._world.entrance.place, timeout_seconds=self._world.timeout_seconds)
+            store.set(_ERRAND.format(self._number), what)
+
+
+def run_errands(ready: PreparedJob, place: LaunchInfo) -> int:
+    """A worker's side of a verify: the same model as the servers' in each rung."""
+    store = reach_store(place, timeout_seconds=ready.settings.train.timeout_seconds)
+    number = 0
+    while True:
+        number, what = told_next(store, after=number)
+        if what == _OVER:
+            return 0
+        dtype = torch.float64 if what == _DOUBLE else None
+        with in_double(active=dtype is not None):
+            built = built_in(ready, World.alone(), dtype)
+            compute(ready, built, WorkerEntrance(place=place, session=str(number)))
+            built.close()
+
+
+def told_next(store: Store, *, after: int) -> tuple[int, str]:
+    """The newest that the first server has said, and its number; nothing more comes from one that has ended.
+
+    A worker that was started again finds those before it closed.
+    """
+    number = after + 1
+    try:
+        while not store.check([_ERRAND.format(number)]):
+            time.sleep(_POLL_SECONDS)
+        while store.check([_ERRAND.format(number + 1)]):
+            number += 1
+        return number, store.get(_ERRAND.format(number)).decode()
+    except RuntimeError:
+        return number, _OVER
+
+
+class ServedReference(Reference):
+    """The one-process run of a record."""
+
+    counts_of = staticmethod(counts_of_part)
+    server_of: Mapping[str, int] = MappingProxyType({})
+    """Whose each parameter is; those that are not named are the first one's."""
+
+    def with_spec(self, **changes: Any) -> "ServedReference":
+        """The same from its start, with something else in its `ReferenceConfig`."""
+        plain = super().with_spec(**changes)
+        other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
+        other.server_of = self.server_of
+        return other
+
+    def replay(self, record: Sequence[AppliedUpdate], *, backwards: bool) -> float:
+        """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""
+        history, places, left = [self._now()], [_START], dict[int, int]()
+        loss = float("nan")
+        for taken in record:
+            share = taken.share
+            while len(places) <= share.step:
+                places.append(self.after(places[-1], sum(len(piece.samples) for piece in self.pieces(places[-1]))))
+            pieces = self.pieces(places[share.step])
+            mine = list(range(share.number, len(pieces), share.of))
+            if taken.counts:
+                loss = self._one(taken, [pieces[i] for i in mine], mine, history, places[share.step], backwards)
+            left[share.step] = left.get(share.step, share.of) - 1
+            for schedule in self.schedules if not left[share.step] else ():
+                schedule.step()
+        return loss
+
+    def _one(
+        self,
+        taken: AppliedUpdate,
+        pieces: Sequence[Any],
+        mine: Sequence[int],
+        history: list[dict[str, Tensor]],
+        at: RunPosition,
+        backwards: bool,
+    ) -> float:
+        names, server_of = history[-1], self.server_of
+        self._put({name: history[taken.versions[server_of.get(name, 0)]][name] for name in names})
+        gradient = self.gradient(at, pieces=pieces, backwards=backwards, stream=lambda place: mine[place])
+        self._put(history[-1])
+        kept, self.schedules = self.schedules, []
+        self.update(gradient.total)
+        self.schedules = kept
+        history.append(self._now())
+        return gradient.loss
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def _put(self, version: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(version[name])
+
+
+def _disturbed(reference: ServedReference, record: Sequence[AppliedUpdate], seed: int) -> dict[str, Tensor]:
+    other = reference.again()
+    assert isinstance(other, ServedReference)
+    if can_disturb(other, at=_START, seed=seed):
+        disturb_reference(other, seed=seed)
+    other.replay(record, backwards=True)
+    return kept_by(other)
+
+
+def server_of_parameters(built: TrainingSetup) -> dict[str, int]:
+    """The server that has each parameter."""
+    parts = {name: built.kept.parts(name) for name in built.kept.names}
+    return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
+
+
+def run_served(built: TrainingSetup, *, reference: Reference | None, steps: int, say: Say) -> RungResult:
+    """Run freely, then do it again; the drift of a disturbed repetition is the floor."""
+    finding, step = RungResult(), built.step
+    assert isinstance(step, ServerStep)
+    step.record = []
+    say(plural(steps, "step"))
+    results = [step.run(given) for given in first_batches(built, steps, {})]
+    step.settle()
+    evaluated, weights, kept = evaluated_by(built), of_layout(built), state_dict_tensors(built)
+    if isinstance(reference, ServedReference):
+        reference.server_of = server_of_parameters(built)
+        start = {name: tensor.clone() for name, tensor in kept_by(reference).items()}
+        loss = reference.replay(step.record, backwards=False)
+        again = partial(_disturbed, reference, step.record)
+        judge_drift(finding, weights, reference, again, start, steps, WeightDrift())
+        late = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
+        finding.detail = (
+            f"{plural(len(step.record), 'update')}, at most {late} late, done again in their order; loss of the last "
+            f"batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
+        )
+        if evaluated is not None:
+            judge_evaluation(finding, built, reference, evaluated, steps, kept)
+    found: RungResult = RungResult(**built.world.share_json(vars(finding)))
+    return found

@@ -1,0 +1,23 @@
+"""One process, also for those who ask: the user's code must not see the ranks around the reference."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline.torch_internals.private_api import without_group
+
+_FIRST = ("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_ONE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """No process group and a world of one, in `torch.distributed` and in the launchers' variables."""
+    plain = {**dict.fromkeys(_FIRST, "0"), **dict.fromkeys(_ONE, "1")}
+    kept = {name: os.environ[name] for name in plain if name in os.environ}
+    os.environ.update({name: plain[name] for name in kept})
+    try:
+        with without_group():
+            yield
+    finally:
+        os.environ.update(kept)

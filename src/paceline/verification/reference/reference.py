@@ -1,0 +1,366 @@
+"""One process, written as naively as it can be: the oracle that every layout is compared with.
+
+Nothing of the feed, the step or the placement is used here; only the order of samples and the keys of the random
+streams, which are definitions.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.job import Job
+from paceline.torch_internals.rng import BlockCallCounter, block_key, random_blocks, seed_all, seed_torch, stream_key
+from paceline.verification.reference.forward import Forward
+from paceline.verification.reference.loss_terms import known_counts, leaves_of, weighted_loss
+from paceline.verification.reference.process_group_isolation import single_process
+from paceline.verification.reference.sample_reader import reading_of
+from paceline.verification.reference.weight_average import WeightAverage
+from paceline.verification.reference.whole_batch import merge_microbatches, part_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """What the reference must know of the run.
+
+    `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
+    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), whose every result is rounded otherwise.
+    `own_kernels`: attention or normalisation is computed by another formula than in one process (cp, sync_bn).
+    `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
+    `on_empty`: what a loss term without a target does: `stop`, or `zero`, which gives nothing to loss and gradient.
+    """
+
+    seed: int
+    global_batch_size: int
+    micro_batch_size: int
+    max_grad_norm: float | None = None
+    drop_last: bool = False
+    autocast: torch.dtype | None = None
+    sample_seeds: str = "auto"
+    together: int = 1
+    lr_factor: float = 1.0
+    device: str = "cpu"
+    grid: float = 0.0
+    shards: int | None = None
+    loss_scale: float = 1.0
+    workers: int = 0
+    is_cut: bool = False
+    own_kernels: bool = False
+    on_empty: str = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPosition:
+    """A place in the run: the steps done, and where the next one's batch begins; `number` counts as `train` does."""
+
+    step: int
+    epoch: int
+    position: int
+
+    @property
+    def number(self) -> int:
+        return self.step + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Micro:
+    """One microbatch: its samples, read and collated."""
+
+    samples: tuple[int, ...]
+    data: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """One step's gradient. `parts` holds what each microbatch contributed before the division, where asked for.
+
+    With several terms each has its count in `term_counts`, and `parts` are divided already (`divisor` is 1).
+    """
+
+    total: dict[str, Tensor]
+    counts: list[float]
+    divisor: float
+    loss: float
+    samples: list[tuple[int, ...]]
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    term_counts: dict[str, list[float]] = field(default_factory=dict)
+    """Of each term, by microbatch."""
+    largest: dict[str, float] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)
+    """The terms without a target that give no step: `train` stops there, or leaves the step out."""
+
+    @property
+    def counts_in_words(self) -> str:
+        """The step's count, or that of each of its terms."""
+        if len(self.term_counts) < 2:
+            return f"its count is {sum(self.counts):g}"
+        return "its counts are " + ", ".join(f"{sum(each):g} of {name}" for name, each in self.term_counts.items())
+
+
+class Reference:
+    """The one-process run."""
+
+    counts_of, _stream = staticmethod(known_counts), 0
+
+    @single_process()
+    def __init__(self, *, job: Job, spec: ReferenceConfig, cast: Callable[[Any], Any]) -> None:
+        self.job = job
+        self.spec = spec
+        self.cast = cast
+        seed_all(stream_key(spec.seed, "build"))
+        self.model: nn.Module = job.model().to(spec.device)
+        self._forward = Forward(job, self.model)
+        self.average = WeightAverage(self.model, decay=job.ema)
+        self._number = 0
+        self._calls = BlockCallCounter()
+        for number, block in enumerate(random_blocks(self.model)):
+            block.register_forward_pre_hook(self._seeder(number))
+        self.optimizers, self.schedules = self._optimizers()
+        self.reading = reading_of(
+            job=job,
+            workers=spec.workers,
+            seed=spec.seed,
+            drop_last=spec.drop_last,
+            sample_seeds=spec.sample_seeds,
+            batch=spec.global_batch_size,
+            shards=spec.shards,
+        )
+
+    def again(self) -> "Reference":
+        """The same run from its start."""
+        return self.with_spec()
+
+    def with_spec(self, **changes: Any) -> "Reference":
+        """The same from its start, with something else in its `ReferenceConfig`."""
+        return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self.cast)
+
+    def bare(self) -> "Reference":
+        """One that does nothing to its gradients once they are there."""
+        return self
+
+    def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
+        made = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["lr"] * self.spec.lr_factor if self.spec.lr_factor != 1.0 else group["lr"]
+        return optimizers, [self.job.lr_schedule(o) for o in optimizers] if self.job.lr_schedule else []
+
+    def pieces(self, at: RunPosition) -> list[Micro]:
+        """The microbatches of the step, as they are dealt to replicas."""
+        spec = self.spec
+        batch = self.reading.batch(epoch=at.epoch, position=at.position, size=spec.global_batch_size)
+        parts = [tuple(batch[i : i + spec.micro_batch_size]) for i in range(0, len(batch), spec.micro_batch_size)]
+        read = self.reading.read
+        return [Micro(samples=part, data=self.cast(read(epoch=at.epoch, part=part))) for part in parts]
+
+    def joined(self, pieces: Sequence[Micro], *, epoch: int) -> list[Micro]:
+        """The microbatches as normalisation sees them: those of one round as one, under sync_bn."""
+        width = self.spec.together
+        found = []
+        for start in range(0, len(pieces), width):
+            group = pieces[start : start + width]
+            part = tuple(sample for piece in group for sample in piece.samples)
+            sizes = [len(piece.samples) for piece in group]
+            data = merge_microbatches([piece.data for piece in group], sizes, self._anew(epoch, part))
+            found.append(Micro(samples=part, data=data))
+        return found
+
+    def _anew(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
+        return lambda: self.cast(self.reading.read(epoch=epoch, part=part))
+
+    @single_process()
+    def gradient(
+        self,
+        at: RunPosition,
+        *,
+        pieces: Sequence[Micro] | None = None,
+        keep: Collection[str] = (),
+        term: str | None = None,
+        backwards: bool = False,
+        stream: Callable[[int], int] = int,
+    ) -> Gradient:
+        """Forward and backward of each microbatch, one after another; `backwards` takes the last one first.
+
+        `keep` names the parameters whose parts are kept, of one `term` alone if given. `stream` says which
+        microbatch's random numbers each one draws.
+        """
+        given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
+        self._number = at.number
+        self.model.train()
+        known = self.counts_of(self.job, [micro.data for micro in given])
+        total: dict[str, Tensor] = {}
+        parts: list[dict[str, Tensor]] = [{} for _ in given]
+        buffers: list[dict[str, Tensor]] = []
+        counts, losses = [0.0] * len(given), [0.0] * len(given)
+        term_counts: dict[str, list[float]] = {}
+        sums: dict[str, float] = {}
+        largest: dict[str, float] = {}
+        whole = self.job.loss_over == "batch"
+        among = len(given) if whole else 1  # each pass then gives the loss of the whole batch
+        order = range(len(given))[:: -1 if backwards else 1]
+        for index, terms in self._passes(given, order, lambda index: self._draw_from(at.step, stream(index))):
+            self.model.zero_grad(set_to_none=True)
+            for name, (value, count) in terms.items():
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
+                term_counts.setdefault(name, [0.0] * len(given))[index] = float(count) / among
+            if whole:
+                known = {name: float(count) for name, (_, count) in terms.items()}
+            loss = weighted_loss({n: v for n, v in terms.items() if term in (None, n)}, known)
+            (loss * self.spec.loss_scale).backward()
+            self._collect(total, parts[index], largest, keep)
+            counts[index] = float((terms[term] if term else next(iter(terms.values())))[1]) / among
+            losses[index] = float(loss.detach()) / among
+            if keep:
+                buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
+        self.model.zero_grad(set_to_none=True)
+        gives_nothing = self.spec.on_empty == "zero"  # a term without a target, unless its sum is something
+        empty = [n for n, each in term_counts.items() if not sum(each) and not (gives_nothing and sums[n] == 0.0)]
+        divisor = 1.0 if known else sum(counts) or float(gives_nothing)
+        return Gradient(
+            total={name: value / divisor for name, value in total.items()},
+            counts=counts,
+            divisor=divisor,
+            loss=sum(losses) / divisor if divisor and not empty else float("nan"),
+            samples=[micro.samples for micro in given],
+            parts=parts if keep else [],
+            buffers=buffers,
+            term_counts=term_counts,
+            largest={name: value / divisor for name, value in largest.items()} if divisor else {},
+            empty=empty,
+        )
+
+    @single_process()
+    def update(self, gradient: Mapping[str, Tensor]) -> None:
+        """Clip and step with this gradient."""
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradient[name].clone() if name in gradient else None
+        if self.spec.max_grad_norm is not None:
+            self._clip(self.spec.max_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.job.on_update is not None:
+            with torch.no_grad():
+                self.job.on_update(self.model, self._number)
+        self.average.update(self.model)
+        for schedule in self.schedules:
+            schedule.step()
+
+    def _clip(self, most: float) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if any(gradient.dtype.itemsize < 4 for gradient in gradients):  # its own type would measure three digits of it
+            norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
+            return
+        nn.utils.clip_grad_norm_(self.model.parameters(), most)
+
+    def rated(self) -> dict[str, bool]:
+        """Whether the learning rate of a parameter's group is more than 0 now."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+        return {name: rates.get(id(p), 0.0) > 0.0 for name, p in self.model.named_parameters()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is compared."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def after(self, at: RunPosition, num_samples: int) -> RunPosition:
+        """The place of the next step."""
+        position = at.position + num_samples
+        size = self.spec.global_batch_size
+        if self.reading.batch(epoch=at.epoch, position=position, size=size):
+            return RunPosition(step=at.number, epoch=at.epoch, position=position)
+        return RunPosition(step=at.number, epoch=at.epoch + 1, position=0)
+
+    @single_process()
+    def strangers(self, micro: Micro) -> list[str]:
+        """Names (or shapes) of parameters that a backward reaches and the model does not hold."""
+        self._draw_from(0, 0)
+        terms = self.terms_of(micro.data, len(micro.samples))[1]
+        self._calls.clear()
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        found = [leaf for leaf in leaves_of([total for total, _ in terms.values()]) if id(leaf) not in mine]
+        loss = self.job.loss
+        named = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
+        names = {id(parameter): f"{type(loss).__name__}.{name}" for name, parameter in named.items()}
+        return [names.get(id(leaf), f"a parameter {list(leaf.shape)}") for leaf in found]
+
+    @single_process()
+    def gives_counts(self, micro: Micro) -> bool:
+        """Whether `loss=` gives a count beside each sum."""
+        self._draw_from(0, 0)
+        output = self._output(micro.data)
+        with self.precision():
+            return self.job.loss is not None and isinstance(self.job.loss(output, micro.data), Mapping | tuple)
+
+    @single_process()
+    def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
+        """Output and loss terms of a batch, as they are: for evaluation."""
+        return (output := self._output(data)), self._terms(output, data, num_samples)
+
+    def _passes(
+        self, given: Sequence[Micro], order: Sequence[int], draw: Callable[[int], None]
+    ) -> Iterator[tuple[int, dict[str, tuple[Tensor, Any]]]]:
+        """The terms of each microbatch; where the loss is over the batch, of all of it with one microbatch live."""
+        if self.job.loss_over == "batch":
+            data, sizes = [micro.data for micro in given], [len(micro.samples) for micro in given]
+            outputs: list[Any] = [None] * len(given)
+            for index in order:
+                draw(index)
+                outputs[index] = self._output(data[index])
+            for index in order:
+                yield (
+                    index,
+                    self._terms(
+                        part_of(outputs, live=index, sizes=sizes), part_of(data, live=index, sizes=sizes), sum(sizes)
+                    ),
+                )
+            return
+        for index in order:
+            draw(index)
+            yield index, self.terms_of(given[index].data, len(given[index].samples))[1]
+
+    def _output(self, data: Any) -> Any:
+        with self.precision():
+            return self._forward.output(data)
+
+    def _terms(self, output: Any, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
+        with self.precision():
+            found = self.job.loss(output, data) if self.job.loss else self._forward.own_loss(output, data, num_samples)
+        if isinstance(found, Mapping):
+            return dict(found)
+        return {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
+
+    def precision(self) -> AbstractContextManager[None]:
+        """What forward, loss and metrics run under."""
+        kind = self.spec.autocast
+        return torch.autocast(self.spec.device, kind or torch.bfloat16, enabled=bool(kind), cache_enabled=False)
+
+    def _collect(
+        self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]
+    ) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            value = parameter.grad.detach() / self.spec.loss_scale
+            total[name] = total[name] + value if name in total else value.clone()
+            if name in keep:
+                part[name] = value.clone()
+            if self.spec.grid and value.numel():
+                largest[name] = max(largest.get(name, 0.0), float(value.abs().max()))
+
+    def _draw_from(self, step: int, microbatch: int) -> None:
+        self._stream = stream_key(self.spec.seed, step, microbatch)
+        self._calls.clear()
+        seed_all(self._stream)
+
+    def _seeder(self, block: int) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, _: object) -> None:
+            if module.training:
+                seed_torch(block_key(self._stream, block=block, call=self._calls.number(block)))
+
+        return hook

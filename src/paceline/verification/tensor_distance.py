@@ -1,0 +1,33 @@
+"""How large a tensor is, and how far two are apart, whatever their type: in double precision."""
+
+import torch
+from torch import Tensor
+
+
+def to_double(value: Tensor) -> Tensor:
+    """Return it in double precision: a complex one as its two parts, a sparse one as a whole."""
+    value = value.detach()
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.double()
+
+
+def euclidean_norm(value: Tensor) -> float:
+    """Return the Euclidean norm."""
+    return float(to_double(value).norm())
+
+
+def euclidean_distance(one: Tensor, other: Tensor) -> float:
+    """Return the Euclidean norm of the difference. It is 0 where both are the same infinity or both NaN."""
+    left, right = to_double(one), to_double(other)
+    apart = left - right
+    if not bool(torch.isfinite(apart).all()):
+        apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
+    return float(apart.norm())
+
+
+def eps_of(value: Tensor) -> float:
+    """Return the relative step of its type's numbers; it is 0 for whole numbers."""
+    return float(torch.finfo(value.dtype).eps) if value.is_floating_point() or value.is_complex() else 0.0

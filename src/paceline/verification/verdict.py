@@ -1,0 +1,108 @@
+"""The answer of `verify`: fixed keys, the rungs, and lines for a console."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.console.formatting import plural
+from paceline.verification.finding import DIFFERENT, VERDICTS, RungResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One rung: its name, what it rules out, what it found."""
+
+    name: str
+    rules_out: str
+    finding: RungResult
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For the answer."""
+        found = self.finding
+        return {
+            "name": self.name,
+            "rules_out": self.rules_out,
+            "verdict": found.verdict,
+            "max_difference": found.max_difference,
+            "noise_floor": found.noise_floor,
+            "compared": found.compared,
+            "detail": found.detail.strip(),
+            "warning": found.warning,
+            "left_out": found.left_out,
+            "first_difference": found.first_difference,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def verify_answer(
+    *,
+    rungs: Sequence[Rung],
+    layout: str,
+    update: str,
+    ranks: int,
+    steps: int,
+    compress: str = "none",
+    micro_batch_size: int = 0,
+) -> dict[str, Any]:
+    """The whole answer; the verdict is the worst of all rungs."""
+    findings = [rung.finding for rung in rungs]
+    worst = max(findings, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
+    rule = update if update != "sync" else compress if compress != "none" else ""
+    value = {
+        "verdict": worst.verdict,
+        "reference": f"serial {rule}" if rule else "single",
+        "layout": layout,
+        "update": update,
+        "compress": compress,
+        "ranks": ranks,
+        "steps": steps,
+        "micro_batch_size": micro_batch_size,
+        "by_micro": any(f.by_micro for f in findings),
+        "max_difference": worst.max_difference,
+        "noise_floor": worst.noise_floor,
+        "first_difference": next((f.first_difference for f in findings if f.first_difference is not None), None),
+        "rungs": [rung.as_json() for rung in rungs],
+    }
+    return {**value, "lines": verdict_table(value)}
+
+
+def verdict_table(value: dict[str, Any]) -> list[str]:
+    """The answer as a small table and one sentence."""
+    rows = [("", "rung", "verdict", "apart", "floor", "compared")]
+    for rung in value["rungs"]:
+        mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] or rung["left_out"] else "✓"
+        counts = ", ".join(plural(number, kind.removesuffix("s")) for kind, number in rung["compared"].items())
+        apart, floor = (_shown(rung[key]) for key in ("max_difference", "noise_floor"))
+        rows.append((mark, rung["name"], rung["verdict"], apart, floor, counts))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"  {rung['name']}: {rung['detail']}" for rung in value["rungs"] if rung["detail"]]
+    warnings = [f"  warning: {rung['warning']}" for rung in value["rungs"] if rung["warning"]]
+    warnings += [
+        f"  not covered: {what}." for what in dict.fromkeys(rung["left_out"] for rung in value["rungs"]) if what
+    ]
+    return [*lines, *warnings, _sentence(value)]
+
+
+def _sentence(value: dict[str, Any]) -> str:
+    first = value["first_difference"]
+    if first is not None:
+        return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
+    meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
+    ranks = plural(value["ranks"], "rank")
+    process = f"one process{_of(value)}"
+    if value["by_micro"]:  # another process, with other microbatches, may be another training
+        process += f" in microbatches of {value['micro_batch_size']}"
+    same = f"{value['layout']} on {ranks} is the same training as {process}: {value['verdict']} ({meaning})"
+    if any(rung["warning"] for rung in value["rungs"]):
+        same += "; another micro_batch_size is another training: see the warning"
+    return f"{same}, but for what is not covered" if any(rung["left_out"] for rung in value["rungs"]) else same
+
+
+def _of(value: dict[str, Any]) -> str:
+    return "" if value["reference"] == "single" else f" that does {value['reference'].removeprefix('serial ')}"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1e}" if value else "0"

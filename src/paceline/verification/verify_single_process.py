@@ -1,0 +1,214 @@
+"""The first rung: one process against itself. What fails here no layout can mend."""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from paceline.data.stream.iterable_loader import checksum
+from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.verification.finding import DIFFERENT, RungResult, verdict_of_distance
+from paceline.verification.noise_floor import ModelSnapshot, is_rounding, measure_floors
+from paceline.verification.reference.dropout_isolation import NoDropout, without_dropout
+from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
+from paceline.verification.reference.sample_reader import num_rows
+from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, to_double
+
+_SUM = 1e-4
+_EPS = 16
+_TWICE = 0.5
+_MOST_CUT = 4
+_NAMED = 3
+_DRAWS = (
+    "the job: the same batch twice has other gradients; the model or loss draws numbers of its own "
+    "(a random generator that is not seeded anew for each microbatch), or keeps state that is no buffer"
+)
+_ORDER = (
+    "the job: the order of the samples is another one when it is asked for again; order= or the DataLoader's sampler "
+    "draws from a generator that is not seeded, or keeps one from epoch to epoch"
+)
+_START = RunPosition(step=0, epoch=0, position=0)
+
+
+def run_single(make: Callable[[], Reference]) -> RungResult:
+    """The same batch twice, then in halves: is the job deterministic, and is its loss a sum?"""
+    finding = RungResult(by_micro=True)
+    _twice(make, finding)
+    _halves(make(), finding)
+    return finding
+
+
+def _twice(make: Callable[[], Reference], finding: RungResult) -> None:
+    first, second = make(), make()
+    for name, value in ModelSnapshot(first.model).tensors.items():
+        if euclidean_distance(value, ModelSnapshot(second.model).tensors[name]):
+            finding.blame(step=1, parameter=name, cause="the job: built twice from one seed, the model is not the same")
+            return
+    one, other = first.pieces(_START), second.pieces(_START)
+    if [piece.samples for piece in one] != [piece.samples for piece in other]:
+        finding.blame(step=1, parameter="(data)", cause=_ORDER)
+        return
+    differing = _other_contents(one, other)
+    if differing is not None:
+        cause = f"the job: microbatch {differing} read twice is not the same; train_data draws numbers of its own"
+        finding.blame(step=1, parameter="(data)", cause=cause)
+        return
+    start = ModelSnapshot(first.model)
+    gradient, again = first.gradient(_START, pieces=one), second.gradient(_START, pieces=other)
+    _compare(finding, first, gradient, again, one, start)
+    if finding.verdict != DIFFERENT:
+        finding.left_out = _untrained(first, one[0])
+        finding.detail = "Deterministic." if finding.max_difference == 0.0 else "Deterministic to rounding."
+        finding.detail += _fewer_rows(one)
+
+
+def _untrained(reference: Reference, piece: Micro) -> str:
+    """Parameters that a backward reaches and that are none of the model's: no optimizer can hold them."""
+    found = reference.strangers(piece)
+    if not found:
+        return ""
+    shown = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    return (
+        f"{shown} of the loss or the forward: parameters that are not the model's, which nobody trains, in one process "
+        "too. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
+    )
+
+
+def _fewer_rows(pieces: Sequence[Micro]) -> str:
+    """A collation that leaves samples out; one that packs them all into one row is taken for what it is."""
+    for index, piece in enumerate(pieces):
+        rows, samples = num_rows(piece.data), len(piece.samples)
+        if 1 < rows < samples:
+            return (
+                f" The collation gives {rows} rows for the {samples} samples of microbatch {index}: are some dropped?"
+            )
+    return ""
+
+
+def _compare(
+    finding: RungResult, first: Reference, one: Gradient, other: Gradient, pieces: Sequence[Micro], start: ModelSnapshot
+) -> None:
+    names = {**one.total, **other.total}
+    zeros = {name: torch.zeros_like(value) for name, value in names.items()}
+    apart = {n: euclidean_distance(one.total.get(n, zero), other.total.get(n, zero)) for n, zero in zeros.items()}
+    finding.count("gradients", len(apart))
+    if not any(apart.values()):
+        return
+    if not is_rounding(one, other, first):
+        name = max(apart, key=lambda key: apart[key])
+        finding.blame(step=1, parameter=name, cause=_DRAWS)
+        return
+    floor = measure_floors(first, one, at=_START, pieces=pieces, start=start).gradients
+    for name in sorted(apart, key=lambda key: -apart[key] / max(floor.get(key, 0.0), 1e-300)):
+        verdict = verdict_of_distance(apart[name], floor.get(name, 0.0))
+        finding.note(verdict, difference=apart[name], floor=floor.get(name, 0.0))
+        if verdict == DIFFERENT:
+            finding.blame(step=1, parameter=name, cause=_DRAWS)
+
+
+def _halves(reference: Reference, finding: RungResult) -> None:
+    """Parts of a microbatch must add up to it, where samples do not see each other.
+
+    Halves alone may hold equally many targets by chance, so one sample against the rest is tried too.
+    """
+    if finding.verdict == DIFFERENT:
+        return
+    if reference.spec.autocast is not None:  # half precision would hide what is looked for
+        reference = reference.with_spec(autocast=None)
+    if reference.job.loss_over == "batch":
+        finding.detail += " The loss is over the whole batch: parts need not add up to it."
+        finding.by_micro = False
+        return
+    if norms_with_statistics(reference.model):
+        finding.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
+        return
+    pieces = [piece for piece in reference.pieces(_START) if len(piece.samples) > 1][:_MOST_CUT]
+    cuts = [(piece, at) for piece in pieces for at in sorted({1, len(piece.samples) // 2})]
+    if not cuts:
+        return
+    eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
+    least = max(_SUM, _EPS * eps)
+    with without_dropout([reference.model]), NoDropout():
+        found = [_cut(reference, piece, at) for piece, at in cuts]
+        apart, _, divides_by_samples = max(found)
+        is_kept = apart > least and _again(reference, pieces[0], stream=0) > least
+        draws = apart > least and _again(reference, pieces[0], stream=1) > least
+    factor = median(each for _, each, _ in found)
+    if apart <= least:
+        finding.detail += " The loss is a sum over samples."
+        finding.by_micro = False
+        return
+    if is_kept:
+        finding.detail += (
+            " Halves were not compared: the model keeps something from one forward to the next (a hidden state, a "
+            "cache, a counter, a buffer), so the same microbatch has another gradient the second time."
+        )
+        return
+    if draws:
+        finding.detail += " Halves were not compared: the forward draws random numbers that are no dropout."
+        return
+    why, hint = _reason(reference, pieces[0], factor=factor, divides_by_samples=divides_by_samples)
+    finding.warning = (
+        f"the loss is no sum over samples: parts of a microbatch do not add up to it ({apart:.1e} apart"
+        f"{f'; {why}' if why else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
+    )
+
+
+def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_samples: bool) -> tuple[str, str]:
+    """Why the parts do not add up, and what to do that the job does not do yet."""
+    if reference.job.loss is None:
+        return "", "give loss=(sum, count) instead of the model's own loss"
+    if abs(factor - 2.0) < _TWICE:
+        return "twice as much, as a mean that was given beside a count is", "reduction='sum' beside the count"
+    if not reference.gives_counts(piece):
+        return "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
+    return (
+        "though loss= gives (sum, count): the forward or the loss looks at the whole microbatch (a mean over its "
+        "samples, its length, a sample beside another)"
+    ), "the same micro_batch_size in every run, or let each sample be computed by itself"
+
+
+def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, bool]:
+    """How far, relatively, the gradient of a microbatch is from that of its two parts; NaN counts as infinite.
+
+    Then how often it fits into that of the parts, and whether it is divided by the number of samples.
+    """
+    read = reference.reading.read
+    parts = [
+        Micro(samples=part, data=reference.cast(read(epoch=0, part=part)))
+        for part in (piece.samples[:at], piece.samples[at:])
+    ]
+    right, found = reference.gradient(_START, pieces=[piece]), reference.gradient(_START, pieces=parts)
+    whole, apart = _size(right), _apart(right, found)
+    if not math.isfinite(whole):  # a microbatch without a target has no mean, in whatever parts
+        return 0.0, 1.0, False
+    ratio = apart / whole if whole else apart
+    both = right.total.keys() & found.total.keys()
+    along = sum(float((to_double(right.total[name]) * to_double(found.total[name])).sum()) for name in both)
+    factor = along / whole**2 if whole else 1.0
+    return (ratio if ratio == ratio else math.inf), factor, right.divisor == len(piece.samples)
+
+
+def _again(reference: Reference, piece: Micro, *, stream: int) -> float:
+    """How far, relatively, the gradient of a microbatch is from its own a second time, with this stream's numbers."""
+    one = reference.gradient(_START, pieces=[piece])
+    other = reference.gradient(_START, pieces=[piece], stream=lambda _: stream)
+    whole, apart = _size(one), _apart(one, other)
+    return apart / whole if whole else apart
+
+
+def _size(one: Gradient) -> float:
+    return math.hypot(*(euclidean_norm(value) for value in one.total.values()))
+
+
+def _apart(one: Gradient, other: Gradient) -> float:
+    """The distance of two gradients; where one has none of a parameter, that is zero."""
+    names = {**one.total, **other.total}
+    pairs = [(one.total.get(n, v * 0), other.total.get(n, v * 0)) for n, v in names.items()]
+    return math.hypot(*(euclidean_distance(left, right) for left, right in pairs))
+
+
+def _other_contents(one: Sequence[Micro], other: Sequence[Micro]) -> int | None:
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((i for i, (a, b) in pairs if checksum(a.data, 0) != checksum(b.data, 0)), None)

@@ -1,0 +1,325 @@
+"""What each rank runs for `verify`: rungs, each ruling something out, and one verdict."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.secret_settings import mask_value
+from paceline.config.task import Task
+from paceline.console import output
+from paceline.data.order.cursor import Cursor
+from paceline.data.source import refuse_no_batch
+from paceline.errors import JobError
+from paceline.filesystem.atomic_files import write_json
+from paceline.profiling.environment import code_facts
+from paceline.torch_internals.private_api import guard_hooks
+from paceline.trainer.setup.build_training_setup import TrainingSetup, begun_whole
+from paceline.trainer.setup.job_data import JobData
+from paceline.trainer.setup.optimizers import lr_factor
+from paceline.trainer.setup.prepare import PreparedJob, is_worker, join_world, prepare
+from paceline.verification.compare_in_lockstep import Lockstep
+from paceline.verification.compare_independent_runs import WeightDrift, run_free
+from paceline.verification.finding import DIFFERENT, RungResult
+from paceline.verification.precision import LOSS_SCALE, built_in, cast_to, job_in
+from paceline.verification.reference.compressed import refuse_joined
+from paceline.verification.reference.dropout_isolation import has_dropout, without_dropout
+from paceline.verification.reference.float64_mode import in_double
+from paceline.verification.reference.parameter_server import WorkerInstructions, run_errands, run_served
+from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
+from paceline.verification.reference.select_reference import apart_by, oracle_of
+from paceline.verification.verdict import Rung, verify_answer
+from paceline.verification.verify_single_process import run_single
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_GRID = 2.0**-24
+_LEAST_SCALE, _HEADROOM = 2.0**-14, 16.0
+_START = RunPosition(step=0, epoch=0, position=0)
+
+
+def verify(payload: Mapping[str, Any]) -> int:
+    """Run the rungs; rank 0 writes the answer."""
+    task = Task.from_json(payload)
+    ready = prepare(task)
+    task = ready.task
+    if is_worker(ready):
+        return run_errands(ready, LaunchInfo.read(os.environ))
+    world = join_world(ready)
+    found = run_all_rungs(ready, world, steps=int(task.options["steps"]))
+    if world.is_main:
+        masked = {name: mask_value(name, value) for name, value in task.settings.items()}
+        about = {**code_facts(task.job), "device": world.device.type, "settings": masked}
+        write_json(Path(task.run) / "answer-verify.json", {**found, "about": about})
+    world.close()
+    return 0
+
+
+def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, Any]:
+    """All rungs on a world that is there; the answer is the same on every rank."""
+    refuse_joined(ready.plan.wire, buffers=ready.settings.train.buffers)
+    errands = WorkerInstructions(world)
+    guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
+    scale = _fitting_scale(ready, world)
+    rungs = [
+        _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
+    ]
+    rule = ready.plan.rule
+    if rungs[0].finding.verdict != DIFFERENT and rule.has_servers:
+        rungs += _served(ready, world, steps, rungs[0].finding, errands)
+    elif rungs[0].finding.verdict != DIFFERENT and (rule.is_stashed or rule.has_sites or ready.plan.wire.is_on):
+        rungs += _freely(ready, world, steps, rungs[0].finding, scale)
+    elif rungs[0].finding.verdict != DIFFERENT:
+        places = _places(ready, world, steps, rungs[0].finding)
+        for dtype, name in _precisions(ready, world, rungs[0].finding):
+            rules_out = "samples, gradients, loss, buffers or optimizer that differ"
+            climb = _lockstep(ready, world, dtype, name, places, scale)
+            rungs.append(_rung(f"lock-step in {name}", rules_out, climb))
+        if all(rung.finding.verdict != DIFFERENT for rung in rungs):
+            rungs.append(
+                _rung(
+                    "free running",
+                    "what one step does not show, evaluation",
+                    _free(ready, world, min(steps, len(places)), scale=scale),
+                )
+            )
+    plan = ready.plan
+    errands.end()
+    how = {"update": plan.update, "compress": plan.compress}
+    micro = plan.micro_batch_size
+    return verify_answer(
+        rungs=rungs, layout=plan.layout, ranks=ready.task.ranks, steps=steps, micro_batch_size=micro, **how
+    )
+
+
+def _is_replayed(ready: PreparedJob) -> bool:
+    return ready.plan.rule.has_servers and ready.plan.rule.staleness > 0
+
+
+def _served(
+    ready: PreparedJob, world: World, steps: int, single: RungResult, errands: WorkerInstructions
+) -> Iterator[Rung]:
+    """Workers come and go as they can: they run freely, and one process does it again in the order that was taken."""
+    rules_out = "samples, gradients, weights of another version, loss, optimizer or evaluation that differ"
+    for dtype, name in _precisions(ready, world, single):
+        rung = _rung(f"done again in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
+        yield rung
+        if rung.finding.verdict == DIFFERENT:
+            return
+
+
+def _freely(ready: PreparedJob, world: World, steps: int, single: RungResult, scale: float) -> Iterator[Rung]:
+    """Steps that depend on all before have nothing to be compared alone: they run freely, in each precision."""
+    for dtype, name in _precisions(ready, world, single):
+        rules_out, drift = apart_by(ready.plan, is_double=dtype is torch.float64)
+        rung = _rung(
+            f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift, scale=scale)
+        )
+        yield rung
+        if rung.finding.verdict == DIFFERENT:
+            return
+
+
+def reference(
+    ready: PreparedJob,
+    dtype: torch.dtype | None,
+    *,
+    make: Callable[..., Reference] = Reference,
+    scale: float = LOSS_SCALE,
+) -> Reference:
+    """The one-process oracle of this job, in this precision; `make` makes that of another rule."""
+    plan, settings = ready.plan, ready.settings
+    is_joined = settings.train.buffers == "sync_bn"
+    spec = ReferenceConfig(
+        seed=settings.seed,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        max_grad_norm=settings.train.max_grad_norm,
+        drop_last=settings.data.drop_last,
+        autocast=None if dtype is torch.float64 else _AUTOCAST.get(settings.train.precision),
+        sample_seeds=settings.data.sample_seeds,
+        together=plan.replicas if is_joined else 1,
+        lr_factor=lr_factor(settings.train.lr_scaling, plan.global_batch_size / ready.job.global_batch_size),
+        device=plan.device,
+        grid=_GRID if settings.train.exact else 0.0,
+        shards=settings.data.shards,
+        workers=JobData(ready.job, settings).workers,
+        is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or is_joined,
+        own_kernels=plan.mesh.cp > 1 or is_joined,
+        on_empty=settings.train.on_empty,
+        loss_scale=scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
+    )
+    job = job_in(ready.job, dtype)
+    job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
+    return make(job=job, spec=spec, cast=cast)
+
+
+def compared_steps(ready: PreparedJob, steps: int) -> list[Cursor]:
+    """The first steps of an epoch, and as the last one its short last batch, where there is one."""
+    size = ready.plan.global_batch_size
+    reading = reference(ready, None).reading
+    total = reading.num_samples(0)
+    if total is not None and ready.settings.data.drop_last:
+        refuse_no_batch(total, batch=size)
+    found = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
+    if total is None:
+        return [one for one in found if reading.batch(epoch=0, position=one.position, size=size)] or found[:1]
+    fitting = [cursor for cursor in found if cursor.position + size <= total]
+    short = total % size
+    if short and not ready.settings.data.drop_last:
+        at = total - short
+        last = Cursor(epoch=0, position=at, samples=at, step=at // size)
+        fitting = [*fitting[: max(steps - 1, 1)], last] if fitting else [last]
+    return fitting
+
+
+def _places(ready: PreparedJob, world: World, steps: int, single: RungResult) -> list[Cursor]:
+    """The steps to compare; the short last batch only where one process can run it at all."""
+    found = compared_steps(ready, steps)
+    last, problem = found[-1], ""
+    if world.is_main:
+        try:
+            reference(ready, None).gradient(RunPosition(step=last.step, epoch=last.epoch, position=last.position))
+        except Exception as error:
+            problem = _first_line(error)
+    problem = world.share_json(problem)
+    if not problem or len(found) == 1:
+        return found
+    asked = ready.settings.train.steps
+    if asked is None or asked > last.step:
+        raise JobError(
+            f"step {last.step + 1}, the epoch's short last batch, can't be run, by one process neither: {problem}",
+            cause="a layer (BatchNorm), the loss or the collation that needs more samples than are left over",
+            hint="--data.drop_last true, or a global_batch_size that leaves more of them",
+        )
+    single.detail += f" Step {last.step + 1}, a short batch that train.steps={asked} does not reach, was left out."
+    return found[:-1]
+
+
+def _fitting_scale(ready: PreparedJob, world: World) -> float:
+    """What fp16 multiplies the loss by: so much less than usual that one process's first step does not overflow."""
+    if ready.settings.train.precision != "fp16":
+        return LOSS_SCALE
+    scale = LOSS_SCALE
+    if world.is_main:
+        while scale > _LEAST_SCALE and not _is_finite(reference(ready, None, scale=scale)):
+            scale /= 2.0
+        scale = LOSS_SCALE if scale in (LOSS_SCALE, _LEAST_SCALE) else scale / _HEADROOM
+    found: float = world.share_json(scale)
+    return found
+
+
+def _is_finite(alone: Reference) -> bool:
+    try:
+        return all(bool(torch.isfinite(value).all()) for value in alone.gradient(_START).total.values())
+    except Exception:  # the first rung says it
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _rung(name: str, rules_out: str, climb: Callable[[], RungResult]) -> Rung:
+    began = time.perf_counter()
+    finding = climb()
+    return Rung(name=name, rules_out=rules_out, finding=finding, seconds=time.perf_counter() - began)
+
+
+def _say(world: World, what: str) -> Callable[[str], None]:
+    """A sign of life on the console's rank."""
+
+    def say(text: str) -> None:
+        if world.is_main:
+            output.print_line(f"verify: {what}: {text}")
+
+    return say
+
+
+def _single(ready: PreparedJob, world: World) -> RungResult:
+    finding = RungResult()
+    _say(world, "one process")("the same batch twice, then in halves")
+    if world.is_main:
+        finding = run_single(lambda: reference(ready, None))
+    found: RungResult = RungResult(**world.share_json(vars(finding)))
+    return found
+
+
+def _precisions(ready: PreparedJob, world: World, single: RungResult) -> list[tuple[torch.dtype | None, str]]:
+    """float64 first, where the model can do it; then the job's own."""
+    problem = ""
+    if world.is_main:
+        try:
+            with in_double():
+                reference(ready, torch.float64).gradient(_START)
+        except Exception as error:
+            problem = _first_line(error)
+    problem = world.share_json(problem)
+    own: tuple[torch.dtype | None, str] = (None, ready.settings.train.precision)
+    if problem:
+        single.detail += f" float64 was left out: the model can't do it ({problem})."
+        return [own]
+    return [(torch.float64, "float64"), own]
+
+
+def _lockstep(
+    ready: PreparedJob, world: World, dtype: torch.dtype | None, name: str, places: Sequence[Cursor], scale: float
+) -> Callable[[], RungResult]:
+    def climb() -> RungResult:
+        with in_double(active=dtype is torch.float64):
+            return compared()
+
+    def compared() -> RungResult:
+        built = built_in(ready, world, dtype, scale=scale)
+        alone = reference(ready, dtype, scale=scale) if world.is_main else None
+        lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
+        with _comparable(ready, built, alone) as note:
+            lockstep.finding.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
+            found = lockstep.run(places)
+        built.close()
+        return found
+
+    return climb
+
+
+@contextmanager
+def _comparable(ready: PreparedJob, built: TrainingSetup, alone: Reference | None) -> Iterator[str]:
+    """Without dropout where its numbers can't be the same."""
+    if ready.settings.train.buffers != "sync_bn" or not has_dropout(built.model):
+        yield ""
+        return
+    with without_dropout([*built.models] if alone is None else [*built.models, alone.model]):
+        yield "Dropout is off here: under sync_bn one process can't draw each replica's numbers."
+
+
+def _free(
+    ready: PreparedJob,
+    world: World,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    drift: WeightDrift | None = None,
+    scale: float = LOSS_SCALE,
+) -> Callable[[], RungResult]:
+    def climb() -> RungResult:
+        with in_double(active=dtype is torch.float64):
+            return compared()
+
+    def compared() -> RungResult:
+        built = built_in(ready, world, dtype, scale=scale)
+        alone = reference(ready, dtype, make=oracle_of(built), scale=scale) if world.is_main else None
+        with _comparable(ready, built, alone):
+            say = _say(world, "free running")
+            if _is_replayed(ready):
+                found = run_served(built, reference=alone, steps=steps, say=say)
+            else:
+                found = run_free(built, reference=alone, steps=steps, say=say, drift=drift)
+        built.close()
+        return found
+
+    return climb
