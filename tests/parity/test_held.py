@@ -117,7 +117,7 @@ def test_every_byte_on_the_wire_was_counted(two_ranks: dict[str, Any]) -> None:
         assert found["counted"] in (4 * MB, 8 * MB), name
         if two_ranks["alone"]:
             # two barriers are counted too, and on a busy machine what is sent again
-            assert found["counted"] <= found["wire"] < 1.05 * found["counted"], name
+            assert found["counted"] <= found["wire"] < 1.25 * found["counted"], name
     assert two_ranks["flows"]["exchange"]["flows"]["receive"]["calls"] == 1
 
 
