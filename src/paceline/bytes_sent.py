@@ -1,4 +1,4 @@
-"""What a rank sends, counted where it is handed to the transport."""
+"""A counter of the bytes that a rank sends, updated where they are passed to the transport."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ SHARES: Mapping[str, Callable[[int], float]] = {
 
 @dataclass(kw_only=True)
 class Traffic:
-    """Of one process, over all of its groups; without what torch sends by itself (the gathers of `fully_shard`)."""
+    """The traffic of one process over all groups, without what torch sends by itself (the gathers of `fully_shard`)."""
 
     sent_bytes: float = 0.0
 
     def add(self, kind: str, num_bytes: int, *, ranks: int) -> None:
-        """So many bytes were handed over for a collective, or for a message (`send`)."""
+        """Count the bytes passed to a collective, or to a message (`send`)."""
         self.sent_bytes += SHARES[kind](ranks) * num_bytes

@@ -1,4 +1,4 @@
-"""The command: reads words, calls a verb, prints, answers with an exit code. No logic, and no torch."""
+"""The command line: parses arguments, calls a verb, prints, and exits with a code. No logic, and no torch."""
 
 import io
 import json
@@ -48,7 +48,7 @@ _NO_BOX = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and answer with its exit code."""
+    """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print_line(_HELP)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The console script. Inside a world that others made, leave without torch's destructors: peers may be gone."""
+    """Run the console script. In another launcher's world, exit without torch's destructors: peers may be gone."""
     replace_closed()
     code = main()
     flush()
@@ -79,7 +79,7 @@ def entry() -> None:
 
 
 def with_value(words: Sequence[str], flag: str, value: str) -> list[str]:
-    """Let `flag` stand alone for `flag value`."""
+    """Expand a bare `flag` to `flag value`."""
     found = list(words)
     for at in [i for i, word in enumerate(words) if word == flag]:
         if at + 1 == len(words) or words[at + 1].startswith("--"):
@@ -107,7 +107,7 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_here() -> None:
-    """Paths, imports and new processes all begin at the working directory."""
+    """Check that the working directory exists: paths, imports and new processes all start there."""
     try:
         Path.cwd()
     except OSError as error:
@@ -176,7 +176,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
 
 
 def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
-    """Return what is wrong with the value of an option that is a number."""
+    """Return errors for the value of an option that must be a number."""
     number = next((one for one in (int, float) if kind is one or one in get_args(kind)), None)
     if number is None or not value or value.startswith("--") or value == "None":
         return []
@@ -189,7 +189,7 @@ def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
 
 
 def _in_a_line(box: str) -> str:
-    """What the reader of words says in a box of several parts: its middle one, without the frame."""
+    """Return the argument parser's message from a framed box: its middle part, without the frame."""
     parts = re.split(r"[─-]{5,}", box.translate(_NO_BOX))
     told = [" ".join(part.split()) for part in parts]
     return next((part for part in told[1:] if part), "").removesuffix(".")
@@ -200,7 +200,7 @@ def _known_flags(cls: type) -> list[str]:
 
 
 def _refuse(error: PacelineError, *, as_json: bool) -> int:
-    """Say it; of the ranks of a world that others made, which all read the same words, the first says it for all."""
+    """Print an error and return its exit code; in another launcher's world the first rank prints for all."""
     from paceline.launch.failures.uncaught_exceptions import failure_sentence, report
 
     failure, turn = report(error)

@@ -11,7 +11,7 @@ from paceline.user_code import is_of_word_reader, is_users
 
 
 def on_a_screen(text: str, *, lines: int = 8, width: int = 400) -> str:
-    """Return the text with at most so many lines of at most this width, and how many are left out."""
+    """Return the text with at most `lines` lines of at most `width` characters, and how many are left out."""
     given = text.splitlines() if len(text) > width else [text]
     shown = [line if len(line) <= width else f"{line[:width]} ... ({len(line):,} characters)" for line in given[:lines]]
     return "\n".join([*shown, *([f"... {len(given) - lines:,} more lines"] if len(given) > lines else [])])
@@ -30,10 +30,10 @@ class ExitCode(IntEnum):
 
 
 class PacelineError(Exception):
-    """The root of every error of ours.
+    """The root of all Paceline errors.
 
-    `what` is one sentence; `where` is the user's file and line, a setting or a path; `cause` is the likely
-    reason; `hint` is the line to type or the change to make.
+    `what` is one sentence; `where` is the user's file and line, a setting or a path; `cause` is the likely reason;
+    `hint` is the line to type or the change to make.
     """
 
     exit_code = ExitCode.FAILED
@@ -51,7 +51,7 @@ class PacelineError(Exception):
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels if text)])
 
     def as_json(self) -> dict[str, str]:
-        """The same text for `--json`."""
+        """Return the same text for `--json`."""
         return {
             "error": type(self).__name__,
             "what": self.what,
@@ -74,13 +74,13 @@ class JobError(PacelineError):
 
 
 class LayoutError(PacelineError):
-    """This layout can't be had with this job on these ranks."""
+    """This layout is impossible with this job on these ranks."""
 
     exit_code = ExitCode.REFUSED
 
 
 class ResumeError(PacelineError):
-    """The run to go on with is not the run that was asked for."""
+    """The run to resume is not the run that was requested."""
 
     exit_code = ExitCode.REFUSED
 
@@ -92,7 +92,7 @@ class CheckpointError(PacelineError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint can't be written: no space, or no permission. The same words go on once there is."""
+    """A checkpoint can't be written: no space, or no permission. The same command resumes once there is."""
 
     exit_code = ExitCode.MACHINE
 
@@ -106,10 +106,10 @@ class DataError(RunError):
 
 
 class NonFiniteError(RunError):
-    """Loss or gradients are not finite, and the run was told to stop then. `step` is the one they were of.
+    """Loss or gradients are not finite, and the run was set to stop then. `step` is the step it happened in.
 
     `no_target`: a loss term had none, which is the cause whatever the inputs hold. `broken`: the microbatches and terms
-    whose loss was not finite, where the step knows them.
+    whose loss was not finite, if the step knows them.
     """
 
     step: int | None = None
@@ -122,13 +122,13 @@ class DesyncError(RunError):
 
 
 class PeerError(RunError):
-    """Another rank left or did not answer, and this one could not go on: what happened is that rank's to tell."""
+    """Another rank left or did not answer, and this one could not go on: that rank reports what happened."""
 
 
 class OutOfMemory(RunError):
-    """A rank could not get the memory that it asked for.
+    """A rank could not allocate the memory that it needs.
 
-    `held` are bytes by what they are for, `limit_bytes` is what there is; `part` is forward, backward or optimizer.
+    `held` are bytes by purpose, `limit_bytes` is the limit; `part` is forward, backward or optimizer.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class OutOfMemory(RunError):
         return "\n".join([super().__str__(), *rows])
 
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
-        """With what was held."""
+        """Return the error with the memory that was held."""
         return {**super().as_json(), "held": self.held, "limit_bytes": self.limit_bytes, "part": self.part}
 
 
@@ -166,7 +166,7 @@ class Problems(PacelineError):
         return "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
 
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
-        """All of them, in order."""
+        """Return all problems, in order."""
         return {"error": "Problems", "problems": [problem.as_json() for problem in self.problems]}
 
 
@@ -184,7 +184,7 @@ def problems_of(error: PacelineError) -> Sequence[PacelineError]:
 
 
 def called_exit(error: SystemExit) -> PacelineError:
-    """A `sys.exit` in the job's own code, which says nothing of the run: done or saved is for the run to say."""
+    """Return the error for a `sys.exit` in the job's own code: only the run itself says that it is done or saved."""
     line = user_line(error)
     at = f" at {line}" if line else ""
     found: PacelineError
@@ -217,7 +217,10 @@ class UserLine:
 
 
 def user_line(error: BaseException) -> UserLine | None:
-    """Where in the user's code it happened: the last frame that is neither ours, nor installed, nor Python's."""
+    """Return the line of the user's code where the error occurred, or None.
+
+    It is the last frame that is not in Paceline, an installed package, or Python itself.
+    """
     frames = [f for f in extract_tb(error.__traceback__) if is_users(f.filename)]
     if isinstance(error, SyntaxError) and error.filename:
         return UserLine(file=error.filename, line=error.lineno or 0, text=(error.text or "").strip())
@@ -227,7 +230,7 @@ def user_line(error: BaseException) -> UserLine | None:
 
 
 def place_now() -> object:
-    """The same where the user's own code is at the same operation again."""
+    """Return a key that is equal whenever the user's own code is at the same operation again."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -235,12 +238,12 @@ def place_now() -> object:
 
 
 def as_refused(error: Exception) -> str:
-    """An error that is not ours, in a line, with where the user's own code raised it."""
+    """Return one line for an error that is not Paceline's, with the place in the user's own code that raised it."""
     line, said = user_line(error), next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {said}" + (f" ({line})" if line else "")
 
 
 def line_now() -> UserLine | None:
-    """Where in the user's code the call is that this is part of."""
+    """Return the line of the user's code that led to this call, or None."""
     last = next((f for f in reversed(extract_stack()) if is_users(f.filename)), None)
     return None if last is None else UserLine(file=last.filename, line=last.lineno or 0, text=last.line or "")

@@ -1,4 +1,4 @@
-"""What happens in a run, as typed values, and the one stream that carries them."""
+"""Events of a run, as typed values, and the one stream that carries them."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened."""
+    """An event of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A run, or the next attempt of one, begins."""
+    """A run, or its next attempt, begins."""
 
     run_id: str
     job: str
@@ -27,8 +27,11 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """The numbers of a logged step; all are global, but `sent_bytes`: what the first rank has sent since this attempt
-    began (of sites that train on their own: to the others), None where that is not known."""
+    """The numbers of a logged step. All are global but `sent_bytes`.
+
+    `sent_bytes` is what the first rank has sent since this attempt began (for sites that train on their own: to the
+    others), None if unknown.
+    """
 
     step: int
     epoch: float
@@ -52,7 +55,7 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """Exact metrics over a whole split; `average` says that they are those of the job's `ema`."""
+    """Exact metrics over a whole split; `average` says that they belong to the job's `ema`."""
 
     step: int
     split: str
@@ -65,12 +68,12 @@ class EvalDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness(Event):
-    """How late an asynchronous run's updates were, since this attempt began.
+    """The staleness of an asynchronous run's updates since this attempt began.
 
-    For each participant `told` has `who` and `late`, how many gradients were of weights so many updates ago (a list of
-    pairs). Of a pipeline also `versions`, the most weights of several times that it held at once, and `sent_bytes`; of
-    a race `lost` of the `made` additions to its shadow counters. Of sites that train on their own `sent_bytes` to the
-    others and `waited_seconds` for them.
+    For each participant `told` has `who` and `late`, the number of gradients by how many updates old their weights were
+    (a list of pairs). For a pipeline also `versions`, the most weight versions that it held at once, and `sent_bytes`;
+    for a race `lost` of the `made` additions to its shadow counters. For sites that train on their own, `sent_bytes` to
+    the others and `waited_seconds` for them.
     """
 
     step: int
@@ -80,12 +83,11 @@ class Staleness(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastChecked(Event):
-    """What was forecast of a run, and what its first steps took.
+    """The forecast of a run, compared with its first steps.
 
-    Bytes are of the fullest rank; `measured_by` says what was looked at: the device's `allocator`, or by how much the
-    `resident memory` of a process has grown since before its model. `memory_ratio` is None where they can't be held
-    against each other. `others` is the share of the cores that other programs had meanwhile, 0.0 where they left
-    enough.
+    Bytes are those of the fullest rank; `measured_by` names the measurement: the device's `allocator`, or the growth of
+    the `resident memory` of a process since before its model. `memory_ratio` is None if they can't be compared.
+    `others` is the share of the cores that other programs used meanwhile, 0.0 if they left enough.
     """
 
     step: int
@@ -115,7 +117,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRefused(Event):
-    """A checkpoint that could not be used."""
+    """A checkpoint could not be used."""
 
     path: str
     reason: str
@@ -123,7 +125,7 @@ class CheckpointRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Note(Event):
-    """Something to tell the user."""
+    """A message to the user."""
 
     text: str
     level: str = "info"
@@ -140,32 +142,32 @@ class RunEnded(Event):
 
 
 NAMES_ON_DISK = {"ForecastChecked": "Foretold"}
-"""Names of events in `events.jsonl` that are older than their class's name."""
+"""Event names in `events.jsonl` that are older than their class's name."""
 
 
 def as_dict(event: Event) -> dict[str, Any]:
-    """For a JSON line."""
+    """Return the event as a dict for a JSON line."""
     return {"event": NAMES_ON_DISK.get(type(event).__name__, type(event).__name__), "time": time.time(), **vars(event)}
 
 
 class Sink(Protocol):
-    """Somewhere that events go."""
+    """A destination of events."""
 
     def handle(self, event: Event) -> None:
         """Take one event."""
 
     def close(self) -> None:
-        """No more events."""
+        """Finish: there are no more events."""
 
 
 class EventBus:
-    """Carries events to all sinks. A sink that raises is dropped with a note; it never ends the run."""
+    """The bus that carries events to all sinks. A sink that raises is dropped with a note; it never ends the run."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
 
     def emit(self, event: Event) -> None:
-        """Hand `event` to every sink; what failed is told to the rest afterwards, since a full disk fails several."""
+        """Pass `event` to every sink; report failures to the rest afterwards, since a full disk fails several."""
         told = [note for sink in list(self._sinks) if (note := self._hand(sink, event)) is not None]
         for note in told:
             self.emit(note)
@@ -189,13 +191,13 @@ class EventBus:
 
 
 def ratios_of(event: ForecastChecked) -> Mapping[str, float]:
-    """What was measured as so many times its forecast."""
+    """Return the measured values as multiples of their forecast."""
     memory = {} if event.memory_ratio is None else {"forecast/memory_ratio": event.memory_ratio}
     return {"forecast/time_ratio": event.time_ratio, **memory}
 
 
 def metrics_of(event: StepDone) -> Mapping[str, float]:
-    """The field's names for a step's numbers."""
+    """Return a step's numbers under the field's usual names."""
     total = event.step_seconds or 1.0
     found = {
         "loss": event.loss,

@@ -1,4 +1,4 @@
-"""Faults as data: what breaks, on which rank, at which step and point. For tests, and for `--faults`."""
+"""Fault injection: what breaks, on which rank, at which step and point. For tests, and for `--faults`."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ _HANG_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault; `step` counts from 1."""
+    """A fault to inject; `step` counts from 1."""
 
     kind: str
     rank: int
@@ -25,7 +25,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Read `"kill rank=2 step=50; nan rank=1 step=70 point=save"`.
+    """Parse `"kill rank=2 step=50; nan rank=1 step=70 point=save"`.
 
     Raises:
         UsageError: a fault that is not understood.
@@ -55,7 +55,7 @@ def _parse(words: Sequence[str]) -> Fault:
 
 
 def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
-    """Return the faults that can never happen on so many ranks, or in so many steps where that is known.
+    """Return errors for faults that can never happen on this many ranks, or in this many steps if known.
 
     A drill that tests nothing would look as if it had passed.
     """
@@ -80,7 +80,7 @@ class Faults:
         self._mine = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
 
     def fire(self, point: str, *, step: int) -> Fault | None:
-        """Break here if a fault says so; `nan` is returned for the caller to act on."""
+        """Inject the fault due here, if any; `nan` is returned for the caller to act on."""
         fault = self._mine.get((point, step)) if self._mine else None
         if fault is None:
             return None

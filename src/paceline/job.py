@@ -37,17 +37,17 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        """Take numbers of any type."""
+        """Convert numbers of any type to Python's own."""
         _take_numbers(self, counts=("patience",), numbers=("min_delta",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train.
+    """A description of what to train.
 
-    `model` builds an `nn.Module`; `loss(output, batch)` gives `(loss_sum, count)`, a dict of named
-    `(sum, count)` terms, or a scalar mean over the samples of the microbatch; left out, the model's own
-    `output.loss` is used. `optimizer` maps a list of `(name, parameter)` to an optimizer or a list of them.
+    `model` builds an `nn.Module`; `loss(output, batch)` returns `(loss_sum, count)`, a dict of named `(sum, count)`
+    terms, or a scalar mean over the samples of the microbatch; if omitted, the model's own `output.loss` is used.
+    `optimizer` maps a list of `(name, parameter)` to an optimizer or a list of them.
     """
 
     model: Callable[[], nn.Module] = _NEEDED
@@ -76,7 +76,7 @@ class Job:
     name: str | None = None
 
     def __new__(cls, *words: Any, **given: Any) -> "Job":
-        """Refuse fields that no job has, together with whatever else is wrong.
+        """Check for fields that no job has, and for all other errors.
 
         Raises:
             JobError, Problems: with all of it.
@@ -91,13 +91,13 @@ class Job:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Take numbers of any type."""
+        """Convert numbers of any type to Python's own."""
         counts = ("global_batch_size", "micro_batch_size", "early_stopping")
         _take_numbers(self, counts=counts, numbers=("max_grad_norm", "ema"))
 
 
 def _take_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) -> None:
-    """Put Python's own numbers where NumPy's or tensors of one element were given."""
+    """Replace NumPy numbers and tensors of one element by Python's own numbers."""
     for names, read in ((counts, as_count), (numbers, as_number)):
         for name in names:
             number = read(getattr(owner, name))
@@ -106,7 +106,7 @@ def _take_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) 
 
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
-    """Import what `ref` names and return its job; a function is called with `params`."""
+    """Import the job that `ref` names and return it; a function is called with `params`."""
     with script_words(str(ref.path or ref.module)):
         return _made(ref, params)
 
@@ -144,12 +144,12 @@ def _made(ref: JobRef, params: Mapping[str, Any]) -> Job:
 
 
 def job_parameters(factory: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters of `make_job` and their defaults."""
+    """Return the parameters of `make_job` and their defaults."""
     return {name: p.default for name, p in inspect.signature(factory).parameters.items()}
 
 
 def import_job_module(ref: JobRef) -> ModuleType:
-    """The module or the file that `ref` names."""
+    """Import and return the module or the file that `ref` names."""
     if ref.path is None:
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
@@ -195,7 +195,7 @@ def _pick(ref: JobRef, module: ModuleType) -> Any:
 
 
 def _accepted(ref: JobRef, factory: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the factory is called with.
+    """Return the arguments for the factory.
 
     Raises:
         JobError, Problems: a parameter that it lacks or needs, or a value that is not of its type; with all of them.
@@ -226,7 +226,7 @@ def _checked(ref: JobRef, job: Job) -> Job:
 
 
 def refuse_job(job: Job, *, where: str) -> None:
-    """Refuse values that no job can have.
+    """Raise an error for values that no job can have.
 
     Raises:
         JobError, Problems: with all of them.
@@ -238,7 +238,7 @@ def refuse_job(job: Job, *, where: str) -> None:
 
 
 def no_loss(batch: Any) -> JobError:
-    """The error of a job without loss= whose model gave none either."""
+    """Return the error for a job without `loss=` whose model returned no loss either."""
     unlabelled = isinstance(batch, Mapping) and "labels" not in batch
     return JobError(
         "the job has no loss=, and the model's output has no .loss.",

@@ -1,4 +1,4 @@
-"""What a field of a job may be. Each that is something else is named, with the line to write."""
+"""Checks of a job's fields: every invalid one is named, with the line to write."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ _ARRAYS = (Tensor, np.ndarray)
 
 
 def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:
-    """Yield what a job was given that is none of its `known` fields."""
+    """Yield an error for each argument of a job that is none of its `known` fields."""
     if words:
         what = (
             f"pl.Job was given {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
@@ -53,7 +53,7 @@ def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mappin
 
 
 def unfit_fields(job: Any) -> Iterator[PacelineError]:
-    """Yield what is wrong with the fields of a job, each by name."""
+    """Yield an error for each invalid field of a job, by name."""
     for name, hint in _NEEDED.items():
         if getattr(job, name) is None:
             yield JobError(f"the job has no {name}=.", hint=hint)
@@ -116,9 +116,9 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
 
 
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
-    """Yield what is wrong with data that holds whole columns where its samples should be: (x, y), or a dict of splits.
+    """Yield errors for data that holds whole columns instead of samples: (x, y), or a dict of splits.
 
-    Arrays of one length and of different shapes or types are columns: as samples no batch could be made of them.
+    Arrays of one length and of different shapes or types are columns: they could not be batched as samples.
     """
     if isinstance(data, Mapping) and data and 0 not in data:
         keys = ", ".join(map(repr, list(data)[:6]))
@@ -168,7 +168,7 @@ def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
 
 
 def _takes_two(function: Any) -> bool:
-    """Whether it can be called with two arguments, as far as Python knows."""
+    """Return whether the function accepts two arguments, as far as Python knows."""
     try:
         signature(function).bind(None, None)
     except TypeError:
@@ -187,7 +187,7 @@ def _unfit_order(order: Any) -> Iterator[PacelineError]:
 
 
 def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
-    """What is wrong with a rule to stop early: a number of evaluations, or an `EarlyStopping`."""
+    """Yield errors for an early-stopping rule: a number of evaluations, or an `EarlyStopping`."""
     if rule is None:
         return
     patience = getattr(rule, "patience", rule)

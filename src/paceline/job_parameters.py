@@ -1,4 +1,4 @@
-"""The parameters of `make_job`: text and TOML values in the type that the parameter says, by annotation or default."""
+"""Parameters of `make_job`: converts text and TOML values to the type of each parameter's annotation or default."""
 
 import ast
 import inspect
@@ -30,7 +30,7 @@ def missing_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) ->
 
 
 def without_default(name: str) -> JobError:
-    """Return the error of a parameter that needs a value and has none."""
+    """Return the error for a parameter that needs a value and has none."""
     return JobError(
         f"make_job needs {name}, which has no default.",
         hint=f"--job.{name} VALUE, or a default: def make_job({name}=...)",
@@ -38,10 +38,10 @@ def without_default(name: str) -> JobError:
 
 
 def typed_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given values in the types that the parameters of `factory` say.
+    """Return the given values in the types of the parameters of `factory`.
 
     Raises:
-        JobError, Problems: each value that is no such thing, and each type that can't be made of text.
+        JobError, Problems: each value that does not fit, and each type that can't be made from text.
     """
     parameters = inspect.signature(factory).parameters
     try:
@@ -60,9 +60,9 @@ def typed_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> d
 
 
 def misfits_of_source(given: Mapping[str, Any], *, sources: Mapping[str, tuple[str, str]]) -> Iterator[JobError]:
-    """Yield the values that can't be of their types, by the `sources` of annotation and default alone.
+    """Yield errors for values of the wrong type, judged only by the `sources` of annotation and default.
 
-    Only types and defaults that need no import are judged.
+    Only types and defaults that need no import are checked.
     """
     for name, value in given.items():
         annotation, default = sources.get(name, ("", ""))
@@ -98,7 +98,7 @@ def _typed(name: str, value: Any, kind: Any, default: Any) -> Any:
 
 
 def _kind_of(default: Any) -> Any:
-    """The type that a default says; None where it says nothing."""
+    """Return the type of a default; None if it tells nothing."""
     if default is None or default is inspect.Parameter.empty:
         return None
     if isinstance(default, Path):
@@ -111,10 +111,10 @@ def _kind_of(default: Any) -> Any:
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """The value as this type.
+    """Return the value converted to this type.
 
     Raises:
-        ValueError, KeyError, SyntaxError, TypeError: it can't be one.
+        ValueError, KeyError, SyntaxError, TypeError: it can't be converted.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind in _UNSAID:
@@ -158,7 +158,7 @@ def _number(value: Any, kind: type) -> Any:
 
 
 def _one_of(value: Any, kinds: Sequence[Any]) -> Any:
-    """The first that takes it: text is the last that is tried, since it takes everything."""
+    """Return the value in the first type that accepts it: text is tried last, since it accepts everything."""
     for kind in sorted(kinds, key=lambda one: (one is str, one is not type(None))):
         try:
             return _convert(value, kind)
@@ -184,7 +184,7 @@ def _several(value: Any, kind: Any, inner: Sequence[Any]) -> Any:
 
 
 def _guess(value: Any) -> Any:
-    """What text looks like, where nothing says what it is to be: a number, True, a list; else text."""
+    """Return text as the literal it looks like if no type is given: a number, True, a list; else as text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

@@ -1,8 +1,8 @@
-"""A `Job` that was made in Python, on its way to the processes that run it.
+"""Transfer of a `Job` that was made in Python to the processes that run it.
 
 A job from a file is imported by every rank. A job that exists only as an object, in a script or a notebook, is written
-to an anonymous file in memory whose handle the ranks inherit. Nothing is read from a path, so no file of a stranger can
-take its place. cloudpickle carries lambdas, local functions and classes of `__main__` by value, and the rest by name.
+to an anonymous file in memory whose handle the ranks inherit. Nothing is read from a path, so no other user's file can
+take its place. cloudpickle sends lambdas, local functions and classes of `__main__` by value, and the rest by name.
 """
 
 import io
@@ -26,7 +26,7 @@ _END_OF_PATH = b"\n"
 
 @contextmanager
 def open_job_file(job: Job) -> Iterator[int]:
-    """Write the job to an anonymous file and give the handle that `receive_job` reads; it is closed afterwards.
+    """Write the job to an anonymous file and yield the handle that `receive_job` reads; it is closed afterwards.
 
     Raises:
         JobError: the job holds something that cannot be sent to another process; the field is named.
@@ -54,7 +54,7 @@ def _has_memfd() -> bool:
 
 
 def _dumps(value: object) -> bytes:
-    """Return the value's bytes; tensors that share memory share it again where they are read."""
+    """Return the value's bytes; tensors that share memory share it again after loading."""
     try:
         to = io.BytesIO()
         torch.save(value, to, pickle_module=cloudpickle)
@@ -66,7 +66,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _cannot_be_sent(job: Job, error: Exception) -> JobError:
-    """Name the first field that cannot be sent alone."""
+    """Return the error for a job that can't be pickled, naming the first such field."""
     guilty = "the job"
     for one in fields(job):
         try:
@@ -83,7 +83,7 @@ def _cannot_be_sent(job: Job, error: Exception) -> JobError:
 
 
 def _read(handle: int) -> bytes:
-    """Read without moving the position, which all ranks share."""
+    """Read without moving the file offset, which all ranks share."""
     parts, at = list[bytes](), 0
     while part := os.pread(handle, _CHUNK, at):
         parts.append(part)

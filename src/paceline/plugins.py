@@ -1,4 +1,4 @@
-"""`"my.pkg:Thing"` to the object: the only dynamic import."""
+"""Dynamic imports: resolves `"my.pkg:Thing"` to the object. No other module imports dynamically."""
 
 import importlib
 import os
@@ -16,11 +16,11 @@ def _folder_now() -> str:
 
 
 START_FOLDER = _folder_now()
-"""Where this process was when paceline was first imported: a script that goes elsewhere is started again from there."""
+"""The working folder when paceline was first imported: a script that changes it is restarted from there."""
 
 
 def resolve(reference: str) -> Any:
-    """The object that `"module:name"` names.
+    """Return the object that `"module:name"` names.
 
     Raises:
         UsageError: there is no such module or name.
@@ -40,7 +40,7 @@ def resolve(reference: str) -> Any:
 
 
 def lazy_attributes(places: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
-    """A module `__getattr__` (PEP 562) that imports each name's own module when it is first used."""
+    """Return a module `__getattr__` (PEP 562) that imports each name's own module on first use."""
 
     def get(name: str) -> Any:
         if name not in places:

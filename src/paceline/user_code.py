@@ -1,4 +1,4 @@
-"""Which code is the user's own: neither ours, nor installed, nor Python's."""
+"""Recognition of the user's own code: neither Paceline's, nor installed, nor Python's."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def is_users_own(error: BaseException) -> bool:
 
 @contextmanager
 def script_words(place: str) -> Iterator[None]:
-    """Let `sys.argv` be what a script at `place` that got no words has: ours are no words of the user's parser."""
+    """Set `sys.argv` to that of a script at `place` without arguments: ours are not for the user's parser."""
     words = sys.argv
     sys.argv = [place]
     try:
@@ -38,7 +38,7 @@ def script_words(place: str) -> Iterator[None]:
 
 
 def is_of_word_reader(error: BaseException) -> bool:
-    """Return whether a parser of command lines, as argparse is, raised this or was asked to before."""
+    """Return whether a command-line parser such as argparse raised this, or called what did."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _WORD_READERS:
@@ -48,9 +48,9 @@ def is_of_word_reader(error: BaseException) -> bool:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Take our frames out of an exception's traceback, and of those it came from, where they only lead to user code.
+    """Remove our frames from an exception's traceback, and its causes', where they only lead to user code.
 
-    What is below the last line of the user's own code stays: there the error was made.
+    Frames below the last line of the user's own code stay: the error was made there.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -78,11 +78,11 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Return whether a file is the user's own: neither ours, nor installed, nor Python's.
+    """Return whether a file is the user's own: neither Paceline's, nor installed, nor Python's.
 
-    Installed is what lies in any `site-packages` or `dist-packages`, of whatever environment of several, and what a
-    distribution anywhere else on the module path records as its file (`pip install --target`). A project that is
-    installed in place (`pip install -e`) stays the user's.
+    Installed are files in any `site-packages` or `dist-packages`, of any environment, and those that a distribution
+    anywhere else on the module path records (`pip install --target`). A project that is installed in place (`pip
+    install -e`) stays the user's.
     """
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
@@ -100,20 +100,20 @@ def _is_ours(filename: str) -> bool:
 
 @cache
 def _python() -> tuple[str, ...]:
-    """The folders of Python's own library, by the names that frames may have for them."""
+    """Return the folders of Python's own library, by the names that frames may have for them."""
     named = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__)}  # noqa: PTH120
     return tuple(named | {os.path.realpath(name) for name in named})
 
 
 def _is_recorded(path: PurePath) -> bool:
-    """Whether a distribution that lies beside it on the module path has it among its files."""
+    """Return whether a distribution in the same folder of the module path lists the file."""
     roots = [root for root in sys.path if root and path.is_relative_to(root)]
     return any(path.relative_to(root).as_posix() in _recorded(root) for root in roots)
 
 
 @cache
 def _recorded(root: str) -> frozenset[str]:
-    """The files of the distributions in a folder; what a build leaves in a project's own folder records none."""
+    """Return the files of the distributions in a folder; build leftovers in a project's own folder list none."""
     found: set[str] = set()
     for folder in Path(root).glob("*.dist-info"):
         found |= {file.as_posix() for file in metadata.Distribution.at(folder).files or ()}

@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks write: begun by one, written by each, committed by one. What one can't, none does."""
+"""Collective checkpoint writes: one rank begins, each rank writes, one commits; if one fails, none commits."""
 
 import socket
 from collections.abc import Mapping
@@ -26,9 +26,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step` and make it the latest; `files` are this rank's, `state` is the first rank's.
 
-    Nothing is written where `place` says that the run's folder is no more.
-
-    Until the last phase nobody reads what was written, and the older checkpoint is the newest good one.
+    Nothing is written if `place` shows that the run's folder no longer exists. Until the last phase nobody reads what
+    was written, and the older checkpoint is the newest good one.
 
     Raises:
         SaveError: on some rank no space, no permission, or another disk.

@@ -1,4 +1,4 @@
-"""The weights as the folder that transformers and vLLM open, a tensor at a time from whoever holds it."""
+"""Consolidated weights in the folder format of transformers and vLLM, gathered one tensor at a time."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from paceline.filesystem.disk_full import as_checkpoint_error
 def consolidate(
     listing: StateDictView, folder: Path, *, config: Any, world: World, most_bytes: int = MOST_BYTES
 ) -> Path:
-    """Write every name, plain safetensors. Where ranks hold parts every rank calls this; the first writes.
+    """Write all entries as plain safetensors. If ranks hold shards, every rank calls this; the first writes.
 
     No process has more than one whole tensor at a time.
 

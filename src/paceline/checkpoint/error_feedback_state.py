@@ -1,4 +1,4 @@
-"""What replicas hold back of their gradients (error feedback), in a checkpoint and back."""
+"""Checkpointing of error feedback: the part of the gradients that replicas hold back."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ _SHARED = "shared"
 
 
 def held_files(reducer: object) -> tuple[dict[str, list[Writable]], dict[str, Any] | None]:
-    """What this replica holds back, as `replica/FQN`, and of how many it is one; nothing where none is."""
+    """Return this replica's held-back gradients, named `replica/FQN`, and the number of replicas, if any."""
     if not isinstance(reducer, ErrorFeedbackReducer):
         return {}, None
     found = list(_writable(str(reducer.replica), of=reducer.errors))
@@ -31,7 +31,7 @@ def held_files(reducer: object) -> tuple[dict[str, list[Writable]], dict[str, An
 
 
 def load_held(loaded: OpenCheckpoint, reducer: object, *, world: World) -> None:
-    """Give each replica its own back; with another number of them each gets an equal share of the sum of all.
+    """Load each replica's held-back gradients; with another number of replicas each gets an equal share of the sum.
 
     Every rank calls this.
 
@@ -45,7 +45,7 @@ def load_held(loaded: OpenCheckpoint, reducer: object, *, world: World) -> None:
 
 
 def _load(stored: StoredTensors, reducer: ErrorFeedbackReducer, *, before: int) -> None:
-    """What is not there, of a parameter that has become trainable since, begins as in a new run."""
+    """Load the stored tensors; a parameter that has become trainable since starts as in a new run."""
     for name, tensor in reducer.errors.items():
         if f"0/{name}" not in stored:
             tensor.zero_()
@@ -59,7 +59,7 @@ def _load(stored: StoredTensors, reducer: ErrorFeedbackReducer, *, before: int) 
 
 
 def _summed(stored: StoredTensors, name: str, before: int, *, like: Tensor) -> Tensor:
-    """In the order of replicas, so that all get the same bits."""
+    """Return the sum over replicas, added in their order, so that all get the same bits."""
     total = torch.zeros(like.shape, dtype=like.dtype)
     for replica in range(before):
         total += from_bytes(stored[f"{replica}/{name}"])

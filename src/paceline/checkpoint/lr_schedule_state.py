@@ -1,7 +1,7 @@
-"""The job's learning rate schedules: recorded as the job makes them, compared over a resume, taken to a step.
+"""Learning rate schedules of the job: recorded at the start, compared on a resume, advanced to a step.
 
-A schedule's `state_dict` holds its settings (`T_max`, `milestones`) beside its place. Loaded over a changed schedule it
-overrules the change. So a run records what its schedules were before the first step, and a resume compares.
+A schedule's `state_dict` holds its settings (`T_max`, `milestones`) as well as its position. Loaded into a changed
+schedule, it overrides the change. So a run records its schedules before the first step, and a resume compares.
 """
 
 import hashlib
@@ -37,20 +37,21 @@ Description = Mapping[str, Any]
 def describe_schedules(
     schedules: Sequence[Any], optimizers: Sequence[Optimizer], given: Options
 ) -> list[dict[str, Any]]:
-    """Return what the job made, before any step: classes, settings, functions, and what they wrote to the groups."""
+    """Return the job's schedules before any step: classes, settings, functions, and options written to groups."""
     pairs = zip(schedules, optimizers, given, strict=False)
     return [_described(s) | {"groups": _written(optimizer, options)} for s, optimizer, options in pairs]
 
 
 def describe_saved(schedules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a checkpoint without such a record says of its schedules: where they stood, not where they began."""
+    """Return what a checkpoint without such a record tells about its schedules: their position, not their start."""
     return [_described_saved(state) for state in schedules]
 
 
 def schedule_difference(saved: Sequence[Description], now: Sequence[Description], *, lr_differs: bool) -> str:
-    """Return in words how the schedules differ, or nothing where they are the same.
+    """Return in words how the schedules differ, or an empty string if they are the same.
 
-    Where the job gives other rates, `lr_differs`, what a schedule makes of them is no difference of its own.
+    If the job gives other rates (`lr_differs`), the values that a schedule derives from them are no difference of its
+    own.
     """
     kinds = [[one.get("kind") or "a schedule" for one in each] for each in (saved, now)]
     pairs = list(zip(saved, now, strict=False))
@@ -65,23 +66,23 @@ def schedule_difference(saved: Sequence[Description], now: Sequence[Description]
 
 
 def changed_schedules(saved: Sequence[Description], now: Sequence[Description]) -> list[bool]:
-    """Return for each schedule that the job makes whether it is another one than the run began with."""
+    """Return for each of the job's schedules whether it differs from the one that the run began with."""
     found = [bool(schedule_difference([was], [has], lr_differs=False)) for was, has in zip(saved, now, strict=False)]
     return found + [True] * (len(now) - len(found))
 
 
 def moved_options(group: Mapping[str, Any]) -> set[str]:
-    """Return the options of a group that schedules move: after another schedule the saved ones say nothing."""
+    """Return the options of a group that schedules change: under another schedule the saved values mean nothing."""
     return set(group) & _RATES
 
 
 def load_schedule(schedule: Any, plain: Mapping[str, Any]) -> None:
-    """Give a schedule its saved state; what can't be written stays as the job makes it."""
+    """Load a schedule's saved state; values that can't be written stay as the job makes them."""
     schedule.load_state_dict({**schedule.state_dict(), **from_plain(without_anew(plain))})
 
 
 def replay(schedule: Any, *, steps: int) -> None:
-    """Take a new schedule to where the run stands, from the options as they are now.
+    """Advance a new schedule to the run's step, starting from the current options.
 
     Raises:
         JobError: it does not go as far.
@@ -93,7 +94,7 @@ def replay(schedule: Any, *, steps: int) -> None:
 
 
 def refuse_short(schedules: Sequence[Any], *, total_steps: int | None) -> None:
-    """Refuse a schedule that can't be stepped as often as the run is long.
+    """Raise an error for a schedule that can't be stepped as often as the run is long.
 
     Raises:
         JobError: with both numbers.
@@ -105,7 +106,7 @@ def refuse_short(schedules: Sequence[Any], *, total_steps: int | None) -> None:
 
 
 def last_step(schedule: Any) -> int | None:
-    """Return after how many steps torch's schedules raise an error; None where they never do."""
+    """Return the number of steps after which torch's schedule raises an error; None if it never does."""
     inner = getattr(schedule, _INNER, None)
     if inner is None:
         return int(schedule.total_steps) if isinstance(schedule, OneCycleLR) else None
@@ -141,7 +142,7 @@ def _digest(tensor: Any) -> str:
 
 
 def _written(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a schedule has put into the groups as it was made: `max_lr` stands nowhere else."""
+    """Return the options that a schedule wrote to the groups when it was created: `max_lr` is stored nowhere else."""
     found = []
     for group, options in zip(optimizer.param_groups, given, strict=True):
         now = options_now(group)
@@ -150,7 +151,7 @@ def _written(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> list[d
 
 
 def _functions(schedule: Any) -> dict[str, Any]:
-    """What its functions compute with, and of a class that is not torch's the code of its methods."""
+    """Return the values that its functions compute with and, for a class that is not torch's, its methods' code."""
     found: dict[str, Any] = {}
     for name, value in vars(schedule).items():
         items = value if isinstance(value, list | tuple) else [value]

@@ -1,7 +1,7 @@
-"""The options that the job's factory gives its optimizers: recorded, so that a changed one is not overruled in silence.
+"""Optimizer options set by the job's factory: recorded, so that a changed one is not silently overridden.
 
-What a checkpoint restores are the groups as the schedule has moved them. So what the factory gives now is compared
-with what it gave when the run began, and one that was changed, and accepted, holds from the next step on.
+A checkpoint restores the groups with the values that the schedule has set. So the factory's current options are
+compared with those at the start of the run, and one that was changed, and accepted, holds from the next step on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,18 @@ Options = list[list[dict[str, Any]]]
 
 
 def given_options(optimizers: Sequence[Optimizer]) -> Options:
-    """For each optimizer, for each group, what the factory says, as JSON."""
+    """Return the factory's options as JSON, per optimizer and group."""
     return [[options_now(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 def options_now(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group as they stand, as JSON."""
+    """Return the current options of a group, as JSON."""
     found: dict[str, Any] = to_plain({k: v for k, v in group.items() if k not in _NO_OPTIONS}, where="a group")
     return found
 
 
 def optimizer_difference(saved: Any, now: Sequence[Mapping[str, Any]]) -> str:
-    """In words, or nothing where they are the same."""
+    """Return the difference in words, or an empty string if the optimizers are the same."""
     saved = saved or []
     shapes = [[(o["kind"], o["groups"]) for o in each] for each in (saved, now)]
     if shapes[0] != shapes[1]:
@@ -50,12 +50,12 @@ def optimizer_difference(saved: Any, now: Sequence[Mapping[str, Any]]) -> str:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The options that are not the same. One that can't be written is compared where both sides name it."""
+    """Return the options that differ. One that can't be written is compared only if both sides name it."""
     return [key for key in {**old, **new} if not _is_same(key, old, new)]
 
 
 def kept_now(group: Mapping[str, Any], *, then: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """The options of a group that hold as the job gives them: changed ones, and those that its schedule moves."""
+    """Return the options of a group that keep the job's values: changed ones, and those that its schedule sets."""
     return {*changed_keys(then, now), *changed_keys(now, options_now(group))}
 
 
@@ -66,7 +66,7 @@ def _is_same(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _other_names(was: Mapping[str, Any], has: Mapping[str, Any]) -> str:
-    """The parameters that a group held and holds no more, or the other way round; groups of as many may hold others."""
+    """Return in words which parameters a group gained or lost; groups of equal size may hold other ones."""
     pairs = zip(was.get("names") or has["names"], has["names"], strict=True)
     for group, (before, after) in enumerate(pairs):
         gone, come = [name for name in before if name not in after], [name for name in after if name not in before]

@@ -1,4 +1,4 @@
-"""The optimizers' state by name: tensors that follow their parameter are cut as it is, the rest is written once."""
+"""Optimizer state by name: tensors shaped like their parameter are sharded like it, the rest is written once."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NOBODY = ""  # the name of what belongs to no parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """What the optimizers of all ranks hold: `named` are this rank's parameters, `kept` says which part each is."""
+    """The parameters in the optimizers of all ranks: `named` are this rank's, `kept` says which shard each is."""
 
     named: Sequence[NamedParameter]
     kept: ShardedTensors
@@ -35,21 +35,21 @@ class Shares:
 
     @property
     def names(self) -> dict[int, str]:
-        """Name by `id(parameter)`."""
+        """Return the parameter names by `id(parameter)`."""
         return {id(member.parameter): member.name for member in self.named}
 
     def part(self, name: str) -> ShardSpec:
-        """This rank's part of a parameter."""
+        """Return this rank's shard of a parameter."""
         return self.kept.parts(name)[self.world.rank]
 
     def together(self, names: Sequence[Sequence[str]]) -> list[str]:
-        """What the ranks name, each once, in the model's order."""
+        """Return the union of the ranks' names, each once, in the model's order."""
         found = {name for each in names for name in each}
         return [name for name in self.kept.names if name in found]
 
 
 def group_names(optimizers: Sequence[Optimizer], shares: Shares) -> list[list[list[str]]]:
-    """For each optimizer, for each group, the parameters in it over all ranks. Every rank calls this."""
+    """Return the parameters over all ranks, per optimizer and group. Every rank calls this."""
     names = shares.names
     mine = [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
     if shares.kept.is_whole:
@@ -62,13 +62,13 @@ def group_names(optimizers: Sequence[Optimizer], shares: Shares) -> list[list[li
 
 
 def own_state(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Writable], list[dict[str, Any]]]:
-    """The tensors that this rank writes, and its scalars as JSON: for each optimizer, by name.
+    """Return the tensors that this rank writes, and its scalars as JSON, per optimizer by name.
 
-    Tensors in lists and dicts stand beside the others under a number, and the JSON names them. What belongs to no
-    parameter stands under the empty name, as a list of keys and values.
+    Tensors in lists and dicts are stored with the others under a number, and the JSON names them. State that belongs to
+    no parameter is stored under the empty name, as a list of keys and values.
 
     Raises:
-        CheckpointError: a state can't be cut as its parameter is, or is a rank's own.
+        CheckpointError: a state can't be sharded like its parameter, or exists on one rank only.
     """
     tensors: list[Writable] = []
     scalars: list[dict[str, Any]] = []
@@ -98,10 +98,10 @@ def split_state(
     """Return the tensors of a parameter's state by the name that each is stored under, and the rest as JSON.
 
     A tensor in a list or dict, or under a key that is no plain text, has a number for a name, and the JSON says which.
-    One that `takes` refuses becomes JSON too.
+    A tensor that `takes` refuses becomes JSON too.
 
     Raises:
-        CheckpointError: something of it can't be written: after a resume it would be absent without a word.
+        CheckpointError: a value can't be written: after a resume it would be silently absent.
     """
     tensors = {key: value for key, value in state.items() if _is_plain_tensor(key, value) and takes(value)}
     inner: dict[str, Tensor] = {}
@@ -147,10 +147,10 @@ def _numbered(inner: dict[str, Tensor], takes: Callable[[Tensor], bool], value: 
 
 
 def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return what `state` holds under keys that are no parameters, as a count of all: as JSON, and its tensors.
+    """Return the `state` under keys that are no parameters, such as a common step count: JSON, and its tensors.
 
     Raises:
-        CheckpointError: a key or a value can't be written, or a tensor's cut is not known.
+        CheckpointError: a key or a value can't be written, or it is unknown how a tensor is sharded.
     """
     kind, names = type(optimizer).__name__, shares.names
     rest = {key: value for key, value in optimizer.state.items() if id(key) not in names}
@@ -204,7 +204,7 @@ def _own(key: str, value: Tensor, name: str, parameter: Tensor, shares: Shares, 
 def optimizer_scalars(
     optimizers: Sequence[Optimizer], shares: Shares, scalars: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What a checkpoint says of each optimizer beside its tensors. Every rank calls this."""
+    """Return a checkpoint's entry for each optimizer, without its tensors. Every rank calls this."""
     told = [scalars] if shares.kept.is_whole else shares.world.gather_json(list(scalars))
     every = group_names(optimizers, shares)
     found = []
@@ -225,7 +225,7 @@ def optimizer_scalars(
 
 
 def load_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, kept: Sequence[Collection[str]]) -> None:
-    """The saved options of each group, without those in `kept`; what can't be written stays as the job makes it."""
+    """Load the saved options of each group, without those in `kept`; unwritable ones stay as the job makes them."""
     for group, saved, own in zip(optimizer.param_groups, groups, kept, strict=True):
         for key, value in from_plain(without_anew(saved["options"])).items():
             if key not in KERNELS and key not in own:
@@ -233,16 +233,16 @@ def load_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, k
 
 
 def _beside(value: Any, present: Any) -> Any:
-    """A tensor goes where the present one is: an optimizer that is captured has its rate on the device."""
+    """Return a tensor on the device of the present one: a captured optimizer has its learning rate on the device."""
     return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
 
 
 def load_state(
     optimizer: Optimizer, plain: Mapping[str, Any], stored: StoredTensors, *, shares: Shares, prefix: str
 ) -> None:
-    """Give each parameter of this rank its state, cut as the parameter is here.
+    """Load the state of each parameter of this rank, sharded like the parameter.
 
-    Where a rank has nothing of a parameter there is nothing to remember.
+    If a rank holds nothing of a parameter, nothing is loaded for it.
 
     Raises:
         CheckpointError: a piece of it is not what was written.
@@ -279,5 +279,5 @@ def _loaded(stored: StoredTensors, key: str, part: ShardSpec) -> Tensor:
 
 
 def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """State lives beside its parameter; a step count stays where the optimizer keeps it."""
+    """Return the state on its parameter's device; a step count stays where the optimizer keeps it."""
     return value if key == "step" else value.to(parameter.device)

@@ -1,4 +1,4 @@
-"""The older weights that a pipeline without flush is still to use, in a checkpoint and back."""
+"""Checkpointing of weight stashing: the older weights that a pipeline without flush still needs."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +21,10 @@ STASH = "stash.safetensors"
 def stash_files(
     step: object, weights: ShardedTensors, *, rank: int
 ) -> tuple[dict[str, list[Writable]], dict[str, Any] | None]:
-    """This rank's older weights, as `updates ago/FQN`, and where the last batches ended; nothing of another step."""
+    """Return this rank's older weights, named `updates ago/FQN`, and where the last batches ended.
+
+    Return nothing for another kind of step.
+    """
     if not isinstance(step, PipeDreamStep):
         return {}, None
     found: list[Writable] = []
@@ -34,7 +37,9 @@ def stash_files(
 
 
 def load_stash(loaded: OpenCheckpoint, step: object, weights: ShardedTensors, *, is_same: bool) -> None:
-    """Give them back; after another update rule (not `is_same`) the history begins anew. Every rank calls this.
+    """Load the older weights; after another update rule (not `is_same`) the history starts empty.
+
+    Every rank calls this.
 
     Raises:
         CheckpointError: a tensor is not what was written.

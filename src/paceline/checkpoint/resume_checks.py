@@ -1,4 +1,4 @@
-"""What must not have changed for a run to be gone on with."""
+"""Resume checks: compare what must not change between a saved run and its resume."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ _CAUSE = "another setting, another job file, or other data"
 
 
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
-    """Refuse a resume that would be another run.
+    """Check that a resume continues the same run.
 
-    Exact mode is computed by other kernels: where it or they may change, so may the last bits of data that a job
-    computes. Kernels are part of a run where it is exact before and after, and its checkpoint names them.
+    Exact mode uses other kernels: if it or they may change, so may the last bits of data that a job computes. Kernels
+    are part of a run's identity if it is exact before and after, and its checkpoint names them.
 
     Raises:
         ResumeError: with every difference.
@@ -45,7 +45,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
 
 
 def record_settings(settings: Settings) -> dict[str, str]:
-    """Return what a resume compares without refusing it, as text: settings, and the parameters of `make_job`.
+    """Return the settings and the parameters of `make_job` as text; a resume reports changes without refusing them.
 
     The value of a secret is not recorded.
     """
@@ -54,7 +54,7 @@ def record_settings(settings: Settings) -> dict[str, str]:
 
 
 def note_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[str]:
-    """Return a line for each recorded value that is another now; none for a checkpoint of before there were any."""
+    """Return a line for each recorded value that has changed; none for an older checkpoint without a record."""
     if saved is None:
         return []
     now = record_settings(settings)

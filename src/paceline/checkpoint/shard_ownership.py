@@ -1,4 +1,4 @@
-"""Which bytes of a tensor this rank writes, and how it gets its own out of whatever pieces there are."""
+"""Shard ownership: which bytes of a tensor this rank writes, and how it reads its shard from any pieces."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from paceline.parallel.module_access.shard_spec import Box, ShardSpec
 
 
 def own_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
-    """The boxes that this rank speaks for: a box that several hold is the first one's."""
+    """Return the boxes that this rank writes: a box that several ranks hold belongs to the first one."""
     seen: set[tuple[object, object]] = set()
     mine: list[Box] = []
     for part in parts[: rank + 1]:
@@ -23,16 +23,16 @@ def own_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
 
 
 def writer_rank(parts: Sequence[ShardSpec]) -> int:
-    """The first rank that holds anything of it; what has no element is rank 0's."""
+    """Return the first rank that holds a part of the tensor; 0 for a tensor without elements."""
     return next((rank for rank, part in enumerate(parts) if part.boxes), 0)
 
 
 def owned_shards(
     name: str, *, dtype: torch.dtype, find: Callable[[], Tensor], parts: Sequence[ShardSpec], rank: int
 ) -> list[Writable]:
-    """What this rank writes of a tensor; `find` gives its local part when it is written.
+    """Return the shards that this rank writes of a tensor; `find` returns its local part at write time.
 
-    Every element is some rank's, and only one's: what several hold is written by the first.
+    Every element belongs to exactly one rank: the first one that holds it.
     """
     shape = parts[rank].shape
     if not math.prod(shape):
@@ -55,7 +55,7 @@ def owned_shards(
 
 
 def read_part(stored: StoredTensors, name: str, *, part: ShardSpec) -> Tensor:
-    """This rank's part of a stored tensor.
+    """Return this rank's shard of a stored tensor.
 
     Raises:
         CheckpointError: a piece of it is not what was written.

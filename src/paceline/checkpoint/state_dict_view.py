@@ -1,4 +1,4 @@
-"""The names of the model's `state_dict`, and what this rank holds under each of them."""
+"""A view of the model's `state_dict`: its names, and what this rank holds under each of them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,23 +18,23 @@ from paceline.parallel.module_access.sharded_tensors import LocalTensor, Sharded
 
 @dataclass(frozen=True, kw_only=True)
 class StateDictView:
-    """Name in the `state_dict` to the tensor that stands there; tied names have the same one."""
+    """A map from names in the `state_dict` to tensors; tied names have the same one."""
 
     entries: Mapping[str, LocalTensor]
     weights: ShardedTensors
 
     @property
     def structure(self) -> dict[str, str]:
-        """Name to type and shape of the whole tensor."""
+        """Return the type and shape of each whole tensor by name."""
         return {name: describe_tensor(held.dtype, held.part.shape) for name, held in self.entries.items()}
 
     def num_bytes(self, name: str) -> int:
-        """Of the whole tensor."""
+        """Return the size of the whole tensor in bytes."""
         held = self.entries[name]
         return math.prod(held.part.shape) * held.dtype.itemsize
 
     def wholes(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """One whole tensor after another, on every rank; where ranks hold parts, all of them call this."""
+        """Yield one whole tensor after another, on every rank; if ranks hold shards, all of them call this."""
         for name in names:
             held = self.entries[name]
             if self.weights.is_whole:
@@ -44,7 +44,7 @@ class StateDictView:
 
 
 def list_model(model: nn.Module, *, weights: ShardedTensors, world: World) -> StateDictView:
-    """Every rank calls this.
+    """Return the view of a model's `state_dict`. Every rank calls this.
 
     Raises:
         CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold parts.

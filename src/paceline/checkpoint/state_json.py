@@ -1,4 +1,4 @@
-"""State dicts as JSON: every kind of number, tuples, number keys and small tensors survive the way there and back.
+"""State dicts as JSON: every kind of number, tuples, number keys and small tensors survive the round trip.
 
 Functions, classes and other objects can't be written without pickle. They stay as the job makes them.
 """
@@ -28,8 +28,8 @@ Find = Callable[[str], Tensor]
 def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
     """Return JSON for a value of a `state_dict`; functions and classes are left out, and the job creates them again.
 
-    `keep` stores a tensor elsewhere and gives its name there; without it, or of a tensor that it does not take, a small
-    tensor becomes JSON as well.
+    `keep` stores a tensor elsewhere and returns its name there; without it, or for a tensor that it does not take, a
+    small tensor becomes JSON as well.
 
     Raises:
         CheckpointError: a large tensor, and no `keep`.
@@ -65,7 +65,7 @@ def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
 
 
 def from_plain(value: Any, *, find: Find | None = None) -> Any:
-    """Return the value again; `find` gives a tensor that `keep` has stored.
+    """Return the value that `to_plain` converted; `find` returns a tensor that `keep` has stored.
 
     Raises:
         CheckpointError: a text that `to_plain` doesn't write.
@@ -103,14 +103,14 @@ def _again(value: Any, find: Find | None) -> Any:
 
 
 def without_anew(value: Any) -> Any:
-    """Return the state without what only the job can create: a list that holds such a thing stays the job's own."""
+    """Return the state without values that only the job can create; a list with such a value is left out too."""
     if isinstance(value, Mapping) and value.get(_TAG) is None:
         return {key: without_anew(item) for key, item in value.items() if not _is_anew(item)}
     return [without_anew(item) for item in value] if isinstance(value, list) else value
 
 
 def made_anew(value: Any) -> str:
-    """The first kind of value in it that JSON can't hold, or nothing."""
+    """Return the first kind of value in it that JSON can't hold, or an empty string."""
     if isinstance(value, Mapping) and value.get(_TAG) == _ANEW:
         return str(value["value"])
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
@@ -118,7 +118,7 @@ def made_anew(value: Any) -> str:
 
 
 def normalized_numbers(value: Any) -> Any:
-    """The same for every type that a number may have: what is written of `np.float64(0.1)` equals what is of 0.1."""
+    """Return the value independent of number types: `np.float64(0.1)` and 0.1 give the same."""
     if isinstance(value, list):
         return [normalized_numbers(item) for item in value]
     if not isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def normalized_numbers(value: Any) -> Any:
 
 
 def _is_anew(item: Any) -> bool:
-    """Whether only the job can create it, or an item of it where it is a list or tuple."""
+    """Return whether only the job can create the item, or an element of it if it is a list or tuple."""
     if isinstance(item, Mapping):
         inner = item.get("value")
         return item.get(_TAG) == _ANEW or (item.get(_TAG) in _SEVERAL and _is_anew(inner))

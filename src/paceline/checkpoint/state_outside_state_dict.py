@@ -1,6 +1,6 @@
-"""What a model holds beside the tensors of its `state_dict`: buffers that are left out of it, and extra state.
+"""Model state outside the tensors of its `state_dict`: non-persistent buffers, and extra state.
 
-Both are part of where a run stands and not of its weights: a checkpoint holds them, the consolidated folder does not.
+Both belong to a run's state and not to its weights: a checkpoint holds them, the consolidated folder does not.
 """
 
 from collections.abc import Mapping
@@ -25,25 +25,25 @@ _MOST_COMPARED = 1 << 16
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the `state_dict`, themselves."""
+    """Return the tensors of the `state_dict` themselves, not copies."""
     found = model.state_dict(keep_vars=True).items()
     return {name: value for name, value in found if isinstance(value, Tensor) and not _is_extra(name)}
 
 
 class NonPersistentBuffers:
-    """The buffers that the `state_dict` leaves out, and which of them are no longer as the model was built."""
+    """The buffers that the `state_dict` leaves out, with a record of how the model was built."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._built = {name: (tensor, tensor_version(tensor), _copy(tensor)) for name, tensor in self._all().items()}
 
     def changed(self, weights: ShardedTensors, world: World) -> list[Writable]:
-        """What this rank writes of those that were written to, or put in another's place, since on any rank.
+        """Return what this rank writes of the buffers that were written to, or replaced, on any rank.
 
         Every rank calls this.
 
         Raises:
-            CheckpointError: one that is cut over ranks was put in its place in another shape.
+            CheckpointError: a sharded buffer was replaced by one of another shape.
         """
         now = {name: tensor for name, tensor in self._all().items() if self._is_changed(name, tensor)}
         mine = {name: self._fits(weights, name, tensor) for name, tensor in now.items() if _holds(weights, name)}
@@ -69,7 +69,7 @@ class NonPersistentBuffers:
         return found
 
     def restore(self, stored: StoredTensors, weights: ShardedTensors) -> None:
-        """Give them their values back; one of another shape than was built is put in its place, as the forward did."""
+        """Load the buffers' values; a buffer of another shape than was built is replaced, as the forward did."""
         now = dict(self._model.named_buffers())
         with torch.no_grad():
             for name in stored:
@@ -81,7 +81,7 @@ class NonPersistentBuffers:
 
     @staticmethod
     def _fits(weights: ShardedTensors, name: str, tensor: Tensor) -> str:
-        """How a buffer is saved: `cut` as its holding says, `whole`, or `other` where neither is right."""
+        """Return how a buffer is saved: `cut` as its shard says, `whole`, or `other` if neither is right."""
         held = weights.mine.get(name)
         if held is not None and held.part.local == tuple(tensor.shape):
             return "cut"
@@ -110,7 +110,7 @@ class NonPersistentBuffers:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """What `get_extra_state` of its modules gives, as JSON.
+    """Return the `get_extra_state` of the model's modules, as JSON.
 
     Raises:
         CheckpointError: something in it can't be written without pickle.
@@ -130,7 +130,7 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Hand it back to each module's `set_extra_state`."""
+    """Pass the saved extra state to each module's `set_extra_state`."""
     for name, value in saved.items():
         module: Any = model.get_submodule(name.removesuffix(_EXTRA).removesuffix("."))
         module.set_extra_state(from_plain(value))
@@ -141,11 +141,11 @@ def _is_extra(name: str) -> bool:
 
 
 def _holds(weights: ShardedTensors, name: str) -> bool:
-    """Whether this rank is to speak of a buffer; one that a forward has made nobody else knows."""
+    """Return whether this rank saves a buffer; one that a forward created is unknown to other ranks."""
     held = weights.mine.get(name)
     return held is None or held.part.local is not None
 
 
 def _copy(tensor: Tensor) -> Tensor | None:
-    """Of small ones the value too: a write through `.data` leaves no trace."""
+    """Return a copy of a small tensor, else None: a write through `.data` changes no version count."""
     return tensor.detach().clone() if tensor.numel() <= _MOST_COMPARED else None

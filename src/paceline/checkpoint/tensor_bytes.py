@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def to_bytes(name: str, tensor: Tensor) -> TensorBytes:
-    """The tensor's bytes on the CPU, without a copy where it is there already."""
+    """Return the tensor's bytes on the CPU, without a copy if it is there already."""
     return TensorBytes(name=name, dtype=_name(name, tensor.dtype), shape=tuple(tensor.shape), data=_data(tensor))
 
 
@@ -41,7 +41,7 @@ def lazy_tensor(
     at: Shape | None = None,
     whole: Shape | None = None,
 ) -> LazyTensor:
-    """A tensor, or the piece that begins at `at`, whose bytes are taken from `find` when they are written."""
+    """Return a tensor, or the piece at offset `at`, whose bytes are taken from `find` when they are written."""
     return LazyTensor(name=name, dtype=_name(name, dtype), shape=shape, make=lambda: _data(find()), at=at, whole=whole)
 
 
@@ -58,7 +58,7 @@ def _data(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(value: TensorBytes) -> Tensor:
-    """A tensor with these bytes."""
+    """Return a tensor with these bytes."""
     if not value.data.nbytes:
         return torch.empty(value.shape, dtype=DTYPES[value.dtype])
     aligned = torch.empty(value.data.nbytes, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def from_bytes(value: TensorBytes) -> Tensor:
 
 
 def deduplicate_storages(tensors: Mapping[str, Tensor]) -> tuple[list[Writable], dict[str, str]]:
-    """Each storage once, under its first name, and the other names of tied tensors."""
+    """Return each storage once, under its first name, and the other names of tied tensors."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}
     kept: list[Writable] = []
@@ -84,14 +84,14 @@ def deduplicate_storages(tensors: Mapping[str, Tensor]) -> tuple[list[Writable],
 
 
 class WeightsDigest:
-    """One digest of all values, by name; equal exactly when every bit is. Names come in sorted order."""
+    """A digest of all values, by name; equal exactly if every bit is. Names come in sorted order."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
         self._last = ""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor, which may be let go of then."""
+        """Add one tensor, which may be freed afterwards."""
         assert name >= self._last
         value = to_bytes(name, tensor)
         self._total.update(f"{name} {value.dtype} {value.shape}".encode())
@@ -99,12 +99,12 @@ class WeightsDigest:
         self._last = name
 
     def text(self) -> str:
-        """In hexadecimal."""
+        """Return the digest in hexadecimal."""
         return self._total.hexdigest()
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of tensors that come in sorted order of their names."""
+    """Return the digest of tensors that come in sorted order of their names."""
     found = WeightsDigest()
     for name, tensor in tensors:
         found.add(name, tensor)
@@ -112,11 +112,11 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Type and shape, for comparing models in words."""
+    """Return type and shape as text, for comparing models."""
     return f"{str(dtype)[6:]}{list(shape)}"
 
 
 def first_names(names: Sequence[str], *, most: int = 3) -> str:
-    """A few names, and how many more."""
+    """Return a few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""What a run is between two steps: everything a checkpoint holds, and nothing that can be derived."""
+"""Training state between two steps: everything a checkpoint holds, and nothing that can be derived."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a checkpoint holds tensors of: a model and its update, and what every rank holds of them."""
+    """The owner of all tensors in a checkpoint: a model and its update, and the shards that every rank holds."""
 
     model: nn.Module
     update: OptimizerUpdate
@@ -46,12 +46,12 @@ class TrainState:
 
     @property
     def world(self) -> World:
-        """Everybody."""
+        """The world of all ranks."""
         return self.shares.world
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has all of it: then the first one writes."""
+        """Return whether every rank has all of the state: then the first one writes."""
         return self.weights.is_whole and self.shares.kept.is_whole
 
 
@@ -71,7 +71,7 @@ def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
 
 
 def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> None:
-    """That `optimizer=` gave optimizers, and each of these parameters is in exactly one group.
+    """Check that `optimizer=` returned optimizers, and that each of these parameters is in exactly one group.
 
     Raises:
         JobError: a parameter is missing, twice there, or not the model's.
@@ -86,7 +86,9 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> Non
 
 
 def files_of(trained: TrainState) -> tuple[dict[str, list[Writable]], dict[str, Any]]:
-    """The tensors that this rank writes by file, and the JSON that goes with all of them. Every rank calls this.
+    """Return the tensors that this rank writes by file, and the JSON that goes with all of them.
+
+    Every rank calls this.
 
     Raises:
         CheckpointError: something of it can't be saved, on this rank or another.
@@ -112,7 +114,7 @@ def files_of(trained: TrainState) -> tuple[dict[str, list[Writable]], dict[str, 
 def load_model(loaded: OpenCheckpoint, trained: TrainState) -> None:
     """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases stay.
 
-    Every rank calls this, and reads no more than its own parts.
+    Every rank calls this, and reads no more than its own shards.
 
     Raises:
         CheckpointError: it is another model's, or not what was written.
@@ -167,9 +169,9 @@ def _load_tensors(
 def load_update(
     loaded: OpenCheckpoint, trained: TrainState, *, began: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-    """Give optimizers, schedules, scaler and average their state back. Every rank calls this.
+    """Load the state of optimizers, schedules, loss scaler and EMA. Every rank calls this.
 
-    `began` is the identity of the run that saved, `now` of this one: what was changed since holds as it is now.
+    `began` is the identity of the run that saved, `now` of this one: changes since then keep their current values.
     """
     on_all_ranks(trained.world, lambda: _load_update(loaded, trained, began, now))
 
@@ -204,7 +206,7 @@ def _load_update(loaded: OpenCheckpoint, trained: TrainState, began: Mapping[str
 
 @dataclass(frozen=True, kw_only=True)
 class _Changes:
-    """What was changed of one optimizer and its schedule since the run began: options then and now by group."""
+    """The changes to one optimizer and its schedule since the run began: options then and now by group."""
 
     then: Sequence[Mapping[str, Any]]
     now: Sequence[Mapping[str, Any]]
@@ -221,12 +223,12 @@ class _Changes:
 
     @property
     def is_moved(self) -> bool:
-        """Whether the schedule goes its way again from the beginning."""
+        """Return whether the schedule is replayed from the beginning."""
         options = zip(self.then, self.now, strict=True)
         return self.has_new_schedule or any(changed_keys(then, now) for then, now in options)
 
     def kept(self, number: int, group: Mapping[str, Any]) -> set[str]:
-        """The options that hold as they are now."""
+        """Return the options of a group that keep their current values."""
         if not self.is_moved:
             return set()
         moved = moved_options(group) if self.has_new_schedule else set()
@@ -234,7 +236,7 @@ class _Changes:
 
 
 def load_ema(loaded: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -> None:
-    """Give the average its values back; one that the checkpoint does not have begins at the weights, loaded before."""
+    """Load the EMA; an average that the checkpoint lacks starts at the weights, which were loaded before."""
     stored = loaded.files.get(EMA, StoredTensors([]))
     with torch.no_grad():
         for name, average, live in zip(ema.names, ema.averages, ema.live, strict=True):
@@ -246,18 +248,18 @@ def load_ema(loaded: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -> No
 
 
 def grid_state(grid: FixedPointGrid | None) -> dict[str, int | None]:
-    """The exact sum's grid by FQN."""
+    """Return the exponents of the exact sum's grid by FQN."""
     return {} if grid is None else dict(zip(grid.names, grid.exponents, strict=True))
 
 
 def load_grid(grid: FixedPointGrid | None, state: Mapping[str, int | None]) -> None:
-    """Take the grid back."""
+    """Load the exponents of the exact sum's grid."""
     if grid is not None:
         grid.exponents = [state.get(name) for name in grid.names]
 
 
 def _model_tensors(trained: TrainState, listing: StateDictView) -> tuple[list[Writable], dict[str, str]]:
-    """Weights and listed buffers, a tied one under its first name, and its other names."""
+    """Return weights and persistent buffers, a tied one under its first name, and the other names."""
     weights, rank = trained.weights, trained.world.rank
     if weights.is_whole:
         return deduplicate_storages(tensors_of(trained.model))
@@ -279,7 +281,7 @@ def _averages(trained: TrainState) -> list[Writable]:
 
 
 def _named_files(holding: ShardedTensors, rank: int, found: Mapping[str, list[Writable]]) -> dict[str, list[Writable]]:
-    """By file: one of each kind where ranks hold everything, and the first writes, else each rank's own."""
+    """Return the tensors by file: the first rank's files if ranks hold everything, else each rank's own."""
     if holding.is_whole:
         always = (MODEL, OPTIMIZER)
         return {kind: tensors for kind, tensors in found.items() if rank == 0 and (tensors or kind in always)}
@@ -287,7 +289,7 @@ def _named_files(holding: ShardedTensors, rank: int, found: Mapping[str, list[Wr
 
 
 def _extra_state(trained: TrainState) -> dict[str, Any]:
-    """Each module's from the first rank that holds something of it, or of the nearest module around it."""
+    """Return each module's extra state, from the first rank that holds a part of it or of its nearest parent."""
     world, weights = trained.world, trained.weights
     mine = on_all_ranks(world, lambda: extra_state(trained.model))
     if weights.is_whole:

@@ -1,4 +1,4 @@
-"""What optimizer, model and loss keep in plain attributes, and move as they train: no checkpoint has it."""
+"""Warnings about unsaved state: attributes of optimizer, model and loss that change and are in no checkpoint."""
 
 import weakref
 from collections import deque
@@ -25,9 +25,9 @@ _Leaves = dict[str, list[_Leaf]]
 
 
 class UntrackedOptimizerState:
-    """Attributes as they were: of optimizers when this was made, of modules at `begin`, after a run's first step.
+    """A record of attributes: of optimizers at creation, of modules at `begin`, after a run's first step.
 
-    What a first forward makes once (a cache, a mask) is no state: another run makes it again.
+    Objects that a first forward creates once (a cache, a mask) are no state: another run creates them again.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, model: nn.Module | None = None, loss: Any = None) -> None:
@@ -40,11 +40,11 @@ class UntrackedOptimizerState:
         self._told = False
 
     def begin(self) -> None:
-        """Take the modules' attributes as they are."""
+        """Record the current attributes of the modules."""
         self._begun = self._of_modules()
 
     def note(self, world: World | None = None) -> str:
-        """What has changed since on any rank, once; empty where nothing has. Every rank of `world` calls this."""
+        """Return once which attributes changed on any rank, else an empty string. All ranks of `world` call this."""
         found = (
             [*_changed(self._before, _of_optimizers(self._optimizers))],
             [] if self._begun is None else [*_changed(self._begun, self._of_modules())],
@@ -88,7 +88,7 @@ def _of_optimizers(optimizers: Sequence[Optimizer]) -> _Leaves:
 
 
 def _leaves(value: Any, owner: Optimizer | None) -> Iterator[_Leaf]:
-    """Its tensors, each with the count of writes to it, and its numbers; the model's parameters are saved as such."""
+    """Yield the value's tensors, each with its version count, and its numbers; model parameters are saved anyway."""
     if isinstance(value, nn.Parameter | nn.Module):
         return
     if isinstance(value, Tensor):
@@ -113,7 +113,7 @@ def _leaf(tensor: Tensor) -> _Leaf:
 
 
 def _nothing() -> None:
-    """In the place of a number's tensor."""
+    """Stand in for the tensor reference of a number."""
 
 
 def _changed(before: _Leaves, now: _Leaves) -> Iterator[str]:

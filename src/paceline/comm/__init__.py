@@ -1,1 +1,1 @@
-"""Process groups: the world of ranks, the groups of a mesh, ranks played by threads, errors that all ranks raise."""
+"""Process groups: the world of ranks, the groups of a mesh, ranks simulated by threads, errors raised on all ranks."""

@@ -1,4 +1,4 @@
-"""What one rank can't do, no rank does: its words are raised on every rank, and nobody waits for one that is gone."""
+"""Errors that are raised on every rank if they occur on one, so that no rank waits for one that has failed."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """Do it on every rank, and go on once all have.
+    """Run `work` on every rank, and return once all ranks have run it.
 
     Raises:
-        CheckpointError: of this rank, or of the first that met one.
+        CheckpointError: the error of this rank, or of the first rank that has one.
     """
     problem: CheckpointError | None = None
     try:
@@ -27,10 +27,10 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 
 def raise_for_all(world: World, problem: CheckpointError | None) -> None:
-    """Raise what any rank has met; every rank calls this.
+    """Raise an error on all ranks if any rank has one; every rank calls this.
 
     Raises:
-        CheckpointError: of this rank, or of the first that met one.
+        CheckpointError: the error of this rank, or of the first rank that has one.
     """
     told = world.gather_json(None if problem is None else problem.as_json())
     if problem is not None:
@@ -43,25 +43,25 @@ def raise_for_all(world: World, problem: CheckpointError | None) -> None:
 
 
 def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool:
-    """Whether every rank has met this within so many seconds: then none of them waits for one that has given up.
+    """Return whether every rank calls this within `seconds`, so that no rank waits for one that has given up.
 
-    Ranks that have not call nothing. Where it can't be known it is not so.
+    Ranks that did not reach this point call nothing. The result is False if it cannot be determined.
     """
     if world.group is None:
         return True
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # the same store then, with the words of the one before
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # a restart uses the same store, with old keys
     keys = [f"met/{attempt}/{what}/{rank}" for rank in range(world.world_size)]
     try:
         words = world.words()
         words.set(keys[world.rank], "")
         words.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # torch's own of a store is one
+    except RuntimeError:  # torch's store errors are subclasses
         return False
     return True
 
 
 def first_value_per_key(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks say, by name; the first to name something is believed."""
+    """Merge the ranks' mappings; for each key the value of the first rank that has it is used."""
     found: dict[str, Any] = {}
     for said in told:
         for name, value in said.items():

@@ -1,4 +1,4 @@
-"""One world per axis of the mesh: whom a rank adds gradients with, whom it splits a layer with, whom it hands on to."""
+"""The process groups of a mesh, one world per axis: gradient reduction, tensor parallelism, pipeline, and so on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,12 @@ from paceline.planner.layout.mesh import DATA, ORDER, SUMMED, Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """This rank's fellows on each axis, itself among them.
+    """The process groups of this rank, one per mesh axis; each includes the rank itself.
 
-    `data` have other samples of the same weights; `summed` are those and `cp`: their gradients add up; `mirrors` are
-    those of them that hold the same rows where they are sharded. `ep` splits `data` into groups that share out the
-    experts, and `peers` are those of `summed` that hold the same experts: the same place in every group.
+    `data` ranks have other samples of the same weights. `summed` is `data` combined with `cp`: their gradients are
+    summed. `mirrors` are the `summed` ranks that hold the same rows of sharded weights. `ep` splits `data` into groups
+    that divide the experts, and `peers` are the `summed` ranks that hold the same experts: the same position in every
+    group.
     """
 
     mesh: Mesh
@@ -31,18 +32,21 @@ class MeshGroups:
 
     @staticmethod
     def of(every: World, *, mesh: Mesh) -> "MeshGroups":
-        """Every rank calls this, once."""
+        """Return the groups of this rank; every rank calls this once."""
         return MeshGroups._of(every, mesh, mesh, every.part)
 
     @staticmethod
     def for_local_sgd_site(every: World, *, mesh: Mesh) -> "MeshGroups":
-        """One replica's, as if there were no other: `every` are the ranks of this site. Every rank calls this, once."""
+        """Return the groups of one replica as if it were alone: its `every` holds the ranks of this site.
+
+        Every rank calls this once.
+        """
         site = every.part(mesh.groups([axis for axis in ORDER if axis != "dp_replicate"]))
         return MeshGroups._of(site, mesh, replace(mesh, dp_replicate=1), every.part)
 
     @staticmethod
     def _of(every: World, whole: Mesh, mesh: Mesh, part: Callable[[Sequence[Sequence[int]]], World]) -> "MeshGroups":
-        """The worlds of `mesh`, whose ranks `part` knows by their places in the `whole` one."""
+        """Return the worlds of `mesh`; `part` identifies its ranks by their positions in the `whole` mesh."""
 
         def among(*axes: str) -> World:
             return part(whole.groups([axis for axis in axes if mesh.size(axis) > 1]))
@@ -66,7 +70,7 @@ class MeshGroups:
 
     @staticmethod
     def of_replicas(world: World) -> "MeshGroups":
-        """Replicas and nothing else, be they processes or threads of one."""
+        """Return the groups of plain data parallelism, over processes or over threads of one process."""
         alone = World(local_rank=world.local_rank, device=world.device)
         return MeshGroups(
             mesh=Mesh(dp_replicate=world.world_size),
@@ -85,13 +89,13 @@ class MeshGroups:
 
 
 def _experts(whole: Mesh, mesh: Mesh) -> list[list[int]]:
-    """Neighbouring replicas share out the experts."""
+    """Return the expert-parallel groups: neighbouring replicas divide the experts."""
     axes = [axis for axis in DATA if mesh.size(axis) > 1]
     return [list(part) for group in whole.groups(axes) for part in _cut(group, mesh.ep)]
 
 
 def _peers(whole: Mesh, mesh: Mesh) -> list[list[int]]:
-    """Those that stand at the same place in each of these groups, on all slices of their sequences."""
+    """Return the groups of ranks at the same position in each expert-parallel group, on all sequence slices."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(whole.ranks):
         at = whole.place(rank)

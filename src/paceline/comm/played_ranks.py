@@ -1,7 +1,7 @@
-"""What ranks of one axis hand to each other inside a forward: to the next in a ring, each to each, or to all.
+"""Exchanges between the ranks of one axis within a forward: ring shift, all-gather, all-to-all, all-reduce.
 
-`ProcessExchange` does it over processes. `ThreadExchange` does it between threads of one process: it is how a layout is
-checked before any process is started, and how a mistake in it shows without a network.
+`ProcessExchange` works over processes. `ThreadExchange` works between threads of one process: it is used to check a
+layout before any process starts, and to reproduce an error in it without a network.
 """
 
 import threading
@@ -19,35 +19,35 @@ Shape = tuple[int, ...]
 
 
 class AxisExchange(Protocol):
-    """Every method is called by all ranks, in the same order."""
+    """An exchange between the ranks of one axis. All ranks call every method, in the same order."""
 
     rank: int
     size: int
     is_imagined: bool
-    """Whether the other ranks are not there, as in a replay."""
+    """True if the other ranks are simulated, as in a replay."""
 
     def shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
-        """Start sending to the next rank; what is returned waits for the previous rank's, of `shapes`."""
+        """Start sending to the next rank; the returned function waits for the previous rank's tensors, of `shapes`."""
 
     def gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Everybody's tensor, in the order of ranks; rank r's has `shapes[r]`."""
+        """Return every rank's tensor, in rank order; rank r's tensor has `shapes[r]`."""
 
     def swap(self, rows: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send the next `send[r]` rows to rank r; the rows received, `receive[r]` from rank r, one after another."""
+        """Send the next `send[r]` rows to rank r; return the rows received, `receive[r]` from rank r, concatenated."""
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, as a new tensor."""
+        """Return the sum over ranks, as a new tensor."""
 
 
 class ProcessExchange:
-    """Over the processes of a `World`."""
+    """An exchange over the processes of a `World`."""
 
     def __init__(self, *, world: World) -> None:
         self._world, self.rank, self.size = world, world.rank, world.world_size
         self.is_imagined = world.is_imagined
 
     def shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
-        """Start sending to the next rank; what is returned waits for the previous rank's."""
+        """Start sending to the next rank; the returned function waits for the previous rank's tensors."""
         group = self._world.group
         if group is None:
             return lambda: list(tensors)
@@ -69,7 +69,7 @@ class ProcessExchange:
         return wait
 
     def gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Everybody's tensor: parts of different sizes travel padded to the largest."""
+        """Return every rank's tensor; tensors of different sizes are sent padded to the largest."""
         group = self._world.group
         if group is None:
             return [tensor]
@@ -82,7 +82,7 @@ class ProcessExchange:
         return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
 
     def swap(self, rows: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Each to each, with uneven counts."""
+        """Send rows to every rank and return the received rows (all-to-all), with uneven counts."""
         group = self._world.group
         if group is None:
             return rows.clone()
@@ -92,12 +92,12 @@ class ProcessExchange:
         return got
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         return self._world.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
 
 class ThreadBarrier:
-    """What the threads of one process lay things on for each other."""
+    """A barrier at which the threads of one process exchange values."""
 
     def __init__(self, *, size: int) -> None:
         self.size = size
@@ -105,13 +105,13 @@ class ThreadBarrier:
         self.barrier = threading.Barrier(size)
 
     def begin(self, rank: int) -> None:
-        """Rank's thread starts."""
+        """Start the thread of this rank."""
 
     def end(self, rank: int) -> None:
-        """Rank's thread is done."""
+        """End the thread of this rank."""
 
     def trade(self, rank: int, value: Any) -> list[Any]:
-        """Everybody's value, once everybody has laid down one."""
+        """Return every rank's value, once all have posted one."""
         self.slots[rank] = value
         self.barrier.wait()
         found = list(self.slots)
@@ -120,7 +120,7 @@ class ThreadBarrier:
 
 
 class SerializedThreadBarrier(ThreadBarrier):
-    """One thread at a time, each with the random generators of a process of its own; all begin from one seed."""
+    """A barrier that runs one thread at a time, each with its own random generator state; all start from one seed."""
 
     def __init__(self, *, size: int, seed: int) -> None:
         super().__init__(size=size)
@@ -129,17 +129,17 @@ class SerializedThreadBarrier(ThreadBarrier):
         self._turn = threading.Lock()
 
     def begin(self, rank: int) -> None:
-        """Wait for the turn, and take the generators over."""
+        """Wait for this rank's turn, and restore its generator states."""
         self._turn.acquire()
         set_states(self._states[rank])
 
     def end(self, rank: int) -> None:
-        """It is another's turn."""
+        """Save this rank's generator states and release the turn."""
         self._states[rank] = get_states()
         self._turn.release()
 
     def trade(self, rank: int, value: Any) -> list[Any]:
-        """Others go on meanwhile."""
+        """Exchange values; other threads run while this one waits."""
         self.end(rank)
         try:
             return super().trade(rank, value)
@@ -148,33 +148,33 @@ class SerializedThreadBarrier(ThreadBarrier):
 
 
 class ThreadExchange:
-    """Between threads. What is received is a copy, as it is between processes."""
+    """An exchange between threads. Received tensors are copies, as they are between processes."""
 
     def __init__(self, *, table: ThreadBarrier, rank: int) -> None:
         self._table, self.rank, self.size = table, rank, table.size
         self.is_imagined = False
 
     def shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
-        """The previous rank's tensors."""
+        """Return a function that gives the previous rank's tensors."""
         got = self._table.trade(self.rank, list(tensors))[(self.rank - 1) % self.size]
         assert [tuple(tensor.shape) for tensor in got] == [tuple(shape) for shape in shapes]
         return lambda: [tensor.clone() for tensor in got]
 
     def gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Everybody's tensor."""
+        """Return every rank's tensor."""
         found = self._table.trade(self.rank, tensor)
         assert [tuple(part.shape) for part in found] == [tuple(shape) for shape in shapes]
         return [part.clone() for part in found]
 
     def swap(self, rows: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Each to each."""
+        """Send rows to every rank and return the received rows (all-to-all)."""
         found = self._table.trade(self.rank, rows.split(list(send)))
         got = [parts[self.rank] for parts in found]
         assert [len(part) for part in got] == list(receive), "other rows came than this rank's route says"
         return torch.cat(got)
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in their order."""
+        """Return the sum over ranks, added in rank order."""
         found = self._table.trade(self.rank, tensor)
         total: Tensor = found[0].clone()
         for part in found[1:]:
@@ -183,12 +183,12 @@ class ThreadExchange:
 
 
 def run_simulated_ranks(act: Callable[[AxisExchange], Any], *, size: int, seed: int | None = None) -> list[Any]:
-    """Run `act` once a rank, each in a thread of its own, and give what each returned.
+    """Run `act` once per rank, each in its own thread, and return the results.
 
-    With a `seed` each has random generators of its own, seeded alike; else all share the process's.
+    With a `seed`, each rank has its own random generators, seeded alike; otherwise all share the process's.
 
     Raises:
-        Exception: the first one that a rank raised of itself.
+        Exception: the first error that a rank itself raised.
     """
     if seed is None:
         return _play(act, ThreadBarrier(size=size))

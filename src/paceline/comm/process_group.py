@@ -1,4 +1,4 @@
-"""The world: this process's rank among all, and what ranks say to each other. Passed around, never global."""
+"""The world: this process's rank among all ranks, and their collectives. It is passed as an argument, never global."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from paceline.errors import MachineError
 from paceline.launch.environment_owner import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
-# torch 2.13 has new names for both and warns at the old ones, which are all that 2.11 has.
+# torch 2.13 has new names for both and warns about the old ones; torch 2.11 has only the old ones.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -28,7 +28,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """Where this process stands: what a launcher tells it."""
+    """The position of this process, as a launcher sets it."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,7 +40,7 @@ class LaunchInfo:
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> "LaunchInfo":
-        """From the variables that torchrun and our own launcher set."""
+        """Read the environment variables that torchrun and our own launcher set."""
         environ = own_environ(environ)
         port, fd = environ.get("MASTER_PORT"), environ.get(LISTEN_FD)
         return LaunchInfo(
@@ -56,28 +56,28 @@ class LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEntrance:
-    """Where processes that are none of a world's ranks come in; `session` tells one opening from the next."""
+    """The address at which processes outside a world connect; `session` distinguishes successive openings."""
 
     place: LaunchInfo
     session: str = "run"
 
 
 class PendingMessage(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def is_completed(self) -> bool:
-        """Whether it has left, or arrived."""
+        """Return whether the message has been sent or received."""
 
     def wait(self) -> object:
-        """Until then."""
+        """Wait until the message has been sent or received."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes that train together. With one process nothing is sent and no group is made.
+    """The processes that train together. With one process nothing is sent and no group is created.
 
-    `store` is where they met, None where another launcher keeps it, until `words` asks there. Where others that are
-    none of them come and go, `entrance` is where they ask, and `store` who answers.
+    `store` is the rendezvous store; None if another launcher keeps it, until `words` connects to it. If processes
+    outside this world come and go, they connect at `entrance`, and `store` answers them.
     """
 
     rank: int = 0
@@ -92,16 +92,16 @@ class World:
     store: TCPStore | None = field(default=None, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
     is_imagined: bool = False
-    """Whether the other ranks are not there, and no number is: what is tried on values is not tried."""
+    """True if other ranks and all tensor values are simulated; checks that need values are then skipped."""
 
     @staticmethod
     def alone(*, device: torch.device | None = None) -> "World":
-        """A world of this one process."""
+        """Return a world of this process alone."""
         return World(device=device or torch.device("cpu"))
 
     @staticmethod
     def join(*, place: LaunchInfo, device_type: str, backend: str, timeout_seconds: float) -> "World":
-        """Meet the other ranks; every rank calls this once.
+        """Join the other ranks; every rank calls this once.
 
         Raises:
             MachineError: the ranks did not meet in time, or the device is missing.
@@ -140,10 +140,10 @@ class World:
         )
 
     def words(self) -> TCPStore:
-        """Where ranks leave word for each other, each by itself; with another launcher's a rank connects when it asks.
+        """Return the store where ranks leave messages for each other; if another launcher keeps it, connect first.
 
         Raises:
-            dist.DistError, RuntimeError: whoever keeps it is gone.
+            dist.DistError, RuntimeError: the process that keeps the store has exited.
         """
         if self.store is None:
             place = LaunchInfo.read(os.environ)
@@ -153,9 +153,9 @@ class World:
         return self.store
 
     def part(self, groups: Sequence[Sequence[int]]) -> "World":
-        """The world of those fellows of this rank that stand with it in one of `groups`; every rank calls this.
+        """Return the world of the ranks that share one of `groups` with this rank; every rank calls this.
 
-        Groups of one send nothing, and one of all is this world itself.
+        A group of one sends nothing, and a group of all ranks is this world itself.
         """
         mine = next(list(ranks) for ranks in groups if self.rank in ranks)
         if len(mine) == self.world_size:
@@ -173,11 +173,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """True if this rank writes output that is written once."""
         return self.rank == 0
 
     def sends(self, kind: str, tensor: torch.Tensor) -> None:
-        """Count what is handed over to this group: `traffic.SHARES` has the kinds."""
+        """Count the bytes that are sent in this group; `traffic.SHARES` lists the kinds."""
         self.traffic.add(kind, tensor.nbytes, ranks=self.world_size)
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
@@ -188,35 +188,35 @@ class World:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> Callable[[], object]:
-        """Start an all-reduce in place; call what is returned to wait for it."""
+        """Start an in-place all-reduce; the returned function waits for it."""
         if self.group is None:
             return _nothing
         self.sends("all_reduce", tensor)
         return _waiting(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
 
     def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-        """Start to send row r of `source` to rank r, and to fill row r of `target` with what rank r sends here."""
+        """Start to send row r of `source` to rank r, and to fill row r of `target` with the row that rank r sends."""
         self.sends("all_to_all", source)
         return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "PendingMessage":
-        """Start to send to one rank, which receives with the same tag; the tensor must stay as it is until it left."""
+        """Start to send to one rank, which receives with the same tag; the tensor must not change until it is sent."""
         self.sends("send", tensor)
         return _started(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
 
     def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> "PendingMessage":
-        """Start to fill a tensor with what one rank sends with this tag."""
+        """Start to fill a tensor with the message that one rank sends with this tag."""
         return _started(dist.irecv(tensor, group=self.group, group_src=source, tag=tag))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        """Copy `source`'s tensor over everybody's, in place."""
+        """Copy `source`'s tensor to all ranks, in place."""
         if self.group is not None:
             self.sends("broadcast", tensor)
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of ranks, on every rank. Plain JSON: nothing is pickled."""
+        """Return every rank's value, in rank order, on every rank. Values are sent as JSON: nothing is pickled."""
         if self.group is None:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -232,7 +232,7 @@ class World:
         return [json.loads(text) for text in texts]
 
     def share_json(self, value: Any, *, source: int = 0) -> Any:
-        """`source`'s value, on every rank."""
+        """Return `source`'s value, on every rank."""
         return self.gather_json(value if self.rank == source else None)[source]
 
     def barrier(self) -> None:
@@ -240,13 +240,13 @@ class World:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
-        """Leave; every rank calls this once, last."""
+        """Destroy the process group; every rank calls this once, at the end."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.let_go()
 
     def let_go(self) -> None:
-        """Forget the group here and now, which may be another's to end: its threads must end before the interpreter."""
+        """Release the group now, though another owner may end it: its threads must end before the interpreter does."""
         if self.group is not None:
             for world in (self, *self.parts.values()):
                 object.__setattr__(world, "group", None)
@@ -255,7 +255,7 @@ class World:
 
 
 def _store(place: LaunchInfo, timeout: timedelta) -> tuple[TCPStore | None, str | None]:
-    """Our own launcher hands rank 0 a socket that listens already; others read the environment."""
+    """Return our launcher's store, whose rank 0 inherits a listening socket, or the init method of other launchers."""
     if own_environ(os.environ).get(LISTEN_FD) is None:
         return None, "env://"
     store = TCPStore(

@@ -1,7 +1,7 @@
-"""Where the replicas of one process meet: what ranks say to each other, said between threads.
+"""A rendezvous of the replicas of one process: the collectives of ranks, implemented between threads.
 
-Everybody posts a value in each round and takes all values when the last one has come. Sums are added in the order
-of replicas by everybody, so that they are deterministic and the same for all.
+Every replica posts a value in each round and reads all values once the last one has arrived. Every replica sums in
+replica order, so sums are deterministic and the same for all.
 """
 
 import json
@@ -18,7 +18,7 @@ from paceline.errors import RunError
 
 
 class PeerFailed(Exception):
-    """Another replica failed; what this one would say is of no interest."""
+    """Another replica failed first; this replica's own error is of no interest."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Round:
 
 
 class ThreadRendezvous:
-    """Numbered rounds; a replica may post the next one before it has read the last."""
+    """A rendezvous in numbered rounds; a replica may post the next round before it has read the last one."""
 
     def __init__(self, *, replicas: int, timeout_seconds: float) -> None:
         self.replicas = replicas
@@ -40,20 +40,20 @@ class ThreadRendezvous:
         self._is_over = False
 
     def begin(self) -> None:
-        """A new step; nobody is here."""
+        """Reset all rounds and messages for a new step."""
         self._rounds = {}
         self._mail = {}
         self._next = [0] * self.replicas
         self._is_over = False
 
     def leave(self) -> None:
-        """Let nobody wait any longer."""
+        """Wake all waiting replicas and end the rendezvous."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def post(self, value: Any, *, replica: int) -> Callable[[], list[Any]]:
-        """Say something; call what is returned to wait for everybody's."""
+        """Post a value for this round; the returned function waits for all replicas' values."""
         with self._changed:
             number = self._next[replica]
             self._next[replica] += 1
@@ -66,13 +66,13 @@ class ThreadRendezvous:
         return lambda: self._collect(place)
 
     def send(self, value: Any, *, address: tuple[int, int, int]) -> None:
-        """Leave something for one other: `address` is who sends it, who takes it, and its number between them."""
+        """Leave a message for one replica: `address` is (sender, receiver, tag)."""
         with self._changed:
             self._mail[address] = value
             self._changed.notify_all()
 
     def receive(self, *, address: tuple[int, int, int]) -> Any:
-        """Wait for what is sent to this address."""
+        """Wait for the message sent to this address, and return it."""
         with self._changed:
             came = self._changed.wait_for(lambda: self._is_over or address in self._mail, self._timeout)
             if address in self._mail:
@@ -96,27 +96,27 @@ class ThreadRendezvous:
 
 @dataclass(frozen=True)
 class _Delivery:
-    """A message to a replica; waiting ends when it has arrived."""
+    """A message to a replica; `wait` returns once it has arrived."""
 
     arrive: Callable[[], object] = lambda: None
 
     def is_completed(self) -> bool:
-        """Nothing is under way by itself."""
+        """Return False: a message makes no progress before `wait`."""
         return False
 
     def wait(self) -> object:
-        """Until it is here."""
+        """Wait until the message has arrived."""
         return self.arrive()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadWorld(World):
-    """One replica's view: `rank` is the replica's number. Nothing leaves the process."""
+    """A world of the replicas of one process: `rank` is the replica's number. Nothing leaves the process."""
 
     meeting: ThreadRendezvous = field(repr=False)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of replicas."""
+        """Return every replica's value, in replica order."""
         return self.meeting.post(value, replica=self.rank)()
 
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
@@ -125,36 +125,36 @@ class ThreadWorld(World):
         return tensor
 
     def start_all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Callable[[], object]:
-        """Give a copy of it now; call what is returned to have the result in it."""
+        """Post a copy of the tensor; the returned function waits and writes the result into the tensor."""
         collect = self.meeting.post(tensor.detach().clone(), replica=self.rank)
         return lambda: tensor.detach().copy_(_reduced(collect(), op, tensor.device))
 
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> PendingMessage:
-        """Leave a copy of it for one replica."""
+        """Leave a copy of the tensor for one replica."""
         self.meeting.send(tensor.detach().clone(), address=(self.rank, to, tag))
         return _Delivery()
 
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> PendingMessage:
-        """Wait for what is returned, to have in the tensor what one replica has left."""
+        """Return a message; waiting for it fills the tensor with what one replica has sent."""
         address = (source, self.rank, tag)
         return _Delivery(lambda: tensor.detach().copy_(self.meeting.receive(address=address)))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """Copy `source`'s tensor over everybody's, in place."""
+        """Copy `source`'s tensor to every replica, in place."""
         values = self.exchange(tensor.detach().clone() if self.rank == source else None)
         tensor.detach().copy_(values[source])
         return tensor
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of replicas; nobody gets another's objects."""
+        """Return every replica's value, in replica order, as copies."""
         return [json.loads(text) for text in self.exchange(json.dumps(value))]
 
     def close(self) -> None:
-        """The process's own world is closed by its owner."""
+        """Do nothing: the owner of the process's world closes it."""
 
 
 def thread_worlds(*, replicas: int, world: World, timeout_seconds: float) -> list[World]:
-    """One world for each replica; on GPUs replica k computes on the k-th. One replica keeps the world as it is."""
+    """Return one world per replica; on GPUs replica k uses GPU k. A single replica keeps the world unchanged."""
     if replicas == 1:
         return [world]
     meeting = ThreadRendezvous(replicas=replicas, timeout_seconds=timeout_seconds)

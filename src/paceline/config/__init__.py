@@ -1,1 +1,1 @@
-"""What the user asked for: settings, layout, update rule, compression and job reference, read and checked."""
+"""User configuration: settings, layout, update rule, compression and job reference, read and checked."""

@@ -1,4 +1,4 @@
-"""Which activations are computed again in backward: what was asked for, read without torch."""
+"""Activation checkpointing as requested by the user, read without torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from paceline.errors import LayoutError
 
 
 class RematKind(StrEnum):
-    """What a repeated block keeps for its backward."""
+    """The policies: the activations that a repeated block keeps for its backward."""
 
     NONE = "none"
     FULL = "full"
@@ -18,7 +18,10 @@ class RematKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Remat:
-    """`every`: of how many blocks one keeps its input only; `keep`: operations whose outputs are kept, () our own."""
+    """An activation checkpointing policy.
+
+    `every`: one of so many blocks keeps only its input; `keep`: operations whose outputs are kept, () our own.
+    """
 
     kind: RematKind = RematKind.NONE
     every: int = 1
@@ -31,15 +34,15 @@ class Remat:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is computed again."""
+        """Return whether any activation is recomputed."""
         return self.kind is not RematKind.NONE
 
 
 def parse_remat(text: str) -> Remat:
-    """Read `none`, `full`, `every:2`, `selective` or `selective:mm+bmm`.
+    """Parse `none`, `full`, `every:2`, `selective` or `selective:mm+bmm`.
 
     Raises:
-        LayoutError: an unknown word, or a count that is none.
+        LayoutError: an unknown word, or an invalid count.
     """
     word, colon, rest = (part.strip() for part in text.strip().partition(":"))
     word = word.lower()

@@ -1,8 +1,8 @@
-"""The word for a layout that is to be chosen."""
+"""The word for a layout that is chosen automatically."""
 
 AUTO = "auto"
 
 
 def is_auto(text: str | None) -> bool:
-    """Whether it is that."""
+    """Return whether the text is that word."""
     return text is not None and text.strip().lower() == AUTO

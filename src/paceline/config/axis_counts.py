@@ -1,4 +1,4 @@
-"""The counts in a layout: bounded, so that nothing of the size of a typing error is made or searched."""
+"""Counts in a layout: bounded, so that a typing error does not create or search anything of its size."""
 
 from paceline.errors import LayoutError, PacelineError
 
@@ -8,7 +8,7 @@ _MOST_STAGES = 1_000  # of one rank
 
 
 def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
-    """An axis' count, or `REST`; what is none is added to `problems`."""
+    """Return an axis' count, or `REST`; an invalid count is added to `problems`."""
     if value == str(REST):
         return REST
     axis = part.partition("=")[0].strip()
@@ -25,7 +25,7 @@ def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
 
 
 def read_virtual(value: str | None, problems: list[PacelineError]) -> int | None:
-    """How many stages a rank has, where it is said; what is no count is added to `problems`."""
+    """Return the number of stages per rank, or None if not given; an invalid count is added to `problems`."""
     if value is None:
         return None
     if value.isdecimal() and value.strip("0"):
@@ -38,12 +38,12 @@ def read_virtual(value: str | None, problems: list[PacelineError]) -> int | None
 
 
 def is_count(value: str) -> bool:
-    """Whether it is a count that an axis can have."""
+    """Return whether the text is a count that an axis can have."""
     return value.isdecimal() and bool(value.strip("0")) and not _is_beyond(value, MOST_RANKS)
 
 
 def _is_beyond(digits: str, most: int) -> bool:
-    """Without reading a number of any length."""
+    """Return whether the number exceeds `most`, without converting arbitrarily many digits."""
     return len(digits.lstrip("0")) > len(str(most)) or int(digits) > most
 
 

@@ -1,4 +1,4 @@
-"""What travels in the place of gradients, and what stays behind: `--compress`."""
+"""Gradient compression as requested by `--compress`: what is sent, and what is held back."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from paceline.errors import LayoutError
 
 
 class Method(StrEnum):
-    """The methods; `NONE` sends gradients as they are."""
+    """The compression methods; `NONE` sends gradients as they are."""
 
     NONE = "none"
     BF16 = "bf16"
@@ -23,7 +23,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class _Option:
-    """One option of a method: what may stand there, in words, and how it is read; ValueError where it is not that."""
+    """An option of a method: its allowed values in words, and its parser, which raises ValueError for others."""
 
     said: str
     read: Callable[[str], Any]
@@ -51,7 +51,10 @@ _OPTIONS: dict[Method, dict[str, _Option]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """What was asked for. `block`: numbers that share a scale; `rank`: columns of a factor; `ratio`: the share sent."""
+    """The requested compression.
+
+    `block`: numbers that share a scale; `rank`: columns of a factor; `ratio`: the fraction of elements sent.
+    """
 
     method: Method = Method.NONE
     block: int = 256
@@ -60,39 +63,39 @@ class Compression:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is compressed."""
+        """Return whether gradients are compressed."""
         return self.method is not Method.NONE
 
     @property
     def has_memory(self) -> bool:
-        """Whether what is not sent is held back and added to the next gradient."""
+        """Return whether the method has error feedback: what is not sent is added to the next gradient."""
         return self.method in (Method.POWERSGD, Method.TOPK)
 
     def picked(self, numel: int) -> int:
-        """How many elements of a parameter of `numel` top-k sends."""
+        """Return how many elements top-k sends of a parameter of `numel` elements."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def factor_rank(self, rows: int, columns: int) -> int:
-        """Columns of the factors of such a matrix; 0 where they would be no smaller than it, and it is sent whole."""
+        """Return the number of columns of the factors of a matrix; 0 if they are no smaller and it is sent whole."""
         rank = min(self.rank, rows, columns)
         return rank if rank * (rows + columns) < rows * columns else 0
 
     def __str__(self) -> str:
-        """As it is asked for, with every option of the method."""
+        """Return the text that requests this compression, with every option of the method."""
         options = [f"{name}={getattr(self, name)}" for name in _OPTIONS.get(self.method, {})]
         return ",".join([str(self.method), *options])
 
 
 def method_with(name: str) -> Method | None:
-    """The method that is called so, or the one that has such an option."""
+    """Return the method of this name, or the one that has an option of this name."""
     return next((one for one in Method if name in (one, *_OPTIONS.get(one, {}))), None)
 
 
 def parse_compress(text: str) -> Compression:
-    """Read `bf16`, `fp16`, `int8,block=256`, `powersgd,rank=4`, `topk,ratio=0.01`, or `none`.
+    """Parse `bf16`, `fp16`, `int8,block=256`, `powersgd,rank=4`, `topk,ratio=0.01`, or `none`.
 
     Raises:
-        LayoutError: no such method, or an option that it has not.
+        LayoutError: no such method, or an option that it does not have.
     """
     word, *options = (part.strip().lower() for part in text.split(","))
     if word not in set(Method):

@@ -1,4 +1,4 @@
-"""What a file of a plan holds, as the values that were written there."""
+"""Conversion of a plan file's JSON to the types it was written from."""
 
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ _Kind = TypeVar("_Kind")
 
 
 def as_written(found: Any, kind: type[_Kind]) -> _Kind:
-    """A tree of JSON as a dataclass, or another type.
+    """Convert a tree of JSON to a dataclass, or another type.
 
     Raises:
         UsageError: something is missing or is of another kind.

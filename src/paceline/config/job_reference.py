@@ -1,4 +1,4 @@
-"""Where a job is: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
+"""References to a job: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
 
 import ast
 import sys
@@ -17,7 +17,7 @@ GIVEN = "object"  # `object:NAME` stands for a job that was given as an object o
 
 @dataclass(frozen=True, kw_only=True)
 class JobRef:
-    """A file or a module, and perhaps a name in it."""
+    """A file or a module, and optionally a name in it."""
 
     path: Path | None = None
     module: str | None = None
@@ -29,12 +29,12 @@ class JobRef:
 
     @property
     def short(self) -> str:
-        """The name of its run folder."""
+        """Return the name of its run folder."""
         return self.path.stem if self.path is not None else short_name(str(self.module))
 
 
 def parse_jobref(text: str) -> JobRef:
-    """Read a reference; a file must be there and be Python with a job in it.
+    """Parse a reference; a file must exist and be Python with a job in it.
 
     Raises:
         UsageError: no such file, or no name where one is needed.
@@ -73,7 +73,7 @@ def parse_jobref(text: str) -> JobRef:
 
 
 def _check_module(text: str, package: str) -> None:
-    """Refuse a package that neither Python's path nor this folder has; nothing is imported for it."""
+    """Raise an error for a package that is neither on Python's path nor in this folder; nothing is imported."""
     here = Path(package)
     if here.is_dir() or here.with_suffix(".py").is_file() or package in sys.modules or find_spec(package) is not None:
         return
@@ -86,7 +86,7 @@ def _check_module(text: str, package: str) -> None:
 
 
 def _folder(path: Path) -> UsageError:
-    """Say what a folder that was given for a job is, and what to type for it."""
+    """Return the error for a folder given as a job: what it is, and what to type instead."""
     if (path / "task.json").is_file():
         return UsageError(f"{path} is the folder of a run.", hint=f"paceline train --resume {path} continues it")
     if any((path / name).is_file() for name in _OF_A_MODEL) or any(path.glob("*.safetensors")):
@@ -98,7 +98,7 @@ def _folder(path: Path) -> UsageError:
 
 
 def _no_python(path: Path) -> UsageError:
-    """Say what belongs where a file of settings or of a model was given for a job."""
+    """Return the error for a file of settings or of a model that was given as a job."""
     if path.suffix == ".toml":
         return UsageError(f"{path} is a file of settings, and no job.", hint=f"paceline train JOB --config {path}")
     return UsageError(
@@ -108,7 +108,7 @@ def _no_python(path: Path) -> UsageError:
 
 
 def split_jobref(text: str) -> tuple[str, str, str]:
-    """Return the place, the colon if there is one, and the name; a path may have colons of its own."""
+    """Return the place, the colon if there is one, and the name; a path may contain colons."""
     if text.endswith(".py"):
         return text, "", ""
     file, suffix, name = text.rpartition(".py:")
@@ -116,12 +116,12 @@ def split_jobref(text: str) -> tuple[str, str, str]:
 
 
 def file_name(text: str) -> str:
-    """Return what a job is called by its file or module; empty for an object of Python, which any script may give."""
+    """Return a job's name by its file or module; an empty string for a Python object, which any script may give."""
     return "" if split_jobref(text)[0] == GIVEN else short_name(text)
 
 
 def short_name(text: str) -> str:
-    """Return what a job's run folders are called: the file's stem, the module's last part or the object's name."""
+    """Return the name of a job's run folders: the file's stem, the module's last part or the object's name."""
     place, _, name = split_jobref(text)
     if place == GIVEN:
         return name
@@ -132,7 +132,7 @@ def short_name(text: str) -> str:
 
 
 def job_defaults(ref: JobRef) -> dict[str, str] | None:
-    """The parameters of `make_job` with the source of their defaults; None if they can't be seen."""
+    """Return the parameters of `make_job` with the source of their defaults; None if they can't be seen."""
     found = parameter_sources(ref)
     return None if found is None else {name: default for name, (_, default) in found.items()}
 
@@ -199,7 +199,7 @@ def _check(ref: JobRef) -> None:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """The names that the module itself has; what a function or a class keeps to itself is none of them."""
+    """Return the names defined at module level, not those inside functions or classes."""
     names: set[str] = set()
     rest: list[ast.AST] = [tree]
     while rest:

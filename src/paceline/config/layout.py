@@ -1,4 +1,4 @@
-"""How the model is placed: what was asked for on the command line, read without torch."""
+"""The layout: how the model is placed, as requested on the command line, read without torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from paceline.errors import LayoutError, PacelineError, raise_all
 
 
 class LayoutKind(StrEnum):
-    """The layouts that have a word of their own; `AXES` is one that was written as axes."""
+    """The layouts that have a name; `AXES` is one that was written as axes."""
 
     SINGLE = "single"
     THREADS = "threads"
@@ -50,9 +50,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` are the axes that were asked for; `REST` is what the number of ranks leaves.
+    """A layout. `sizes` are the requested axes; `REST` stands for what the number of ranks leaves.
 
-    `zero`: which ZeRO stage `dp_shard` is (3 is FSDP). `threads`: replicas as threads, None where the ranks decide.
+    `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: replicas as threads, None if the ranks decide.
     """
 
     kind: LayoutKind
@@ -67,7 +67,7 @@ class Layout:
     params: str = "fp32"
 
     def __str__(self) -> str:
-        """What `parse_layout` reads back as the same."""
+        """Return text that `parse_layout` parses to the same layout."""
         if self.kind is LayoutKind.THREADS and self.threads is not None:
             return f"threads={self.threads}"
         word = [] if self.kind is LayoutKind.AXES else [str(self.kind)]
@@ -76,7 +76,7 @@ class Layout:
         return ",".join([*word, *axes, *self.options()])
 
     def options(self) -> list[str]:
-        """What is not as it is by itself, as it is written."""
+        """Return the options that differ from their defaults, as text."""
         zero = self.zero if _AXIS_OF.get(self.kind, ("", 3))[1] != self.zero and "dp_shard" in self.sizes else 3
         given = {
             "zero": zero if zero != 3 else "",
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks it is for, where it says so."""
+        """Return the number of ranks it is for, or None if it does not say."""
         if self.kind is LayoutKind.THREADS:
             return self.threads
         sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
@@ -103,12 +103,12 @@ class Layout:
         return product
 
     def processes(self, *, ranks: int) -> int:
-        """How many processes make these ranks: threads are replicas in one."""
+        """Return the number of processes for these ranks: threads are replicas in one process."""
         return 1 if self.kind is LayoutKind.THREADS else ranks
 
 
 def parse_layout(text: str) -> Layout:
-    """Read `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
+    """Parse `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 
     Raises:
         LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` make a layout of.
@@ -173,7 +173,7 @@ def _no_axis(text: str, place: int, name: str, value: str) -> LayoutError:
 
 
 def _as_axes(text: str, place: int, word: LayoutKind, count: str) -> str:
-    """The layout with this word written as axes; where that is none, the axes alone."""
+    """Return the layout with this word written as axes; if that is invalid, the axes alone."""
     axis, zero = _AXIS_OF.get(word, ("dp_shard", 0))
     axes = f"{axis}={count}{f',zero={zero}' if zero in (1, 2) else ''}"
     if word is LayoutKind.HSDP:
@@ -254,7 +254,7 @@ def _remat(text: str, problems: list[PacelineError]) -> str:
 
 
 def _schedule(text: str) -> str:
-    """A name in small letters, or the path of a file as it is."""
+    """Return a schedule's name in lower case, or the path of a file unchanged."""
     return text if "/" in text or "." in text else text.lower()
 
 
@@ -269,7 +269,7 @@ def _offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:
 
 
 def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
-    """Options of an axis that was not asked for."""
+    """Return errors for options of an axis that was not requested."""
     homes = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
     homes |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
     found: list[PacelineError] = [
@@ -281,7 +281,7 @@ def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
 
 
 def _gathers_nothing(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
-    """Words that disagree about the ZeRO stage, or that need its third."""
+    """Yield errors for words that disagree about the ZeRO stage, or that need stage 3."""
     if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
         yield LayoutError(
             f"{layout.kind} is ZeRO stage {stage}, and zero={layout.zero} says another.",

@@ -1,4 +1,4 @@
-"""Settings from defaults < job < file < command line, each value with its origin; all problems at once."""
+"""Settings merged from defaults < job < file < command line, with each value's origin; reports all problems at once."""
 
 import json
 import os
@@ -27,15 +27,15 @@ _WIDTH = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSettings:
-    """What was asked for: text or TOML values by dotted name, with their origin; not yet merged."""
+    """The requested values before merging: text or TOML values by dotted name, with their origin."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
     def over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
-        """These values on top of lower ones, which are Python's: a job's, or those of a `pl.Run`.
+        """Return these values on top of lower ones given in Python: a job's, or those of a `pl.Run`.
 
-        `where` is what a user reads of a wrong one, if that is not the origin.
+        `where` names the place of a wrong value to the user, if that is not the origin.
 
         Raises:
             UsageError, Problems: an unknown name, a value of the wrong type, a parameter of a job that is made already.
@@ -50,12 +50,12 @@ class RequestedSettings:
 
 @cache
 def known_settings() -> Mapping[str, Any]:
-    """Every dotted name with its type."""
+    """Return every dotted name with its type."""
     return MappingProxyType(dict(_leaves(Settings, "")))
 
 
 def range_of(name: str) -> str:
-    """The range of a setting that is a number, in words; nothing where any will do."""
+    """Return the range of a numeric setting in words; an empty string if any value is allowed."""
     kind = known_settings()[name]
     bounds = next((m for part in (kind, *get_args(kind)) for m in getattr(part, "__metadata__", ())), None)
     if bounds is None:
@@ -67,7 +67,7 @@ def range_of(name: str) -> str:
 
 
 def default_of(name: str) -> Any:
-    """The default of one setting."""
+    """Return the default of one setting."""
     value: Any = Settings()
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -96,10 +96,10 @@ def read_asked(*, file: Path | None, overrides: Sequence[str]) -> RequestedSetti
 
 
 def merge(asked: RequestedSettings) -> Settings:
-    """The typed settings: defaults, with what was asked on top.
+    """Return the typed settings: defaults, overridden by the requested values.
 
     Raises:
-        UsageError, Problems: a value that its setting can't have, whoever brought it.
+        UsageError, Problems: a value that its setting can't have, whatever its origin.
     """
     found = [_problem(name, value, asked.origins.get(name, ""), is_made=False) for name, value in asked.values.items()]
     raise_all([problem for problem in found if problem is not None])
@@ -117,7 +117,7 @@ def merge(asked: RequestedSettings) -> Settings:
 
 
 def as_toml(asked: RequestedSettings) -> str:
-    """What was asked as TOML, with origins as comments."""
+    """Return the requested values as TOML, with origins as comments."""
     lines: list[str] = []
     for name in sorted(asked.values, key=lambda n: (n.count("."), n)):
         value = _toml_value(asked.values[name])
@@ -129,7 +129,7 @@ def as_toml(asked: RequestedSettings) -> str:
 def _layer(
     tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_made: bool = False
 ) -> dict[str, Any]:
-    """Values by dotted name, alike wherever they come from: a list may be text with commas, a path is text."""
+    """Return values by dotted name in one form: a list may be text with commas, a path is text."""
     found = {name: _plain(name, value) for name, value in _flat(tree, "")}
     told = [_problem(name, value, origin, is_made=is_made) for name, value in found.items()]
     problems += [problem for problem in told if problem is not None]
@@ -142,12 +142,12 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
-    """Settings that are there as text, as they would be typed: `5,6` of a list is its items."""
+    """Return settings parsed from text, as if typed: `5,6` for a list gives its items."""
     return {name: _plain(name, value) for name, value in values.items()}
 
 
 def as_typed(value: Any) -> str:
-    """What `settings_from_text` reads as this value."""
+    """Return the text that `settings_from_text` parses to this value."""
     return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
 
 
@@ -272,7 +272,7 @@ def _shown(value: Any) -> str:
 
 
 def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
-    """Say what the setting may be: its range, or the words to choose from."""
+    """Return what the setting may be: its range, or the words to choose from."""
     if limits := range_of(name):
         return f"expected a number, {limits}"
     kind = known_settings()[name]
@@ -292,7 +292,7 @@ def _is_text(value: str) -> bool:
 
 
 def _others(name: str) -> str:
-    """For Python, where no command shows them: the settings of the same group, else the groups."""
+    """Return the settings of the same group, else the groups: for Python, where no command lists them."""
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
     same = [known for known in known_settings() if known.startswith(f"{group}.")]

@@ -1,4 +1,4 @@
-"""Options of other tools, and where the same thing is asked for here."""
+"""Options of other tools, and their equivalents here."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ _OPTIMIZER = "the optimizer is the job's: make its numbers parameters of make_jo
 
 @dataclass(frozen=True, kw_only=True)
 class OtherOption:
-    """Where an option of another tool stands here: what to type, with `{}` for its value, and why it differs."""
+    """The equivalent of another tool's option: what to type, with `{}` for its value, and why it differs."""
 
     to_type: str
     why: str = ""
@@ -87,7 +87,7 @@ FOREIGN: dict[str, OtherOption] = {
 
 
 def place_of(flag: str, value: str) -> tuple[str, str] | None:
-    """Return the likely cause and what to type for an option of another tool; None for one that nobody has.
+    """Return the likely cause and what to type for an option of another tool; None for an unknown one.
 
     `flag` is as typed, `--per-device-train-batch-size`; `value` is what follows it, or empty.
     """

@@ -1,7 +1,7 @@
-"""What `--allow` may name, and what a resume does with each setting that is not what the checkpoint was trained with.
+"""The names that `--allow` accepts, and how a resume treats each setting that differs from the checkpoint's.
 
-Every setting stands in exactly one of three tables: a resume compares it and refuses another value, says that it has
-another value, or takes it without a word because the training stays the same.
+Every setting is in exactly one of three tables: a resume compares it and refuses another value, reports the change, or
+accepts it silently because the training stays the same.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ FREE_SETTINGS: Mapping[str, str] = {
 
 
 def refuse_unknown_allowances(names: tuple[str, ...]) -> list[PacelineError]:
-    """Return the names that are no difference: accepting one would accept nothing."""
+    """Return errors for names that are no possible difference: accepting one would accept nothing."""
     return [
         UsageError(
             f"--allow {name} is no difference that a resumed run can have.",

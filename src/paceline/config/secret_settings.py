@@ -1,4 +1,4 @@
-"""Settings whose values nobody else should read: hidden on pages and screens, and in files for the owner alone."""
+"""Secret settings: hidden on pages and screens, and stored in files that only the owner can read."""
 
 import re
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ def is_mask(name: str, value: Any) -> bool:
 
 
 def mask_value(name: str, value: Any) -> str:
-    """Return the value as text, or dots where its name says that it is a secret."""
+    """Return the value as text, or dots if its name marks it as a secret."""
     return HIDDEN if _SECRET.search(name) else str(value)
 
 
 def holds_secret(names: Iterable[str]) -> bool:
-    """Whether one of the settings is a secret."""
+    """Return whether one of the settings is a secret."""
     return any(_SECRET.search(name) for name in names)

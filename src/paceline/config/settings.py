@@ -1,4 +1,4 @@
-"""Every setting with its one dotted name, its type and range, and its default."""
+"""Settings: each with its one dotted name, its type and range, and its default."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -22,7 +22,7 @@ Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long, how precisely and how carefully to train."""
+    """Settings for the length, precision and safety of training."""
 
     steps: CountOrZero | None = None
     epochs: Epochs | None = None
@@ -47,7 +47,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """How data is read."""
+    """Settings for reading data."""
 
     workers: Workers = 0
     shards: Count | None = None
@@ -57,7 +57,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """When and in what portions to evaluate."""
+    """Settings for when to evaluate, and in what batches."""
 
     every: Count | None = None
     batch_size: Count | None = None
@@ -65,7 +65,7 @@ class Eval:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What is written about each step."""
+    """Settings for what is written about each step."""
 
     every: Count = 10
     statistics: bool = False
@@ -73,7 +73,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When to save, and what to keep."""
+    """Settings for when to save, and what to keep."""
 
     every: Count | None = None
     keep: Count = 3
@@ -82,21 +82,21 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Where events go beside the console and the run folder's JSON lines."""
+    """Settings for event sinks, such as the console and the run folder's JSON lines."""
 
     to: tuple[str, ...] = ("console", "jsonl", "tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """How start values are made. `limit`: bytes of weights and buffers, above which nobody builds the whole model."""
+    """Settings for initial values. `limit`: bytes of weights and buffers above which no rank builds the whole model."""
 
     limit: Count = 1 << 35
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """How the model is placed, beside what the layout says.
+    """Settings for the placement of the model, in addition to the layout.
 
     `units` are class names, FQN patterns, or one number of elements; `blocks` FQNs in the order of the forward;
     `stages` blocks in each stage; `cut` the way to cut them; `replicate` FQN patterns of what tp keeps whole.
@@ -115,7 +115,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings. `job` holds the parameters of `make_job`."""
+    """The complete settings. `job` holds the parameters of `make_job`."""
 
     seed: int = 0
     run_dir: str | None = None

@@ -1,4 +1,4 @@
-"""What a worker is told to do: the seam between the command and the processes it starts. Plain JSON."""
+"""The task of a worker: the interface between the command and the processes it starts. Plain JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +10,7 @@ from paceline.config.job_reference import short_name, split_jobref
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One verb on one job. Paths are text; `settings` are dotted names as they were asked for."""
+    """A verb on one job. Paths are text; `settings` are dotted names as they were requested."""
 
     verb: str
     job: str
@@ -28,10 +28,10 @@ class Task:
     faults: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     job_handle: int | None = None
-    """An open file that holds the job, where it was given as an object of Python; of this run's processes alone."""
+    """An open file that holds a job given as a Python object; valid only in this run's processes."""
 
     def given_in(self, folder: Path) -> "Task":
-        """The same with paths that hold wherever the process goes; relative ones were given in `folder`."""
+        """Return the task with paths that are valid in any working folder; relative ones were given in `folder`."""
 
         def held(text: str) -> str:
             return str(folder / text) if text else text
@@ -50,14 +50,14 @@ class Task:
 
     @property
     def short_job(self) -> str:
-        """The job in a word: the name of its run folders."""
+        """Return the job's short name: the name of its run folders."""
         return short_name(self.job)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file that crosses to the workers."""
+        """Return the task as a dict for the file that the workers read."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Task":
-        """From that file."""
+        """Return the task from that file's dict."""
         return Task(**{**value, "allow": tuple(value.get("allow", ()))})

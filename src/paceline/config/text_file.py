@@ -1,4 +1,4 @@
-"""Text files that a user gives, as text."""
+"""Reading of text files that a user gives."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _MOST_BYTES = 4 << 20
 
 
 def _refused(path: Path) -> str:
-    """What it is, where nobody would mean it; what a shell hands on (`<(...)`) may be read."""
+    """Return why a path can't be read as text, or an empty string; a shell's pipe (`<(...)`) may be read."""
     if path.is_dir():
         return "a folder"
     if path.is_char_device() or path.is_block_device() or path.is_socket():
@@ -17,7 +17,7 @@ def _refused(path: Path) -> str:
 
 
 def given_text(path: Path, *, what: str, hint: str) -> str:
-    """What a file holds. `what` it should be and a line of it go into the error.
+    """Return the text of a file. `what` it should be and `hint`, an example, go into the error.
 
     Raises:
         UsageError: it is no text, or can't be read. FileNotFoundError: there is none.

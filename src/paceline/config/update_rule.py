@@ -1,4 +1,4 @@
-"""How a batch becomes an update."""
+"""The update rule: how a batch becomes an update of the weights."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class UpdateKind(StrEnum):
 
 @dataclass(frozen=True)
 class _Option:
-    """One option of a rule: what may stand there, in words, and how it is read; ValueError where it is not that."""
+    """An option of a rule: its allowed values in words, and its parser, which raises ValueError for others."""
 
     said: str
     read: Callable[[str], Any]
@@ -75,13 +75,13 @@ _FIRST: dict[UpdateKind, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """What was asked for.
+    """The requested update rule.
 
     `vertical`: every stage uses the weights that the first one has (PipeDream's option). Sites that train on their own
-    meet `every` so many updates; then the mean of their ways is one step of an outer SGD with Nesterov's momentum, of
-    `fragments` of the model in turn, taken `delay` updates after it was sent and mixed with what a site has come to
-    meanwhile by `mix`, the site's share. The first `servers` ranks hold the parameters, the others compute gradients
-    for them, of weights at most `staleness` updates old (infinity where nothing bounds it).
+    synchronise after `every` updates; the mean of their changes is then one step of an outer SGD with Nesterov
+    momentum. It covers `fragments` of the model in turn, is taken `delay` updates after it was sent, and is mixed with
+    a site's newer weights by `mix`, the site's share. The first `servers` ranks hold the parameters, the others compute
+    gradients for them, from weights at most `staleness` updates old (infinity if nothing bounds it).
     """
 
     kind: UpdateKind = UpdateKind.SYNC
@@ -97,26 +97,26 @@ class UpdateRule:
 
     @property
     def is_stashed(self) -> bool:
-        """Whether a pipeline goes on without waiting, on older weights."""
+        """Return whether a pipeline goes on without a flush, on older weights."""
         return self.kind in (UpdateKind.PIPEDREAM, UpdateKind.DOUBLE)
 
     @property
     def has_sites(self) -> bool:
-        """Whether replicas train on their own for a while."""
+        """Return whether replicas train on their own between synchronisations."""
         return self.kind in (UpdateKind.LOCAL, UpdateKind.DILOCO)
 
     @property
     def has_servers(self) -> bool:
-        """Whether some ranks hold the parameters and others compute gradients."""
+        """Return whether some ranks hold the parameters and others compute gradients."""
         return self.kind is UpdateKind.PS
 
     @property
     def layout(self) -> str:
-        """What several ranks are taken for where no layout is asked for."""
+        """The default layout for several ranks."""
         return "pp" if self.is_stashed else "ddp"
 
     def __str__(self) -> str:
-        """As it is asked for: `every` and `staleness` always, of the others those that are not the rule's own."""
+        """Return the text that requests this rule: `every` and `staleness` always, others only if not the default."""
         options = _OPTIONS.get(self.kind, {})
         first = {one.name: one.default for one in fields(self)} | _FIRST.get(self.kind, {})
         found = [
@@ -130,19 +130,19 @@ def _is_said(name: str, value: Any, first: dict[str, Any]) -> bool:
 
 
 def _shown(value: float) -> str:
-    """Read again it is the same number."""
+    """Return text that parses to the same number."""
     if math.isinf(value):
         return UNBOUNDED
     return str(int(value)) if value == int(value) else repr(value)
 
 
 def rule_with(name: str) -> UpdateKind | None:
-    """The rule that is called so, or the first that has such an option."""
+    """Return the rule of this name, or the first one with an option of this name."""
     return next((one for one in UpdateKind if name in (one, *_FLAGS.get(one, ()), *_OPTIONS.get(one, {}))), None)
 
 
 def parse_update(text: str) -> UpdateRule:
-    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500`, `ps`.
+    """Parse `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500`, `ps`.
 
     Raises:
         LayoutError: unknown, or not in this version.
@@ -195,7 +195,7 @@ def _unknown(kind: UpdateKind, name: str, option: str) -> LayoutError:
 
 
 def _value(kind: UpdateKind, name: str, option: str) -> str:
-    """What was given for a mistyped option, if it can be this one's, else the rule's own."""
+    """Return the value of a mistyped option if it is valid for this one, else the rule's default."""
     value = option.partition("=")[2].strip()
     try:
         _OPTIONS[kind][name].read(value)

@@ -1,1 +1,1 @@
-"""What a command prints, and how numbers and lists are formatted."""
+"""Console output, and the formatting of numbers and lists."""

@@ -1,35 +1,35 @@
-"""Words for people: numbers with their units, and suggestions for what was mistyped."""
+"""Formatting for people: numbers with their units, and suggestions for typing errors."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def closest_word(word: str, known: Iterable[str]) -> str:
-    """The one that was probably meant, or nothing."""
+    """Return the word that was probably meant, or an empty string."""
     return next((str(each) for each in get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'ddp'?`, or nothing."""
+    """Return `did you mean 'ddp'?`, or an empty string."""
     close = closest_word(word, known)
     return f"did you mean {close!r}?" if close else ""
 
 
 def shorten_line(line: str, *, most: int = 1000) -> str:
-    """Return the line with its middle left out where it is longer than anybody reads."""
+    """Return the line with its middle left out if it is very long."""
     if len(line) <= most:
         return line
     return f"{line[: most // 2]} ... ({len(line):,} characters) ... {line[-most // 4 :]}"
 
 
 def plural(number: int, word: str) -> str:
-    """`1 step`, `2 steps`, `1,000 steps`, `2 processes`."""
+    """Return a count with its noun: `1 step`, `2 steps`, `1,000 steps`, `2 processes`."""
     plural = f"{word}es" if word.endswith(("s", "ch")) else f"{word}s"
     return f"{number:,} {word if number == 1 else plural}"
 
 
 def format_size(num_bytes: int) -> str:
-    """In the unit in which it is a number to read."""
+    """Return a size in KiB, MiB or GiB."""
     for unit, power in (("GiB", 30), ("MiB", 20)):
         if num_bytes >= 1 << power:
             return f"{num_bytes / 2**power:.1f} {unit}"
@@ -37,30 +37,30 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_change(part: float, *, digits: int = 0) -> str:
-    """`+14%`, `-3%`; what rounds to nothing has no minus."""
+    """Return a relative change: `+14%`, `-3%`; zero after rounding has no minus."""
     return f"{round(part, 2 + digits) + 0.0:+.{digits}%}"
 
 
 def price_of_steps(price: float, currency: str) -> str:
-    """Of 1,000 steps, from that of one: `12.30 USD`, `0.0042 USD`."""
+    """Return the price of 1,000 steps, from that of one: `12.30 USD`, `0.0042 USD`."""
     total = 1000 * price
     return f"{total:,.2f} {currency}" if total >= 1 else f"{total:.2g} {currency}"
 
 
 def format_duration(seconds: float) -> str:
-    """Milliseconds, or seconds from one second on."""
+    """Return a duration in milliseconds, or in seconds from one second on."""
     return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.0f} ms"
 
 
 def format_precise_duration(seconds: float) -> str:
-    """To three digits and more: `345 ms`, `12.34 s`, `0.12 ms`."""
+    """Return a duration with three digits or more: `345 ms`, `12.34 s`, `0.12 ms`."""
     if seconds >= 1.0:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
 
 
 def long_duration(seconds: float) -> str:
-    """In the unit in which it is a number to read: `12.5 s`, `34.9 min`, `3.1 h`, `50,000 h`."""
+    """Return a duration in a suitable unit: `12.5 s`, `34.9 min`, `3.1 h`, `50,000 h`."""
     for unit, each in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * each:
             return f"{seconds / each:,.0f} {unit}" if seconds >= 100 * each else f"{seconds / each:.1f} {unit}"

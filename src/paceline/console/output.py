@@ -1,4 +1,4 @@
-"""Words to a terminal that may be gone: that nobody reads any more (`| head -1`, `>&-`) is no reason to end a run."""
+"""Output to a terminal that may be gone: a reader that has left (`| head -1`, `>&-`) does not end a run."""
 
 import codecs
 import errno
@@ -21,15 +21,15 @@ _COMMANDS_OF_A_JOB = re.compile(f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1
 
 
 def encodable_text(text: str, stream: TextIO) -> str:
-    """The text with other marks where the stream's encoding lacks ours, and without what would command a terminal.
+    """Return the text in the stream's encoding, with terminal control sequences escaped.
 
-    Names and messages come from files of strangers: an escape sequence in one could write over what was said.
+    Names and messages may come from untrusted files: an escape sequence in one could overwrite earlier output.
     """
     return _encodable(_COMMANDS.sub(_as_escape, text), stream)
 
 
 def fitting_print(text: str, stream: TextIO) -> str:
-    """A line that the user's own code printed: the same, with its colours and its returns to the line's start."""
+    """Return a line that the user's own code printed, with its colours and carriage returns kept."""
     return _encodable(_COMMANDS_OF_A_JOB.sub(_as_escape, text), stream)
 
 
@@ -52,15 +52,15 @@ codecs.register_error(_PLAINLY, _plainly)
 
 
 def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print to `stream` (the standard output) at once; to nowhere from then on where it can't be written."""
+    """Print to `stream` (default: standard output) at once; a stream that can't be written is silenced."""
     to = stream or sys.stdout
     with_no_reader(lambda: print(encodable_text(text, to), file=to, end=end, flush=True), to)
 
 
 def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | None:
-    """Write to a stream that may be gone, full, or not ready; then it is silent. Return why, unless its reader left.
+    """Write to a stream that may be gone, full, or not ready; silence it on an error.
 
-    What is said is no part of a run: that it can't be written is no reason to end one.
+    Return the error, unless the reader has left. A failure to print never ends a run.
     """
     with suppress(OSError, ValueError):  # a stream that is no file
         if not os.get_blocking(stream.fileno()):
@@ -78,18 +78,18 @@ def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | Non
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether it means that the reader has left (`| head -1`), or that the terminal was closed."""
+    """Return whether the error means that the reader has left (`| head -1`), or that the terminal was closed."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
 def flush() -> None:
-    """What the user's own `print` left behind, before a process leaves without Python's own way down."""
+    """Flush what the user's own `print` left buffered, before a process exits without Python's own shutdown."""
     for stream in (sys.stdout, sys.stderr):
         print_line("", stream, end="")
 
 
 def silence_stream(stream: TextIO) -> None:
-    """What is still in it and what comes goes nowhere, and raises nothing."""
+    """Redirect a stream to the null device, so that buffered and later output is dropped without an error."""
     with suppress(OSError, ValueError):  # a stream that is no file
         handle = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -98,24 +98,24 @@ def silence_stream(stream: TextIO) -> None:
 
 
 def replace_closed() -> None:
-    """Python has `None` for a standard stream that was closed before it began; others expect a stream there."""
+    """Replace a standard stream that was closed at start, for which Python has `None`, by the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  for as long as the process lives
 
 
 class CapturedStderr:
-    """What native code has said on the standard error, in a file that is there until it can be said."""
+    """The captured standard error of native code, in a file until it is printed."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
 
     def text(self) -> bytes:
-        """Return it."""
+        """Return the captured bytes."""
         return os.pread(self._handle, os.fstat(self._handle).st_size, 0)
 
     def keep(self, name: str) -> Path | None:
-        """Write it to a temporary file of this name for whoever wants all of it; None where nothing was said."""
+        """Write the captured bytes to a temporary file with this prefix; None if there are none."""
         if not self.text():
             return None
         handle, path = tempfile.mkstemp(prefix=name, suffix=".log")
@@ -125,7 +125,7 @@ class CapturedStderr:
 
 
 def _remove_old_words() -> None:
-    """Remove the files that processes which were killed have left a day ago or earlier."""
+    """Remove files that killed processes left a day ago or earlier."""
     for path in Path(tempfile.gettempdir()).glob("paceline-join-*.log"):
         with suppress(OSError):  # another user's
             if time.time() - path.lstat().st_mtime > _KEPT_SECONDS:
@@ -134,9 +134,9 @@ def _remove_old_words() -> None:
 
 @contextmanager
 def capture_native_stderr() -> Iterator[CapturedStderr | None]:
-    """Hold back what native code says on the standard error meanwhile; it follows once all went well.
+    """Hold back what native code writes to standard error inside the block; it is printed if all goes well.
 
-    A worker of ours has a log for it. Where native code aborts meanwhile, what it said stays in a temporary file.
+    One of our own workers has a log for it. If native code aborts, its output stays in a temporary file.
     """
     if "PACELINE_ATTEMPT_FOLDER" in os.environ:
         yield None

@@ -1,4 +1,4 @@
-"""Checksums of what was read: of the content of any object, never of its `repr`, which may hold an address."""
+"""Checksums of samples: computed over the content of any object, never its `repr`, which may hold an address."""
 
 import zlib
 from collections.abc import Mapping, Set
@@ -25,14 +25,14 @@ _DEEPEST = 200
 def checksum(sample: Any, start: int) -> int:
     """Return the CRC that continues `start` over the content of one sample.
 
-    Equal content gives an equal number in every process. Of an object without any content that Python could copy (an
-    open file, a lock) only the type counts.
+    Equal content gives an equal number in every process. For an object whose content Python cannot copy (an open file,
+    a lock), only the type counts.
     """
     return _Content().add(sample, start)
 
 
 class _Content:
-    """One walk over a sample; an object that holds itself is a number the second time."""
+    """A walk over one sample; an object that contains itself counts as a number the second time."""
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
@@ -73,7 +73,7 @@ class _Content:
         return zlib.crc32(str(name).encode(), start) if isinstance(name, _SAID_BY_REPR) else self.add(name, start)
 
     def _copied(self, value: Any, start: int) -> int:
-        """By what `copy` and `pickle` would make it again from."""
+        """Return the CRC over the parts from which `copy` and `pickle` would rebuild the object."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         start = zlib.crc32(kind.encode(), start)
         try:
@@ -109,5 +109,5 @@ class _Content:
 
 
 def fold(total: int, number: int) -> int:
-    """A running checksum with one more checksum."""
+    """Return a running checksum extended by one more checksum."""
     return zlib.crc32(number.to_bytes(4, "little"), total)

@@ -1,4 +1,4 @@
-"""What has to be known of data before it is trained on: found where the data may be read."""
+"""Dataset properties that are needed before training, found in a process that may read the data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Agree = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetProperties:
-    """The length of indexed data, and what the first and the middle sample say of it.
+    """The length of a map-style dataset, and what its first and middle sample show.
 
-    `draws`: reading draws from the global generators. `fingerprint` is a checksum of both samples. `problem` is why
-    one could not be read.
+    `draws`: reading draws from the global generators. `fingerprint` is a checksum of both samples. `problem` is why one
+    could not be read.
     """
 
     num_samples: int
@@ -30,7 +30,7 @@ class DatasetProperties:
     problem: WorkerError | None = None
 
     def refuse_problem(self) -> None:
-        """Refuse data that can't be read.
+        """Raise an error if the data can't be read.
 
         Raises:
             JobError: with the user's line.
@@ -42,7 +42,7 @@ class DatasetProperties:
 
 
 def find_facts(source: Source, *, seed: int, name: str = "train_data") -> DatasetProperties:
-    """Return the facts of indexed data.
+    """Return the properties of a map-style dataset.
 
     Raises:
         JobError: it is empty, or its length is not the same each time.
@@ -71,7 +71,7 @@ def _facts(data: Any, *, seed: int, name: str) -> DatasetProperties:
 
 
 def looked_at(num_samples: int) -> list[int]:
-    """Return the samples that facts are found from."""
+    """Return the indices of the samples from which the properties are found: the first and the middle one."""
     return list({0: 0, num_samples // 2: 0})
 
 
@@ -102,10 +102,10 @@ def refuse_other_data(
     name: str,
     is_same: Callable[[], bool],
 ) -> None:
-    """Compare what ranks have as data, by their numbers; whoever compares the same ones raises alike.
+    """Compare the ranks' data by length and checksum; every rank that compares the same values raises alike.
 
-    `is_same` says whether on every rank these samples are the same when they are read again: only then are other
-    ones other data, and not random numbers of the dataset's own.
+    `is_same` tells whether on every rank these samples are the same when they are read again: only then do different
+    samples mean different data, and not random numbers that the dataset draws itself.
 
     Raises:
         DesyncError: a rank has another length, or other samples.
@@ -129,7 +129,7 @@ def refuse_other_data(
 
 
 def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
-    """Return whether these samples are the same twice."""
+    """Return whether these samples are the same when they are read twice."""
 
     def twice() -> bool:
         if epoch is not None:

@@ -1,4 +1,4 @@
-"""Indices to one collated microbatch, in this process or in a data worker."""
+"""The fetcher: turns sample indices into one collated microbatch, in this process or in a data worker."""
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ _MOST_TEXT = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchRequest:
-    """One microbatch to fetch, or where `seen` is given a `DatasetSummary` of the data as an epoch begins.
+    """A request for one microbatch, or, if `seen` is given, for a `DatasetSummary` at the start of an epoch.
 
-    The dataset is not told the epoch where that is None, as in an evaluation.
+    If `epoch` is None, as in an evaluation, the dataset is not told the epoch.
     """
 
     epoch: int | None
@@ -37,16 +37,16 @@ class MicrobatchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCheckRequest:
-    """Which samples are looked at as an epoch begins; none where only the length is of interest."""
+    """The samples to check at the start of an epoch; none if only the length matters."""
 
     samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerError:
-    """An exception on its way out of a data worker, as text: the object itself may not travel.
+    """An exception that leaves a data worker as text, because the object itself may not be picklable.
 
-    `what` is for the screen; `full` is all of it with the traceback, for the rank's log.
+    `what` is for the screen; `full` is the whole text with the traceback, for the rank's log.
     """
 
     what: str
@@ -57,7 +57,7 @@ class WorkerError:
 
 
 class Fetcher(Dataset[Any]):
-    """Reads samples and collates them; an exception comes back as `WorkerError`."""
+    """A dataset of microbatches: reads samples and collates them; an exception is returned as `WorkerError`."""
 
     def __init__(self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool) -> None:
         self._data = data
@@ -91,7 +91,7 @@ class Fetcher(Dataset[Any]):
             )
 
     def _begin(self, epoch: int | None) -> None:
-        """Ask a dataset for its length first, as a DataLoader does: some read their index then. Then the epoch."""
+        """Ask the dataset for its length once, as a DataLoader does (some read their index then), and set the epoch."""
         if not self._begun:
             self._begun = True
             len(self._data)
@@ -107,7 +107,7 @@ class Fetcher(Dataset[Any]):
         return DatasetSummary(num_samples=total, samples=samples, checksum=value)
 
     def _read(self, wanted: MicrobatchRequest, samples: list[Any]) -> None:
-        """Fill `samples`; what is missing in it says which sample failed."""
+        """Append the samples to `samples`; after an exception its length tells which sample failed."""
         epoch = wanted.epoch or 0
         if not self._seed_samples:
             seed_all(stream_key(self._seed, "microbatch", epoch, wanted.indices[0]))
@@ -118,7 +118,7 @@ class Fetcher(Dataset[Any]):
 
 
 def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
-    """Return one checksum of these samples, each read with its own seed; 0 where one can't be read."""
+    """Return one checksum over these samples, each read with its own seed; 0 if one can't be read."""
     value = 0
     with preserve_rng():
         for index in samples:
@@ -131,7 +131,7 @@ def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -
 
 
 def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError:
-    """Say what went wrong and where in the user's code."""
+    """Return a description of what went wrong and where in the user's code."""
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
     said = on_a_screen(str(error))
@@ -143,7 +143,7 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
 
 
 def _full_text(error: Exception) -> str:
-    """Everything, but no book."""
+    """Return the whole traceback as text, at most 1 MiB; an empty string if it can't be formatted."""
     try:
         return "".join(format_exception(error))[:_MOST_TEXT]
     except Exception:  # some can't be printed
@@ -151,7 +151,7 @@ def _full_text(error: Exception) -> str:
 
 
 def raise_worker_error(value: Any) -> Any:
-    """The microbatch, or the error it carries.
+    """Return the microbatch, or raise the error it carries.
 
     Raises:
         DataError: the dataset or the collation raised.
@@ -165,7 +165,7 @@ def raise_worker_error(value: Any) -> Any:
 
 
 def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], None]:
-    """Return what a data worker does first: it outlives signals (its rank, `parent`, decides), and never its rank.
+    """Return the function that a data worker runs first: it ignores signals and dies with its rank, `parent`.
 
     The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
     """
@@ -182,9 +182,9 @@ def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], 
 
 
 def obey_rank(parent: int) -> None:
-    """Pass over signals, and die with this parent.
+    """Make this process ignore signals and die with its parent.
 
-    Signals are heard and not ignored: a program that the dataset starts would inherit that it ignores them.
+    Signals get a handler instead of SIG_IGN, because a program that the dataset starts would inherit SIG_IGN.
     """
     die_with(parent)
     for name in STOP_SIGNALS:
@@ -192,7 +192,7 @@ def obey_rank(parent: int) -> None:
 
 
 def tell_epoch(data: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` of a dataset; where a wrapper has none, of the datasets that it holds.
+    """Call `set_epoch(epoch)` on a dataset or, if a wrapper has none, on the datasets that it holds.
 
     torch's `Subset` and `ConcatDataset`, and wrappers like them, name theirs `dataset` or `datasets`.
     """
@@ -212,7 +212,7 @@ def tell_epoch(data: Any, epoch: int) -> None:
 
 
 def _passed_over(number: int, frame: FrameType | None) -> None:
-    """The rank decides what a signal means."""
+    """Ignore a signal: the rank decides what it means."""
 
 
 def _shown(indices: Sequence[int]) -> str:

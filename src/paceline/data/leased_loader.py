@@ -1,4 +1,4 @@
-"""A worker's samples, where it is told which: any share of any batch, read when it is asked for."""
+"""The loader of a parameter-server worker: reads any share of any batch on request."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from paceline.data.types import DatasetSummary, LocalMicro, StepInput
 
 
 class RandomAccessLoader:
-    """Reads what `MapStyleLoader` would give a replica, in any order."""
+    """A loader that reads what `MapStyleLoader` would give a replica, in any order."""
 
     def __init__(
         self, *, data: Any, collate: Collate | None, order: Any, seed: int, sample_seeds: str, global_batch_size: int,
@@ -35,7 +35,7 @@ class RandomAccessLoader:
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
 
     def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
-        """Part `number` of `of` of the batch that begins at `cursor`."""
+        """Return part `number` of `of` of the batch that begins at `cursor`."""
         batch = self._order.batch(
             cursor,
             global_batch_size=self._size,
@@ -46,7 +46,7 @@ class RandomAccessLoader:
         return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
 
     def compare(self, epoch: int, sight: DatasetSummary, *, rank: int) -> None:
-        """Compare the data with what the server has seen of its own; once an epoch.
+        """Compare this worker's data with the server's summary of its own, once per epoch.
 
         Raises:
             DataError: it can't be read.
@@ -67,7 +67,7 @@ class RandomAccessLoader:
         )
 
     def order_of(self, epoch: int) -> list[str] | None:
-        """A name for the order of the user's own, and what gives it: every worker must have the same."""
+        """Return a name for the user's own order, and its origin; every worker must have the same. None without one."""
         if not self._order.is_own:
             return None
         if epoch not in self._names:  # a checksum of all of it: once an epoch, not once a share

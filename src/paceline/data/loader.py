@@ -1,4 +1,4 @@
-"""The feed: step after step, this replica's microbatches of the one global order."""
+"""The training loader: yields this replica's microbatches of the global order, step by step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -30,23 +30,23 @@ from paceline.torch_internals.rng import stream_key
 
 
 class BatchLoader(Protocol):
-    """What the loop reads from."""
+    """The loader protocol that the training loop reads from."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch; None for a stream."""
+        """The number of samples in an epoch; None for a stream."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner."""
+        """The loader's lines for the banner."""
 
     def __iter__(self) -> Iterator[StepInput]: ...
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold beside the cursor; every replica calls this."""
+        """Return the state that a checkpoint must hold in addition to the cursor; every replica calls this."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take such a state back, before iterating."""
+        """Restore a state returned by `state`, before iterating."""
 
     def close(self) -> None:
         """Stop the data workers."""
@@ -67,10 +67,10 @@ def make_loader(
     agree: Agree | None = None,
     facts: DatasetProperties | None = None,
 ) -> BatchLoader:
-    """Return the feed of one replica, starting at `cursor`. `data` may be a `Source`, and its `facts` known already.
+    """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` with known `facts`.
 
-    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream, and compare their
-    data and an order of the user's own as each epoch begins.
+    `agree` gathers a JSON value from every replica; with it, replicas share the reading of a stream, and compare their
+    data and a user-defined order at the start of each epoch.
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
@@ -92,7 +92,7 @@ def make_loader(
 
 
 class MapStyleLoader:
-    """A feed over samples that can be asked for by index: resuming costs nothing."""
+    """A loader over samples that can be read by index: resuming costs nothing."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class MapStyleLoader:
         self.notes = (*source.notes, *self._of_size())
 
     def __iter__(self) -> Iterator[StepInput]:
-        """Endless: epoch after epoch."""
+        """Yield step inputs without end, epoch after epoch."""
         fetched = self._workers.start(self._ahead())
         epoch, sight = None, None
         for batch, plans in self._plans():
@@ -158,13 +158,14 @@ class MapStyleLoader:
         )
 
     def _read(self, wanted: MicrobatchRequest) -> Any:
-        """Read a microbatch out of turn."""
+        """Read a microbatch outside the planned order."""
         return raise_worker_error(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
 
     def _glance(self, epoch: int) -> MicrobatchRequest:
-        """What is looked at as an epoch begins: the length, and where replicas compare it a sample, always another.
+        """Return the request that checks the data at an epoch's start: the length, and samples if they are compared.
 
-        Workers of a server have not yet been compared, and may come at any time: theirs is also what facts are of.
+        The compared sample is another in each epoch. A server's workers may join at any time and have not been compared
+        yet: their request also includes the samples that the properties were found from.
         """
         drawn = (stream_key(self._seed, "glance", epoch) % self._total,)
         samples = drawn if self._cut.reads else tuple({*looked_at(self._total), *drawn})
@@ -174,9 +175,9 @@ class MapStyleLoader:
         )
 
     def _ahead(self) -> Iterator[MicrobatchRequest]:
-        """What data workers fetch; for a batch in which this replica has nothing, an empty wish.
+        """Yield the requests for data workers; an empty one for a batch in which this replica has no microbatch.
 
-        Without it a replica that never has a microbatch would look for its next one for ever.
+        Without it, a replica that never has a microbatch would search for its next one forever.
         """
         epoch: int | None = None
         for batch, plans in self._plans():
@@ -186,11 +187,11 @@ class MapStyleLoader:
             yield from [wanted for _, wanted in plans] or [MicrobatchRequest(epoch=epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
-        """The order that the present epoch was begun with."""
+        """Return the order that the current epoch was started with."""
         return dict(self._begun)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember the order that is to be gone on with."""
+        """Remember the order that the resumed epoch was started with."""
         self._begun = state
 
     def close(self) -> None:
@@ -198,7 +199,7 @@ class MapStyleLoader:
         self._workers.close()
 
     def _begin(self, epoch: int, sight: DatasetSummary) -> None:
-        """At an epoch's first batch, on every replica: are data and order everybody's, and those of the run's start?
+        """Check at an epoch's first batch that all replicas have the same data and order, and those of the run's start.
 
         Raises:
             DataError: the data is longer or shorter than when the run began.
@@ -254,7 +255,7 @@ class MapStyleLoader:
 
 
 def refuse_stream() -> JobError:
-    """What to say of a stream whose samples are to be given away by number."""
+    """Return the error for a stream whose samples would have to be assigned by index."""
     return JobError(
         "train_data is a stream, and --update ps gives samples away by their number, again where a worker dies.",
         cause="an iterable dataset: what one worker has read of it no other can read",
@@ -275,10 +276,10 @@ def eval_feed(
     totals: dict[str, list[int]] | None = None,
     agree: Agree | None = None,
 ) -> Iterator[LocalMicro]:
-    """Every sample exactly once over all replicas: no padding, and replicas may hold different counts.
+    """Yield every sample exactly once over all replicas: no padding, and replicas may have different counts.
 
-    `totals` is given what a stream's shards have turned out to be, so that replicas can compare it. With
-    `agree`, which gathers a JSON value of every replica, an order of the user's own is compared first.
+    `totals` receives the sample counts and checksums of a stream's shards, so that replicas can compare them. With
+    `agree`, which gathers a JSON value from every replica, a user-defined order is compared first.
     """
     source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:
@@ -314,7 +315,7 @@ def eval_feed(
 
 
 def _equal_length(source: Source, *, seed: int, name: str, agree: Agree | None) -> int:
-    """Return how many samples there are; replicas compare it, and the middle sample.
+    """Return the number of samples; replicas compare it, and the middle sample.
 
     Raises:
         DesyncError: a replica has other data.

@@ -1,4 +1,4 @@
-"""An order of the user's own is a promise: the same on every rank, and the same when an epoch is gone on with."""
+"""Checks of a user-defined order: it must be the same on every rank, and the same when an epoch is resumed."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ _SAMPLER = "torch.randperm(n) without a generator of its own in __iter__: torch'
 
 
 def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
-    """Compare what every rank's order is; every rank raises alike.
+    """Compare every rank's order; every rank raises alike.
 
     Raises:
-        DesyncError: a rank's is not rank 0's.
+        DesyncError: a rank's order is not rank 0's.
     """
     others = [rank for rank, name in enumerate(names) if name != names[0]]
     if others:
@@ -24,10 +24,10 @@ def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
 
 
 def refuse_other(name: str, *, saved: str, what: str, when: str) -> None:
-    """Compare the order that an epoch is gone on with and the one that it was begun with.
+    """Compare the order of a resumed epoch with the one it was started with.
 
     Raises:
-        ResumeError: it is another.
+        ResumeError: the order is different.
     """
     if name != saved:
         raise ResumeError(

@@ -1,4 +1,4 @@
-"""Randomness in the data: each sample's own seed, whoever reads it."""
+"""Per-sample seeds: each sample has its own seed, independent of the process that reads it."""
 
 from paceline.torch_internals.rng import seed_all, stream_key
 

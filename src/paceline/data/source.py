@@ -1,4 +1,4 @@
-"""What the user gave as data, brought to one form: something to index or to iterate, an order, and settings."""
+"""Normalisation of the user's data: a map-style or iterable dataset, an order, and settings."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ _OWN = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 @dataclass(frozen=True, kw_only=True)
 class RegeneratedIterable:
-    """What a function gives that can be read once (a generator): called again each time it is to be read."""
+    """An iterable over a generator function, which it calls again for each pass."""
 
     make: Callable[[], Any]
 
@@ -36,7 +36,7 @@ class RegeneratedIterable:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The data and how it is to be read."""
+    """The data and the settings for reading it."""
 
     data: Any
     collate: Collate | None = None
@@ -47,29 +47,29 @@ class Source:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether any sample can be asked for by its index."""
+        """Return whether any sample can be read by its index."""
         return is_indexed(self.data)
 
     @property
     def gives_order(self) -> str:
-        """What the order comes from, in words."""
+        """The origin of the order, in words."""
         own = self.loader is not None and self.order is self.loader.sampler
         return "the DataLoader's sampler" if own else "order="
 
 
 def is_indexed(data: Any) -> bool:
-    """Whether samples are asked for by index. torch's IterableDataset has an index operator too, which only raises."""
+    """Return whether samples are read by index. torch's IterableDataset has an index operator that only raises."""
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 class MadeDatasets:
-    """What functions that give data have given: what can be indexed is made once, all else each time it is read."""
+    """A cache of the data that functions return: map-style datasets are made once, all others for each pass."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}
 
     def data(self, given: Any) -> Any:
-        """Return the data: `given` itself, or what it makes."""
+        """Return the data: `given` itself, or what it returns if it is a function."""
         if not _makes_data(given):
             return given
         if id(given) in self._kept:
@@ -83,7 +83,7 @@ class MadeDatasets:
 
 
 def _makes_data(data: Any) -> bool:
-    """Whether it is a function or a class that is called for the data."""
+    """Return whether this is a function or a class that is called for the data."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     return isinstance(data, type) or (callable(data) and not is_data)
 
@@ -91,10 +91,10 @@ def _makes_data(data: Any) -> bool:
 def read_source(
     data: Any, *, collate: Collate | None, order: Any, workers: int, name: str, made: MadeDatasets | None = None
 ) -> Source:
-    """Bring `data` to one form, without reading it; a `Source` is in it.
+    """Return `data` as a `Source`, without reading it; a `Source` is returned unchanged.
 
     Raises:
-        JobError: it is nothing that can be indexed or iterated.
+        JobError: it can be neither indexed nor iterated.
     """
     if isinstance(data, Source):
         return data
@@ -113,7 +113,7 @@ def read_source(
 
 
 def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
-    """Keep what the user set on a DataLoader; only the dealing of samples is ours."""
+    """Return a source with the user's DataLoader settings; only the assignment of samples is ours."""
     _check_loader(loader, name)
     notes = ["the DataLoader's own settings are kept; batches are cut by global_batch_size"]
     if loader.drop_last and name == "train_data":
@@ -169,7 +169,7 @@ def _order_of(sampler: Any) -> tuple[Any, str]:
 
 
 def refuse_no_batch(num_samples: int, *, batch: int) -> None:
-    """Refuse to leave out an epoch's short batch where it has no other.
+    """Raise an error if dropping an epoch's short batch leaves no batch.
 
     Raises:
         UsageError: with both numbers.
@@ -183,7 +183,7 @@ def refuse_no_batch(num_samples: int, *, batch: int) -> None:
 
 
 class Order:
-    """Which sample stands at which position of an epoch: a pure function of (seed, epoch, position)."""
+    """The map from positions of an epoch to samples: a pure function of (seed, epoch, position)."""
 
     def __init__(self, *, order: Any, num_samples: int, seed: int) -> None:
         self._order = order
@@ -193,20 +193,20 @@ class Order:
 
     @property
     def is_own(self) -> bool:
-        """Whether the user gives it, so that it may be anything."""
+        """Return whether the order is user-defined."""
         return self._order is not None and not (isinstance(self._order, str) and self._order == "sequential")
 
     def name(self, epoch: int) -> str:
-        """What tells it from others; of the user's, a checksum."""
+        """Return a name that identifies the order; a checksum for a user-defined one."""
         if not self.is_own:
             return self._order or "shuffled"
         return f"{zlib.crc32(np.ascontiguousarray(self._of(epoch)).tobytes()):08x}"
 
     def batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
-        """Return the batch at `cursor`, where each epoch is as long as its own order.
+        """Return the batch at `cursor`; each epoch is as long as its own order.
 
         Raises:
-            UsageError: the short batches are left out, and an epoch has no other.
+            UsageError: short batches are dropped, and an epoch has no other.
         """
         left = self.size(cursor.epoch) - cursor.position
         if left <= 0 or (drop_last and left < global_batch_size):
@@ -223,11 +223,11 @@ class Order:
         )
 
     def size(self, epoch: int) -> int:
-        """Samples in this epoch."""
+        """Return the number of samples in this epoch."""
         return len(self._of(epoch))
 
     def at(self, *, epoch: int, start: int, stop: int) -> tuple[int, ...]:
-        """The sample indices at these positions."""
+        """Return the sample indices at these positions."""
         return tuple(self._of(epoch)[start:stop].tolist())
 
     def _of(self, epoch: int) -> "Permutation | Positions":
@@ -252,7 +252,7 @@ class Order:
         return drawn
 
     def _drawn(self, epoch: int) -> Sequence[Any]:
-        """What the user's order gives.
+        """Return the indices that the user's order gives.
 
         Raises:
             JobError: it is not an order, or it raises.

@@ -1,4 +1,4 @@
-"""What a feed gives and how it is cut."""
+"""Types that a loader yields, and the partition of global batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """How global batches are cut and dealt. Where others read the samples (`reads` is False), nothing is dealt here."""
+    """The partition of global batches into microbatches and replicas. With `reads` False, others read the samples."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -25,7 +25,7 @@ class BatchPartition:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicro:
-    """One microbatch of this replica: collated `data`, its place `index` in the global batch, its samples."""
+    """A microbatch of this replica: collated `data`, its place `index` in the global batch, its samples."""
 
     index: int
     num_samples: int
@@ -35,7 +35,7 @@ class LocalMicro:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSummary:
-    """What is seen of indexed data as an epoch begins: how long it is, and one checksum of some of its samples."""
+    """A summary of a map-style dataset at the start of an epoch: its length, and a checksum of some samples."""
 
     num_samples: int
     samples: tuple[int, ...] = ()
@@ -44,9 +44,9 @@ class DatasetSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """This replica's share of one global batch; `micro` may be empty. `spare` reads a microbatch of another's.
+    """This replica's share of one global batch; `micro` may be empty. `spare` reads another replica's microbatch.
 
-    `sight` is of the batch's epoch.
+    `sight` belongs to the batch's epoch.
     """
 
     batch: Batch
@@ -57,7 +57,7 @@ class StepInput:
     sight: DatasetSummary | None = None
 
     def __iter__(self) -> NoReturn:
-        """Refuse to be unpacked as what a DataLoader gives is.
+        """Raise an error if the batch is unpacked like a DataLoader's.
 
         Raises:
             TypeError: always, with what to write.
@@ -65,7 +65,7 @@ class StepInput:
         raise TypeError(f"a batch of run.batches() can't be unpacked: {_INSTEAD}")
 
     def __getitem__(self, place: object) -> NoReturn:
-        """Refuse to be indexed as what a DataLoader gives is.
+        """Raise an error if the batch is indexed like a DataLoader's.
 
         Raises:
             TypeError: always, with what to write.
@@ -73,7 +73,7 @@ class StepInput:
         raise TypeError(f"a batch of run.batches() has no [{place!r}]: {_INSTEAD}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say what to write in place of an attribute that tensors have.
+        """Raise an error that says what to write instead of an attribute that tensors have.
 
         Raises:
             AttributeError: always.
@@ -82,10 +82,10 @@ class StepInput:
 
     @property
     def num_micro(self) -> int:
-        """Microbatches over all replicas."""
+        """The number of microbatches over all replicas."""
         return len(self.batch.micro)
 
     @property
     def num_samples(self) -> int:
-        """Samples over all replicas."""
+        """The number of samples over all replicas."""
         return self.batch.num_samples

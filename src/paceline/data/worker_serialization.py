@@ -1,4 +1,4 @@
-"""What a data worker sends, serialized by the worker itself.
+"""Serialization of samples in the data worker itself.
 
 A multiprocessing queue serializes in a thread. An object that cannot be serialized is dropped there, and the rank waits
 for it forever. Here the worker serializes what it read, so that an error reaches the rank like any other.
@@ -17,25 +17,25 @@ from paceline.torch_internals.private_api import pin_memory
 
 @dataclass(frozen=True, slots=True)
 class SerializedMicrobatch:
-    """A serialized microbatch; tensors in it travel as shared memory, as in any DataLoader."""
+    """A serialized microbatch; its tensors are sent as shared memory, as in any DataLoader."""
 
     content: bytes
     is_pinned: bool = False
 
     def pin_memory(self) -> "DeserializedMicrobatch":
-        """Return the pinned content: torch's thread that pins calls this."""
+        """Return the pinned content: torch's pin-memory thread calls this."""
         return DeserializedMicrobatch(pin_memory(load(self.content)))
 
 
 @dataclass(frozen=True, slots=True)
 class DeserializedMicrobatch:
-    """What was in a parcel that torch's thread has opened."""
+    """The content of a microbatch that torch's pin-memory thread has deserialized."""
 
     value: Any
 
 
 def pack(value: Any) -> SerializedMicrobatch:
-    """Serialize a microbatch in a data worker; where that fails, the parcel holds the `WorkerError`."""
+    """Serialize a microbatch in a data worker; if that fails, serialize the `WorkerError` instead."""
     try:
         return SerializedMicrobatch(bytes(ForkingPickler.dumps(value)))
     except Exception as error:
@@ -43,15 +43,15 @@ def pack(value: Any) -> SerializedMicrobatch:
 
 
 def not_sent(error: Exception) -> WorkerError:
-    """Say why what was read cannot leave the data worker."""
+    """Return the error for samples that cannot leave the data worker."""
     return worker_error(error, doing="sending samples from a data worker to its rank", hint=_HINT)
 
 
 def unpack(parcel: Any) -> Any:
-    """Return what a data worker has packed.
+    """Return the content that a data worker has packed.
 
     Raises:
-        DataError: it cannot be made again in this process.
+        DataError: it cannot be rebuilt in this process.
         OSError, EOFError: the worker is gone, and its shared memory with it.
     """
     if isinstance(parcel, DeserializedMicrobatch):
@@ -60,10 +60,10 @@ def unpack(parcel: Any) -> Any:
 
 
 def load(content: bytes) -> Any:
-    """Return what another process has serialized.
+    """Return the object that another process has serialized.
 
     Raises:
-        DataError: it cannot be made again in this process.
+        DataError: it cannot be rebuilt in this process.
         OSError, EOFError: the other process is gone, and its shared memory with it.
     """
     try:

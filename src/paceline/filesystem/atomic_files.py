@@ -1,4 +1,4 @@
-"""Writing that survives a crash (aside, flushed, renamed), and reading of files that anyone may have written."""
+"""Atomic writes that survive a crash (aside, flushed, renamed), and safe reads of untrusted files."""
 
 import errno
 import json
@@ -18,12 +18,12 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of all files in it, which is what a checkpoint takes."""
+    """Return the bytes of all files in a folder, which is the size of a checkpoint."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space where `folder` is or will be."""
+    """Return the free space where `folder` is or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -39,7 +39,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file at once: a reader sees the old text or the new one. A `private` one is for its owner alone."""
+    """Replace a file atomically: a reader sees the old text or the new. Only the owner can read a `private` one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:
@@ -56,7 +56,7 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """What a disk does not take is told with the place that a user chose.
+    """Turn a disk error in the block into one that names the place that the user chose.
 
     Raises:
         UsageError: it can't be written, or is full.
@@ -69,7 +69,7 @@ def writing(place: Path) -> Iterator[None]:
 
 
 def refuse_place(file: Path) -> None:
-    """Before anything runs: whether this file could be written at its end.
+    """Check before anything runs that this file can be written at the end.
 
     Raises:
         UsageError: it can't.
@@ -84,12 +84,12 @@ def refuse_place(file: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:
-    """Replace a JSON file at once. A `private` one is for its owner alone."""
+    """Replace a JSON file atomically. Only the owner can read a `private` one."""
     write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n", private=private)
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read it, without waiting for a pipe's writer or a device.
+    """Open a file for reading, without waiting for a pipe's writer or a device.
 
     Raises:
         OSError: it can't be opened.
@@ -127,7 +127,7 @@ def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what JSON says.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: it is not JSON, is nested too deep, or does not fit into memory.
@@ -139,19 +139,19 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def _bounded(digits: str) -> float:
-    """A whole number that no float can hold is one that nobody wrote, and breaks whoever computes with it."""
+    """Return an integer, or a float if the number is so large that it could not have been written by us."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether there is no such file, or no regular one; other errors say that a good file can't be read now."""
+    """Return whether the file is missing or not regular; other errors mean that a good file can't be read now."""
     return error.errno in _NO_FILE
 
 
 def open_in_place(path: Path, flags: int, mode: int = 0o644) -> int:
-    """Open a file of a run folder to write into it; a link that somebody has put there is not followed.
+    """Open a file of a run folder for writing, without following a link.
 
     Raises:
-        OSError: it can't be opened; ELOOP where it is a link.
+        OSError: it can't be opened; ELOOP if it is a link.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

@@ -1,4 +1,4 @@
-"""A disk that takes no more, in our words."""
+"""Disk errors with their causes and remedies."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ _CAUSES = {
 
 @contextmanager
 def as_checkpoint_error(what: str, folder: Path) -> Iterator[None]:
-    """Whatever the system refuses meanwhile is a checkpoint's error.
+    """Turn an operating system error in the block into a checkpoint error.
 
     Raises:
         SaveError: no space or no permission.
@@ -52,7 +52,7 @@ def as_checkpoint_error(what: str, folder: Path) -> Iterator[None]:
 
 
 def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
-    """Return why the system did not take what was written into `folder`, and what to do."""
+    """Return why the system did not accept a write into `folder`, and what to do."""
     if error.errno == errno.ENOSPC and _has_no_inodes(folder):
         return "no more files can be made there: all inodes are taken (`df -i`)", "remove some files"
     if error.errno == errno.ENOTEMPTY and not os.access(folder, os.W_OK | os.X_OK):
@@ -63,7 +63,7 @@ def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether not even a small file can be written there."""
+    """Return whether not even a small file can be written there."""
     return _has_no_inodes(folder) or free_bytes(folder) < _SMALL_FILE_BYTES
 
 

@@ -1,7 +1,7 @@
-"""One run at a time in a run folder: a lock that the kernel lets go of when its last holder ends, however it ends.
+"""The lock of a run folder: one run at a time. The kernel releases it when its last holder ends, however it ends.
 
-The launcher takes it and its workers inherit it. So a launcher that was killed does not let go while a worker of
-its own is still going down, and nobody who comes after it writes beside one.
+The launcher takes it and its workers inherit it. So a launcher that was killed does not release it while one of its
+workers is still exiting, and no later run writes at the same time.
 """
 
 import errno
@@ -29,12 +29,12 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 @dataclass
 class RunLock:
-    """A held run folder; workers get `handle` and keep it open."""
+    """A held lock of a run folder; workers get `handle` and keep it open."""
 
     handle: int
 
     def close(self) -> None:
-        """Let go, once every worker that inherited it has ended."""
+        """Release the lock, once every worker that inherited it has ended."""
         handle, self.handle = self.handle, -1
         if handle >= 0:
             with suppress(OSError):
@@ -42,7 +42,7 @@ class RunLock:
             os.close(handle)
 
     def close_in_forks(self) -> None:
-        """Keep the lock to this process: a child that the job forks may outlive the run, and does not write into it."""
+        """Close the lock in forked children: a child of the job may outlive the run, and does not write into it."""
         os.register_at_fork(after_in_child=self._close_here)
 
     def _close_here(self) -> None:
@@ -53,9 +53,9 @@ class RunLock:
 
 
 def lock_run_folder(folder: Path, *, wait: Callable[[str], None]) -> RunLock:
-    """Take the run folder for this run. Where what held it is gone and its workers are ending, wait for them.
+    """Lock the run folder for this run. If the holder has ended and its workers are still exiting, wait for them.
 
-    `wait` is told once why. On a disk that knows no locks only a holder on this machine is found.
+    `wait` is told once why. On a disk without locks, only a holder on this machine is found.
 
     Raises:
         UsageError: another run writes there.
@@ -91,7 +91,7 @@ def _opened(folder: Path) -> int:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a run writes there now; on a disk that knows no locks, whether one says so that lives."""
+    """Return whether a run writes there now; on a disk without locks, whether the recorded holder lives."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -107,9 +107,9 @@ def is_held(folder: Path) -> bool:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a run folder that somebody has made ready with links: a run would write to where they point.
+    """Raise an error for a run folder prepared with links: a run would write to where they point.
 
-    The folders of checkpoints and of the final model may be links of one's own, to a larger disk.
+    The folders of checkpoints and of the final model may be the user's own links, to a larger disk.
 
     Raises:
         UsageError: naming the link.
@@ -126,14 +126,14 @@ def refuse_links(folder: Path) -> None:
 
 
 class FolderIdentity:
-    """Knows a run folder by its place on the disk, so that a run does not write into another that took its name."""
+    """The identity of a run folder on the disk, so that a run does not write into another with the same name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known = self._identify()
 
     def check(self) -> None:
-        """Refuse to write where the folder of this run is no more.
+        """Check that the folder of this run still exists.
 
         Raises:
             SaveError: it was moved or removed, or another has its name.
@@ -147,7 +147,7 @@ class FolderIdentity:
             )
 
     def _identify(self) -> tuple[int, int] | None:
-        """By its lock: that is held open, so that its number is not given to another file."""
+        """Return the identity of the lock file: it is held open, so that its inode is not reused."""
         return _number_of(self._folder / LOCK) or _number_of(self._folder)
 
 
@@ -215,13 +215,13 @@ def _command(pid: int) -> str:
 
 
 def _write(handle: int) -> None:
-    """Who holds it, for those who come after."""
+    """Write this process into the lock file as its holder."""
     os.ftruncate(handle, 0)
     os.pwrite(handle, json.dumps(this_process()).encode(), 0)
 
 
 def this_process() -> dict[str, Any]:
-    """Return what tells this process from every other, for `is_holder_alive`."""
+    """Return a record that identifies this process, for `is_holder_alive`."""
     pid = os.getpid()
     return {
         "pid": pid,
@@ -239,7 +239,7 @@ def _read(handle: int) -> dict[str, Any]:
 
 
 def is_holder_alive(holder: dict[str, Any]) -> bool:
-    """Whether the process that `this_process` told of is there still; of another machine nobody here can know."""
+    """Return whether the recorded process still exists; assumed True for one on another machine."""
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():
@@ -249,13 +249,13 @@ def is_holder_alive(holder: dict[str, Any]) -> bool:
 
 
 def _pid_of(holder: dict[str, Any]) -> int:
-    """Return its number; 0, which no process has, where the lock says something else."""
+    """Return the holder's process id; 0, which no process has, if the record is invalid."""
     pid = holder.get("pid")
     return pid if isinstance(pid, int) else 0
 
 
 def birth_of(pid: int) -> str | None:
-    """When the process was started, so that a number that was given again is not mistaken; None of one that ended."""
+    """Return a process's start time, which tells a reused process id apart; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

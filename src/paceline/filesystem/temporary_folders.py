@@ -1,4 +1,4 @@
-"""Temporary folders beside all runs. Whoever makes one removes those that killed processes have left."""
+"""Temporary folders outside all runs. Creating one removes those that killed processes have left."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ class ScratchFolder:
         self._handle = handle
 
     def keep(self) -> None:
-        """Leave the folder to whoever wants to read in it; after a day the next command removes it."""
+        """Keep the folder for the user to read; after a day the next command removes it."""
         (self.path / _LOCK).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class ScratchFolder:
 
 @contextmanager
 def scratch_folder(name: str) -> Iterator[ScratchFolder]:
-    """Make a temporary folder of this name and a random end, and remove it afterwards."""
+    """Create a temporary folder of this name and a random suffix, and remove it afterwards."""
     prefix = f"paceline-{name}-"
     remove_abandoned(prefix)
     path = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
@@ -47,9 +47,9 @@ def scratch_folder(name: str) -> Iterator[ScratchFolder]:
 
 
 def remove_abandoned(prefix: str) -> None:
-    """Remove folders of this user whose process was killed, and those that were kept a day ago or earlier.
+    """Remove this user's folders whose process was killed, and those that were kept for over a day.
 
-    One whose name begins with a dot is only being made: its lock is not held yet.
+    A folder whose name begins with a dot is still being created: its lock is not held yet.
     """
     home = Path(tempfile.gettempdir())
     for path in [*home.glob(f"{prefix}*"), *home.glob(f".{prefix}*")]:
@@ -63,7 +63,7 @@ def remove_abandoned(prefix: str) -> None:
 
 
 def _is_free(lock: Path, *, without: bool) -> bool:
-    """Whether nobody holds it; `without` for a folder that has none: it is kept."""
+    """Return whether no process holds the lock; `without` if there is no lock file, as for a kept folder."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""Starting ranks, or joining ranks that torchrun, mpirun or srun started."""
+"""Process launch: starts ranks, or joins ranks that torchrun, mpirun or srun started."""

@@ -1,7 +1,7 @@
-"""Whose rank the variables of an environment speak of: every program that a rank starts inherits them.
+"""Ownership of rank environment variables: every program that a rank starts inherits them.
 
-So they carry a mark: the process that they were set for, and a checksum of what was set. A process with another number
-is not that rank, and starts afresh; where another launcher has set them since, they are that launcher's.
+So they carry a mark: the id of the process that they were set for, and a checksum of what was set. A process with
+another id is not that rank and starts afresh; if another launcher has set them since, they are that launcher's.
 """
 
 import os
@@ -20,12 +20,12 @@ _WORLD_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_
 
 
 def mark_owner(environ: MutableMapping[str, str]) -> None:
-    """Record that the world in this environment is this process's own."""
+    """Record that the world in this environment belongs to this process."""
     environ[OWNER] = f"{os.getpid()}:{_checksum(environ)}"
 
 
 def own_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without what speaks of a rank that is another process."""
+    """Return the environment without the variables that describe a rank in another process."""
     pid, _, checksum = environ.get(OWNER, "").partition(":")
     if not pid or pid == str(os.getpid()):
         return environ
@@ -34,20 +34,20 @@ def own_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def own_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank that the environment gives this process; 0 where it gives none, or none that is a number."""
+    """Return the rank that the environment gives this process; 0 if it gives none, or one that is not a number."""
     told = own_environ(environ).get("RANK", "")
     return int(told) if told.isdecimal() else 0
 
 
 def drop_inherited(environ: MutableMapping[str, str]) -> None:
-    """Take out of the environment what speaks of a rank that is another process."""
+    """Remove from the environment the variables that describe a rank in another process."""
     own = own_environ(environ)
     for name in [name for name in environ if name not in own]:
         del environ[name]
 
 
 def attempt_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the attempt that our own launcher started this very process for."""
+    """Return the attempt folder if our own launcher started this very process, else None."""
     folder = own_environ(environ).get(ATTEMPT_FOLDER)
     return Path(folder) if folder else None
 

@@ -1,4 +1,4 @@
-"""Worlds that others made: torchrun, Open MPI, Slurm, MPICH. Each is a few variables, read in this order."""
+"""Worlds made by other launchers: torchrun, Open MPI, Slurm, MPICH. Each sets a few variables, read in this order."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedWorld:
-    """This process's place in a world that a launcher made."""
+    """The place of this process in a world that a launcher made."""
 
     kind: str
     rank: int
@@ -28,24 +28,24 @@ class JoinedWorld:
     port: int | None
     job_id: str
     is_named: bool
-    """Whether `job_id` is of this world alone."""
+    """True if `job_id` belongs to this world alone."""
     counts_node: bool
-    """Whether the launcher says how many ranks are on this machine."""
+    """True if the launcher says how many ranks are on this machine."""
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all ranks are on this machine."""
+        """Return whether all ranks are on this machine."""
         return self.local_world_size == self.world_size
 
     @property
     def launcher(self) -> list[str]:
-        """The words that start as many processes again; how machines meet is not known here."""
+        """Return the command words that start as many processes again, without how several machines meet."""
         words = _LAUNCHERS.get(self.kind, "").format(local=self.local_world_size, world=self.world_size)
         return words.split()
 
 
 def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
-    """The world this process was started into, or None: also where the variables are those of a rank that started it.
+    """Return the world this process was started into, or None, also if the variables describe a rank that started it.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.
@@ -59,7 +59,7 @@ def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
-    """How many processes it has, or None."""
+    """Return the number of processes in the world this process was started into, or None if there is none."""
     joined = detect(environ)
     return joined.world_size if joined else None
 
@@ -86,9 +86,9 @@ def _slurm(environ: Mapping[str, str]) -> JoinedWorld | None:
 
 
 def _is_slurms_own(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of `srun` itself.
+    """Return whether this process is a task of `srun` itself.
 
-    `srun --mpi=pmi2` says each number twice. An `mpiexec` in an allocation starts one helper on each node by `srun`,
+    `srun --mpi=pmi2` sets each number twice. An `mpiexec` in an allocation starts one helper on each node by `srun`,
     and its ranks inherit that helper's numbers.
     """
     pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
@@ -96,7 +96,7 @@ def _is_slurms_own(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
-    """Return how many tasks of the step are on this node: `2(x3),1` says 2 on three nodes and 1 on the next."""
+    """Return the number of tasks of the step on this node: `2(x3),1` means 2 on three nodes and 1 on the next."""
     told = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
     each = [(count, int(times or 1)) for count, times in _TASKS.findall(told)]
     counts = [count for count, times in each for _ in range(times)]
@@ -105,7 +105,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
 
 
 def _pmi(environ: Mapping[str, str]) -> JoinedWorld | None:
-    """Hydra (MPICH, Intel MPI) and PALS say where a rank is on its node under names of their own."""
+    """Read the world of Hydra (MPICH, Intel MPI) or PALS, which name the rank's place on its node differently."""
     if "PMI_RANK" not in environ:
         return None
     local = next((name for name in _PMI_LOCAL if name[0] in environ), _PMI_LOCAL[0])
@@ -154,11 +154,12 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
 
 
 def _local(environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, world: int) -> tuple[int, int]:
-    """Return the rank and the number of ranks on this machine. Only where no other machine can be reached they are
-    those of the whole world.
+    """Return the rank and the number of ranks on this machine.
+
+    If no other machine can be reached, they are those of the whole world.
 
     Raises:
-        UsageError: the launcher does not say them, and ranks may be on several machines.
+        UsageError: the launcher does not set them, and ranks may be on several machines.
     """
     for here in (names, _TORCH[2:]):
         if here[0] in environ:
@@ -173,7 +174,7 @@ def _local(environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, ran
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can be meant."""
+    """Return whether the address can only mean this machine."""
     return address in ("localhost", "::1") or address.startswith("127.")
 
 

@@ -1,4 +1,4 @@
-"""A task and a plan to running processes. Whatever starts processes goes through here; only files cross."""
+"""The launcher: turns a task and a plan into running processes. All processes start here, and only files are passed."""
 
 import os
 import sys
@@ -31,10 +31,10 @@ _MOST_AGAIN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
+    """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
-    With `saves` one signal lets it finish its step and save, and it has its run folder for itself; without, one
-    signal ends it. Where the first ranks are `servers`, a lost one of the others is started again, alone.
+    With `saves`, one signal lets it finish its step and save, and it locks its run folder; without, one signal ends it.
+    If the first ranks are `servers`, another rank that is lost is restarted alone.
     """
 
     ranks: int
@@ -47,12 +47,12 @@ class LaunchRequest:
     saves: bool = True
     servers: int = 0
     begins_in: str = ""
-    """The folder in which the ranks begin; empty: this process's own."""
+    """The working folder of the ranks; empty: this process's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOutcome:
-    """How it ended."""
+    """The result of one attempt: exit code, first failure and time."""
 
     exit_code: int
     failure: Failure | None
@@ -62,15 +62,15 @@ class LaunchOutcome:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the same words go on with it."""
+        """Return whether the same command continues the run."""
         return can_go_on(self.attempt_folder.parents[1], self.exit_code, self.failure)
 
 
 def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
-    """Return whether the words that started a run go on with it.
+    """Return whether the command that started a run continues it.
 
-    A refusal says itself what to change: they would be refused again. An error in the job would come again at the same
-    place, unless a checkpoint is there, from which a mended job goes on.
+    A refusal says what to change, and would be refused again. An error in the job would recur at the same place, unless
+    there is a checkpoint from which a fixed job continues.
     """
     if exit_code in (ExitCode.DONE, ExitCode.REFUSED):
         return False
@@ -80,13 +80,13 @@ def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
 
 
 def is_from_outside(failure: Failure) -> bool:
-    """Return whether it may be no fault of the job: a signal, memory, a rank that is slow, or what starts the ranks."""
+    """Return whether the job may not be at fault: a signal, memory, a slow rank, or the fork server."""
     named = failure.kind in ("signal", TIMEOUT) or failure.rank == STARTER
     return named or failure.is_short_of_memory or is_lost_connection(failure)
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
-    """Run one attempt to its end. `on_start(attempt_folder)` gives what is called every 50 ms meanwhile.
+    """Run one attempt to its end. `on_start(attempt_folder)` returns a function that is called every 50 ms meanwhile.
 
     Raises:
         UsageError: it saves, and another run writes into the same folder.
@@ -148,13 +148,13 @@ def _run(
 
 
 def _inherited(held: RunLock | None, payload: Mapping[str, Any]) -> list[int]:
-    """Return the open files that the ranks keep: the run's lock, and a job that was given as an object."""
+    """Return the file handles that the ranks inherit: the run's lock, and a job that was given as an object."""
     handles = [None if held is None else held.handle, payload.get("job_handle")]
     return [handle for handle in handles if handle is not None]
 
 
 def _patience(request: LaunchRequest) -> float:
-    """How long ranks wait for each other, as far as it was given; what a job sets itself its ranks say."""
+    """Return how long ranks wait for each other if the request sets it; heartbeats carry a value set by the job."""
     given = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
     try:
         return float(given)
@@ -163,13 +163,13 @@ def _patience(request: LaunchRequest) -> float:
 
 
 def _lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
-    """Whether a server was killed from outside, which is nobody's mistake: its checkpoint has all of it."""
+    """Return whether a server was killed from outside, not by the job's fault: its checkpoint has all its state."""
     failure = outcome.failure
     return failure is not None and failure.kind == "signal" and 0 <= failure.rank < request.servers
 
 
 def _again(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
-    """From the newest checkpoint; what is lost is said."""
+    """Return the request that restarts from the newest checkpoint, and print how many steps are lost."""
     assert outcome.failure is not None
     newest, step = pointed_checkpoint(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
     who = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
@@ -187,7 +187,7 @@ def _again(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
 
 
 def _environ(request: LaunchRequest) -> dict[str, str]:
-    """The nursery imports numerical libraries with one thread, since it forks; workers then set their own."""
+    """Return the fork server's environment: one thread for numerical libraries; workers set their own number."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
     if request.exact:
         environ[EXACT_KERNELS] = environ.get(EXACT_KERNELS) or CHOSEN_KERNELS
@@ -196,19 +196,19 @@ def _environ(request: LaunchRequest) -> dict[str, str]:
 
 
 def kernel_fingerprint() -> str:
-    """Whose bits this process computes: a condition of every digest."""
+    """Return which numerical kernels this process uses: digests are only comparable between equal fingerprints."""
     return os.environ.get(EXACT_KERNELS) or "default"
 
 
 def choose_kernels() -> bool:
-    """Exact mode's, for a process that has no torch yet; False where nothing was chosen and it is too late."""
+    """Choose exact mode's kernels if torch is not imported yet; return False if none is chosen and it is too late."""
     if not os.environ.get(EXACT_KERNELS) and "torch" not in sys.modules:
         os.environ[EXACT_KERNELS] = CHOSEN_KERNELS
     return bool(os.environ.get(EXACT_KERNELS))
 
 
 def too_late(cause: str, *, hint: str = "") -> UsageError:
-    """Exact mode was asked for where torch has its kernels already."""
+    """Return the error for exact mode that was requested after torch had chosen its kernels."""
     return UsageError(
         f"exact mode needs kernels that {EXACT_KERNELS} chooses before torch is imported; here torch was first.",
         cause=cause,
@@ -217,7 +217,10 @@ def too_late(cause: str, *, hint: str = "") -> UsageError:
 
 
 def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) -> str:
-    """What is said last where it did not end well; `go_on` is the command that does, empty where there is none."""
+    """Return the final message of a run that did not end well.
+
+    `go_on` is the command that continues it, empty if there is none.
+    """
     if outcome.failure is not None:
         return failure_screen(outcome, go_on=go_on if outcome.goes_on else "", more=more)
     if outcome.exit_code == ExitCode.STOPPED:
@@ -229,7 +232,7 @@ def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) 
 
 
 def failure_keys(outcome: LaunchOutcome, *, go_on: str = "") -> dict[str, Any]:
-    """What the failure screen says, by key: those of a refusal, then who, when, the log and what goes on."""
+    """Return the content of the failure screen by key: those of a refusal, then rank, step, log and command."""
     failure = outcome.failure
     if failure is None:
         return {"go_on": go_on} if go_on else {}
@@ -237,7 +240,7 @@ def failure_keys(outcome: LaunchOutcome, *, go_on: str = "") -> dict[str, Any]:
 
 
 def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
-    """The same of a rank of a world that others made: it keeps no log of its own, and may only have lost another."""
+    """Return the failure of a rank in another launcher's world by key: no log, and maybe only another rank lost."""
     said = _said_by_key(failure)
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
         what = f"rank {failure.rank} could not go on because another rank left or did not answer: {failure.message}"
@@ -252,13 +255,13 @@ def _said_by_key(failure: Failure) -> dict[str, Any]:
 
 
 def _log_of(outcome: LaunchOutcome, failure: Failure) -> Path:
-    """Where the full text is; of what starts the ranks, beside theirs."""
+    """Return the path of the full text; for the fork server, the folder of the ranks' logs."""
     teller = failure.rank if failure.told_by is None else failure.told_by
     return outcome.attempt_folder if failure.rank == STARTER else outcome.attempt_folder / f"rank-{teller}.log"
 
 
 def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[str] = ()) -> str:
-    """One screen: who failed first, where, why, what `more` there is to say, and the command that goes on."""
+    """Return the failure screen: first failed rank, place, cause, the lines in `more`, and the command to continue."""
     failure = outcome.failure
     if failure is None:
         return ""

@@ -1,4 +1,4 @@
-"""A meeting point on one machine for launchers that name none: rank 0 listens, and says where in a file."""
+"""Rendezvous on one machine for launchers without one: rank 0 listens, and writes its port to a file."""
 
 import json
 import os
@@ -63,13 +63,13 @@ def _put(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
 
 
 def _listen_here(environ: MutableMapping[str, str]) -> None:
-    """Where all ranks are on this machine nobody on the network need reach them."""
+    """Make gloo use the loopback interface: all ranks are on this machine, and no other host needs to reach them."""
     if Path("/sys/class/net/lo").exists():
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def listen_on_free_port() -> socket.socket:
-    """A socket that listens on a free port of this machine only."""
+    """Return a socket that listens on a free port of the loopback address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
@@ -78,9 +78,9 @@ def listen_on_free_port() -> socket.socket:
 
 
 def _meeting_folder(joined: JoinedWorld) -> Path:
-    """The same for all ranks of a world and for no other: by the launcher's name of it, or by session and command.
+    """Return a folder that only one world's ranks share, named by the launcher's job id or by session and command.
 
-    A wrapper around each rank makes it another parent, so that the parent says nothing.
+    A wrapper around each rank gives each another parent, so the parent process cannot identify the world.
     """
     session = os.getsid(0)
     told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
@@ -89,10 +89,10 @@ def _meeting_folder(joined: JoinedWorld) -> Path:
 
 
 def home_folder() -> Path:
-    """A folder of this user's on this machine, for files by which ranks find each other.
+    """Return this user's folder on this machine for files by which ranks find each other.
 
     Raises:
-        MachineError: somebody else has made it.
+        MachineError: the folder belongs to another user.
     """
     home = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
@@ -102,7 +102,7 @@ def home_folder() -> Path:
 
 
 def _invite(folder: Path, *, port: int) -> None:
-    """Say where rank 0 listens. What an earlier world left is removed; one that still waits there is not disturbed."""
+    """Write where rank 0 listens. An earlier world's leftovers are removed; a world that still waits there is kept."""
     found = _invitation(folder)
     if found is not None and found["holder"]["pid"] != os.getpid():
         raise UsageError(
@@ -117,7 +117,7 @@ def _invite(folder: Path, *, port: int) -> None:
 
 
 def _invitation(folder: Path) -> dict[str, Any] | None:
-    """What a rank 0 that is alive says there; what one that is gone has left says nothing."""
+    """Return the invitation of a living rank 0, or None."""
     try:
         found = read_json(folder / _INVITATION)
         return found if is_holder_alive(found["holder"]) and isinstance(found["port"], int) else None
@@ -126,7 +126,7 @@ def _invitation(folder: Path) -> dict[str, Any] | None:
 
 
 def _wait_for(folder: Path, joined: JoinedWorld) -> int:
-    """Where rank 0 listens. The last one that has heard it removes the folder, so that the next world finds none."""
+    """Return the port of rank 0. The last rank to read it removes the folder, so that the next world finds none."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
         found = _invitation(folder)

@@ -1,4 +1,4 @@
-"""`--layout auto`: a plan for a run's machine, made before its workers start, and what to do if it was wrong.
+"""Automatic layouts (`--layout auto`): a plan for a run's machine, made before its workers start, with fallbacks.
 
 Needs no torch: the plan itself is made by `auto_run`, in a process of its own or in the script that opens a `pl.Run`.
 """
@@ -39,7 +39,7 @@ _MICRO = f"train.{CUT}"
 
 
 def refuse_auto(*, update: str, compress: str) -> None:
-    """What a plan knows nothing of.
+    """Raise an error for options that a plan does not model.
 
     Raises:
         UsageError, LayoutError, Problems
@@ -65,9 +65,9 @@ def refuse_auto(*, update: str, compress: str) -> None:
 
 
 def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, LaunchOutcome | None]:
-    """The task with a layout: the run's own where it goes on on as many ranks, else the plan's, which is told.
+    """Return the task with a layout: a resumed run's own on as many ranks, else the plan's, which is printed.
 
-    Where the plan failed, how that ended.
+    If the plan failed, the outcome of its process is returned too.
     """
     kept = as_before(task, quiet=quiet)
     if kept is not None:
@@ -87,7 +87,7 @@ def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, Launc
 
 
 def to_plan(task: Task) -> Task:
-    """As one process plans it; a run that goes on on other ranks keeps its microbatches."""
+    """Return the task for planning in one process; a run resumed on other ranks keeps its microbatch size."""
     settings = {**task.settings}
     if (begun := _begun(task)) is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ def to_plan(task: Task) -> Task:
 
 
 def announce_choice(task: Task, answer: Mapping[str, Any], here: LocalMachine, *, quiet: bool = False) -> Task:
-    """Three lines, and the task as they say."""
+    """Print three lines about the chosen layout, and return the task with it."""
     rungs = [FallbackLayout(**rung) for rung in answer["rungs"]]
     cost = f"planned in {format_duration(answer['seconds'])}"
     cost += f", after {format_duration(here.seconds)} for measuring this machine" if here.seconds else ""
@@ -118,7 +118,7 @@ def announce_choice(task: Task, answer: Mapping[str, Any], here: LocalMachine, *
 
 
 def on_rung(task: Task, rungs: Sequence[FallbackLayout]) -> Task:
-    """The task with the first of these, which wins over what was asked for, and the others to fall back to."""
+    """Return the task with the first of these layouts, which overrides the request, and the others as fallbacks."""
     first, *rest = rungs
     own_settings = settings_from_text(first.settings)
     gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(own_settings)
@@ -140,9 +140,9 @@ def _remembered(first: FallbackLayout, rest: Sequence[FallbackLayout]) -> dict[s
 
 
 def fallen_back(task: Task, failure: Failure | None) -> Task | None:
-    """The task on its next rung, from its newest checkpoint, where memory was short; None where nothing is left.
+    """Return the task with its next fallback after out-of-memory, from its newest checkpoint; None if none is left.
 
-    A rung that is refused is passed over.
+    A fallback that is refused is skipped. A layout that was refused before it was replayed also falls back.
     """
     rungs = [FallbackLayout(**rung) for rung in task.options.get("rungs", ())]
     if failure is None or not rungs:
@@ -168,12 +168,12 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
 
 
 def _say(lines: Sequence[str], *, quiet: bool) -> None:
-    """Where the standard output is a script's, on the other one."""
+    """Print to standard output, or to standard error if standard output belongs to a script."""
     print_line("\n".join(lines), sys.stderr if quiet else None)
 
 
 def as_before(task: Task, *, quiet: bool = False) -> Task | None:
-    """The task as the run that it goes on with had it, where that was on as many ranks."""
+    """Return the task with the layout of the run that it resumes, if that ran on as many ranks; else None."""
     if (folder := _begun(task)) is None:
         return None
     try:
@@ -196,7 +196,7 @@ def as_before(task: Task, *, quiet: bool = False) -> Task | None:
 
 
 def _begun(task: Task) -> Path | None:
-    """The folder of the run that it goes on with."""
+    """Return the folder of the run that the task resumes, or None."""
     if task.resume is None:
         return None
     return Path(task.run) if task.resume == "newest" else run_of(Path(task.resume)).path

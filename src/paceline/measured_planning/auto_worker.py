@@ -1,4 +1,4 @@
-"""What `--layout auto` runs before there are workers: the plan, and what a run may fall back to."""
+"""The planning process of `--layout auto`, which runs before there are workers: the plan, and its fallbacks."""
 
 import time
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def write_choice(payload: Mapping[str, Any]) -> int:
 
 
 def write_model_profile(payload: Mapping[str, Any]) -> int:
-    """The model's numbers alone."""
+    """Write only the model's profile."""
     task = Task.from_json(payload)
     ready = prepare(task)
     write_json(Path(task.run) / ANSWER, learnt_here(ready, most_ranks=int(task.options["most_ranks"])))
@@ -42,12 +42,12 @@ def write_model_profile(payload: Mapping[str, Any]) -> int:
 
 
 def learnt_here(ready: PreparedJob, *, most_ranks: int) -> dict[str, Any]:
-    """The same in this process."""
+    """Return the model's profile, computed in this process."""
     return {"facts": learn_job(ready, most_ranks=most_ranks).facts.as_json()}
 
 
 def settled_here(task: Task, *, job: Job) -> Task:
-    """The task of a `pl.Run` with a layout, planned in this process: a job that a script has made is only here."""
+    """Return the task of a `pl.Run` with a layout, planned in this process: a script's job exists only here."""
     kept = as_before(task)
     if kept is not None:
         return kept
@@ -56,7 +56,7 @@ def settled_here(task: Task, *, job: Job) -> Task:
 
 
 def layout_choice(ready: PreparedJob, fleet: Cluster, *, seconds: float) -> dict[str, Any]:
-    """The rungs, the first of which is recommended, with why; nothing is replayed any more after so many seconds.
+    """Return the layouts to try in order, the recommended one first, with reasons; replays stop after `seconds`.
 
     Raises:
         LayoutError: nothing fits.
@@ -89,7 +89,7 @@ def layout_choice(ready: PreparedJob, fleet: Cluster, *, seconds: float) -> dict
 
 
 def _second(advice: Advice, rungs: list[FallbackLayout]) -> str:
-    """What came second, and by how much; of no other family one that needs less."""
+    """Return what came second, and by how much; without another family, a fallback that needs less memory."""
     others = [row for row in advice.rows[1:] if row.estimate.fits]
     if others:
         return f"{others[0].estimate.candidate}, {others[0].why}"

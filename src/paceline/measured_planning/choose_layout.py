@@ -1,4 +1,4 @@
-"""What is recommended was replayed and fits: what is refused, or may not fit, gives way to the next of its family."""
+"""Choice of the recommended layout: it was replayed and fits; a refused one gives way to the next of its family."""
 
 import re
 import time
@@ -25,7 +25,7 @@ _MOST_REFUSED = 12  # after which, once time is over, the next is recommended as
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenLayout:
-    """`seen` is what was replayed on the way, by candidate: the recommended one too, unless `advice.unreplayed`."""
+    """The chosen layout. `seen` holds the replayed candidates, including the chosen one unless `advice.unreplayed`."""
 
     forecast: CostModel
     advice: Advice
@@ -33,7 +33,7 @@ class ChosenLayout:
 
     @property
     def best(self) -> CheckedCandidate | None:
-        """Of the recommended one."""
+        """The replay of the recommended layout."""
         return self.seen.get(str(self.advice.recommended.candidate))
 
 
@@ -48,11 +48,11 @@ def decide(
     lost: Mapping[Candidate, RejectedLayout] | None = None,
     others: bool = False,
 ) -> ChosenLayout:
-    """The best of `options`, or of the whole grid where none of them is left; `lost` are known to be refused.
+    """Return the best of `options`, or of the whole grid if none is left; `lost` are known to be refused.
 
-    What is recommended is replayed however long that takes: after `until` it is recommended as it is forecast only
-    where a dozen before it were refused, and the advice says so. With `others` the best of the other families are
-    replayed too, as many as time allows. What is refused gives way to the next of its family.
+    The recommended layout is replayed however long that takes: after `until` it is recommended as forecast only if a
+    dozen before it were refused, and the advice says so. With `others` the best of the other families are replayed too,
+    as many as time allows. A refused layout gives way to the next of its family.
 
     Raises:
         LayoutError: nothing fits.
@@ -79,10 +79,9 @@ def decide_named(
     rehearsal: CandidateChecker, forecast: CostModel, layouts: Sequence[str], *, until: float,
     micro_batch_size: int | None = None, options: Sequence[Estimate] = (),
 ) -> tuple[NamedLayouts, dict[str, CheckedCandidate]]:  # fmt: skip
-    """The layouts that were named, in the order in which they were; the quickest of those that fit is replayed, and of
-    the others what time allows.
+    """Return the named layouts in their order; the fastest that fits is replayed, and others as time allows.
 
-    Where no size of microbatch was given, one that is refused or does not fit gives way to a smaller one.
+    If no microbatch size was given, one that is refused or does not fit gives way to a smaller one.
     """
     known, most = _Known(rehearsal, forecast, SearchSpace(), ()), dict[str, int]()
     while True:
@@ -103,7 +102,7 @@ def decide_named(
 
 
 def _next(advice: Advice, known: "_Known", *, until: float, others: bool) -> PlanRow | None:
-    """What to replay before this advice is given: the recommended one, then the others while there is time."""
+    """Return the next row to replay: the recommended one, then the others while there is time."""
     first, *rest = advice.rows
     if str(first.estimate.candidate) not in known.seen:
         is_late = known.num_refused >= _MOST_REFUSED and time.monotonic() > until
@@ -112,7 +111,7 @@ def _next(advice: Advice, known: "_Known", *, until: float, others: bool) -> Pla
 
 
 class _Known:
-    """What is learnt by replays on the way to a recommendation."""
+    """The knowledge gained from replays on the way to a recommendation."""
 
     def __init__(
         self, rehearsal: CandidateChecker, forecast: CostModel, grid: SearchSpace, options: Sequence[Estimate]
@@ -128,14 +127,14 @@ class _Known:
         self._reasons: dict[str, list[str]] = {}
 
     def advice(self) -> Advice:
-        """Of what is left."""
+        """Return the advice over the candidates that are left."""
         options = self._left()
         if options:
             return advice_of(self.forecast, options, grid=self._grid)
         return advise(self.forecast, grid=self._grid)
 
     def has_time(self, row: PlanRow, until: float) -> bool:
-        """Whether a row is to be replayed, and its replay ends in time, by how long the others took."""
+        """Return whether a row should be replayed and would finish in time, judged by how long the others took."""
         candidate = row.estimate.candidate
         if str(candidate) in self.seen or not row.fits or self._misfits[candidate.family] >= _SHORTLIST:
             return False
@@ -144,14 +143,14 @@ class _Known:
         return each * work < until - time.monotonic()
 
     def rehearse(self, estimate: Estimate) -> CheckedCandidate:
-        """Replay it, and keep what that says of other sizes of microbatch."""
+        """Replay a candidate, and record what that implies for other microbatch sizes."""
         found = self.seen[str(estimate.candidate)] = self._rehearsal.replayed(estimate, self.forecast)
         if found.error and found.is_jobs:
             self._learn(self._alone_refused(estimate.candidate))
         return found
 
     def replay(self, estimate: Estimate) -> None:
-        """Replay it; what is refused, or is not sure to fit, is taken out of what is left."""
+        """Replay a candidate; remove it from what is left if it is refused or may not fit."""
         found, candidate = self.rehearse(estimate), estimate.candidate
         if found.error:
             self.num_refused += 1
@@ -167,7 +166,7 @@ class _Known:
             self._options = [one for one in self._options if one.candidate != candidate]
 
     def lose(self, candidate: Candidate, why: RejectedLayout) -> None:
-        """Take out what was refused where it was to be timed."""
+        """Remove a candidate that was refused when it was to be timed."""
         self._families.add(candidate.family)
         if why.is_jobs and not _has_model_axes(candidate):  # a replica's code is as in one process
             self._learn({_micro(candidate): why.why})
@@ -177,7 +176,7 @@ class _Known:
             self.refuse(candidate, why.why)
 
     def refuse(self, candidate: Candidate, error: str) -> None:
-        """Take out what is to blame: its size of microbatch, a part of the layout that is refused alone, or itself."""
+        """Remove the cause of a refusal: the microbatch size, a part of the layout, or the candidate itself."""
         if not _is_left(candidate, self.forecast):
             return
         parts = dict(_parts(candidate))
@@ -196,15 +195,17 @@ class _Known:
             self._count(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
 
     def _refused_alone(self, wanted: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
-        """Which of several parts are refused without the others."""
+        """Return which of several parts of a layout are refused without the others."""
         if len(parts) == 1:
             return {}
         why = {word: self._rehearsal.refusal(one, self.forecast) for word, one in wanted.items()}
         return {word: said for word, said in why.items() if said}
 
     def _count(self, word: str, error: str) -> None:
-        """A size is out after two layouts that were refused in the same words, or three; and so is an axis after sizes,
-        a family after its layouts."""
+        """Remove a size after two layouts refused for the same reason, or three for any.
+
+        An axis is removed after its sizes, and a family after its layouts.
+        """
         reasons = self._reasons.setdefault(word, [])
         reasons.append(re.sub(r"\d+", "", error))
         if len(reasons) < _SHORTLIST and reasons.count(reasons[-1]) < 2:
@@ -215,7 +216,7 @@ class _Known:
             self._count(axis, error)
 
     def _alone_refused(self, candidate: Candidate) -> dict[str, str]:
-        """That the job's own code takes no microbatch of that size, in one process either; of few it was seen."""
+        """Return the microbatch size if the job's code refuses it in one process too; small sizes are known good."""
         if candidate.micro_batch_size <= _SEEN:
             return {}
         plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
@@ -232,7 +233,7 @@ class _Known:
         return fits and _is_left(candidate, self.forecast)
 
     def _left(self) -> list[Estimate]:
-        """Those options that were not refused, and for a family that has lost all of its own the next one."""
+        """Return the options that were not refused, and the next candidate of a family that has lost all of its own."""
         left = [one for one in self._options if self._is_left(one.candidate)]
         if not left:
             return []
@@ -258,7 +259,7 @@ def _micro(candidate: Candidate) -> str:
 
 
 def _parts(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """The word for each axis and option that it has, with a candidate that has that alone, and what it stands on."""
+    """Yield the word for each axis and option, with a candidate that has only that and its requirements."""
     c = candidate
     plain = Candidate(micro_batch_size=c.micro_batch_size, precision=c.precision)
     for axis in MODEL_AXES:

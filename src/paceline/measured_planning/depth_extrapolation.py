@@ -1,4 +1,4 @@
-"""A deep model's step, by replays of it with few blocks in each stage: as exact, and in a fraction of the time."""
+"""Depth extrapolation: a deep model's step from replays with few blocks per stage, exact and much faster."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,7 +30,7 @@ _Run = tuple[list[MemoryTimeline], list[StageMemory]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """`groups` of a pipeline's stages get a block more together, each in a replay of its own."""
+    """An extrapolation plan: each group of pipeline stages gets one more block, in a replay of its own."""
 
     stages_of: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class DepthExtrapolation:
-    """A job as a chain of like blocks, of which few may tell of all; what was asked of it once is remembered.
+    """A job as a chain of equal blocks, of which few may represent all; answers are cached.
 
     Its model is built on memory without numbers (`built_once`). A `helper` has a chain of the same job.
     """
@@ -49,12 +49,12 @@ class DepthExtrapolation:
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest tensor that each of its blocks trains; 0 where not all are in one list, alike."""
+        """The elements of the largest tensor that each block trains; 0 if the blocks are not equal and in one list."""
         return 0 if isinstance(self.job.model, PretrainedModel) else largest_of_each(self.job, _KEPT)
 
     @cached_property
     def tells(self) -> bool:
-        """Whether few of its blocks tell of all of them."""
+        """Return whether few of its blocks represent all of them."""
         with suppress(NoAnswer):
             return bool(self._begun("told")())
         try:
@@ -65,11 +65,11 @@ class DepthExtrapolation:
             return False
 
     def told(self) -> bool:
-        """The same, for whom this helps."""
+        """Return `tells`, as a method that a helper process can call."""
         return self.tells
 
     def replay(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> list[StageMemory]:
-        """As `replay`, with so many blocks in each stage; of the whole model where few are not enough, or not less.
+        """Return the result of `replay` for these blocks per stage, extrapolated if that is exact and cheaper.
 
         Raises:
             PacelineError: what the run itself would refuse.
@@ -84,19 +84,19 @@ class DepthExtrapolation:
         return replay(self.job, settings, plan) if found is None else found
 
     def replayed(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> int:
-        """How many blocks run in `replay`: of all stages, each time."""
+        """Return how many blocks `replay` runs, over all stages and replays."""
         way = self.way(settings, plan, blocks)
         return sum(blocks) if way is None else sum(map(sum, _depths(way)))
 
     def way(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way | None:
-        """None where the whole is replayed."""
+        """Return the extrapolation plan; None if the whole model is replayed."""
         way = _way(settings, plan, blocks)
         return way if way is not None and self.largest > _least(plan) and self.tells else None
 
     def _carried_on(
         self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int], way: _Way
     ) -> list[StageMemory] | None:
-        """None where few are not enough after all. A helper has the deeper half of the replays."""
+        """Return the extrapolated result; None if few blocks are not enough. A helper runs the deeper replays."""
         depths = _depths(way)
         half = (len(depths) + 1) // 2 if self.helper else len(depths)
         far = self._begun("runs", settings, plan, depths[half:]) if depths[half:] else list
@@ -108,7 +108,7 @@ class DepthExtrapolation:
         return _joined([run for run in runs if run], blocks, way) if all(runs) else None
 
     def runs(self, settings: Settings, plan: ExecutionPlan, every: Sequence[tuple[int, ...]]) -> list[_Run | None]:
-        """With so many blocks in each stage, each time; None where the job can't be had so."""
+        """Return a replay for each list of blocks per stage; None where the job can't be shortened so."""
         found: list[_Run | None] = []
         for depths in every:
             short, journals = with_blocks(self.job, sum(depths)), [MemoryTimeline() for _ in range(plan.mesh.pp)]
@@ -117,7 +117,7 @@ class DepthExtrapolation:
         return found
 
     def _begun(self, name: str, *given: Any) -> Callable[[], Any]:
-        """What the helper answers."""
+        """Start a call in the helper, and return a function that waits for its answer."""
 
         def nobody() -> Any:
             raise NoAnswer
@@ -129,10 +129,10 @@ class DepthExtrapolation:
 
 
 def tells_of_all(job: Job, settings: Settings) -> bool:
-    """Whether few of the blocks tell of all of them, operation by operation: in one process, of one microbatch.
+    """Return whether few of the blocks represent all of them, operation by operation: one process, one microbatch.
 
-    They do not where blocks differ by their place (another activation, some without gradients), or where what one gives
-    to the next grows as they go.
+    They do not if blocks differ by their place (another activation, some without gradients), or if the output that is
+    passed on grows from block to block.
     """
     alone = plan_of(settings, "single", 1, samples=FEW)
     few, more = with_blocks(job, _KEPT), with_blocks(job, _KEPT + 1)
@@ -168,7 +168,7 @@ def _way(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way
 
 
 def _depths(way: _Way) -> list[tuple[int, ...]]:
-    """Blocks in each stage, of every replay."""
+    """Return the blocks in each stage, for every replay."""
     stages = range(sum(map(len, way.stages_of)))
     return [tuple(_KEPT + (stage in group) for stage in stages) for group in ((), *way.groups)]
 
@@ -187,13 +187,13 @@ def _joined(runs: Sequence[_Run], blocks: Sequence[int], way: _Way) -> list[Stag
 
 
 def _least(plan: ExecutionPlan) -> int:
-    """Elements of a tensor that travels alone: where a block has one, what travels together ends in every block."""
+    """Return the elements above which a tensor is sent alone: then each block's bucket ends within the block."""
     item = 2 if plan.asked.params == "bf16" else 4
     return LARGE_BYTES // item * plan.mesh.tp * plan.mesh.ep
 
 
 def _cut(settings: Settings, depths: tuple[int, ...]) -> Settings:
-    """With these stages, and no weights of others."""
+    """Return the settings with these stages, and no other stage weights."""
     stages = depths if len(depths) > 1 else ()
     return replace(settings, place=replace(settings.place, stages=stages))
 

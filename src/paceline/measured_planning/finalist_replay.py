@@ -1,4 +1,4 @@
-"""Finalists of a plan as they would run: the run's own step without numbers, and what only numbers can tell."""
+"""Replay of a plan's finalists: the run's own step on fake tensors, and the checks that need real numbers."""
 
 import time
 from collections.abc import Mapping
@@ -27,9 +27,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCandidate:
-    """A finalist as it was replayed: its fullest stage; `error` where it would be refused, `is_jobs` if the job's own
-    code raised it.
-    """
+    """The replay of a candidate: its fullest stage; `error` if it is refused, `is_jobs` if the job's code raised it."""
 
     layout: str
     peak_bytes: int = 0
@@ -42,7 +40,7 @@ class CheckedCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateChecker:
-    """`ready` has a model without numbers, `real` the job as it is. What was asked once is remembered."""
+    """A cached replayer. `ready` has a model without numbers, `real` the job as it is."""
 
     ready: PreparedJob
     real: PreparedJob
@@ -55,22 +53,22 @@ class CandidateChecker:
         return DepthExtrapolation(self.ready.job, self.ready.settings, self.helper)
 
     def replayed(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
-        """As this estimate would be placed on a device of the forecast's machines."""
+        """Return the replay of this estimate on a device of the forecast's machines."""
         name = f"{estimate.candidate} {estimate.stages}"
         if name not in self.known:
             self.known[name] = self._replayed(estimate.candidate, estimate.stages, forecast, estimate.timed is not None)
         return self.known[name]
 
     def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
-        """Why it can't be had, or nothing."""
+        """Return why the candidate is refused, or an empty string."""
         return self._replayed(candidate, (), forecast, False).error
 
     def is_of_parts(self, candidate: Candidate, error: str) -> bool:
-        """Whether that is what parts of its sequences, or its experts elsewhere, gave: in any microbatch and layout."""
+        """Return whether cp or ep alone caused this error, in any microbatch size and layout."""
         return bool(error) and self.parts.get((candidate.cp, candidate.ep)) == error
 
     def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
-        """How many blocks run in its replay, all stages together."""
+        """Return how many blocks its replay runs, over all stages."""
         plan = shorten_plan(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
         blocks = _blocks(candidate, cut, forecast.facts)
         return plan.num_micro // plan.replicas * max(1, self.chain.replayed(self.ready.settings, plan, blocks))
@@ -104,7 +102,11 @@ class CandidateChecker:
         )
 
     def _refuse_parts(self, candidate: Candidate, facts: ModelProfile) -> None:
-        """Raises: LayoutError, where parts of sequences, or experts elsewhere, give something else than the whole."""
+        """Check that cp and ep compute the same as the whole model.
+
+        Raises:
+            LayoutError: they give another result.
+        """
         key = (candidate.cp, candidate.ep)
         if key == (1, 1):
             return
@@ -137,7 +139,7 @@ def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device)
 
 
 def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
-    """As a run of it would be planned."""
+    """Return the execution plan that a run of this candidate would have."""
     return make_execution_plan(
         layout=candidate.asked,
         update=parse_update("sync"),
@@ -147,12 +149,12 @@ def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> Exec
 
 
 def _blocks(candidate: Candidate, cut: tuple[int, ...], facts: ModelProfile) -> tuple[int, ...]:
-    """Of each stage: as it is cut, or about as a run would cut it."""
+    """Return the blocks in each stage: as it is cut, or about as a run would cut it."""
     stages = candidate.pp * candidate.virtual
     each, more = divmod(len(facts.blocks), stages)
     return cut or tuple(each + (stage < more) for stage in range(stages))
 
 
 def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
-    """With as many blocks in each stage as the forecast has, where a run would cut otherwise by itself."""
+    """Return the settings with the forecast's blocks in each stage, if a run would cut differently by itself."""
     return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))

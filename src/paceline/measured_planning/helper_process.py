@@ -1,8 +1,8 @@
-"""A second process for what can be done at the same time: it is forked before there is anything large, and waits.
+"""A helper process for parallel work: it is forked before there is anything large in memory, and waits.
 
-It must be forked that early: Linux lets no process fork that has asked for more memory than the machine has, be it
-never touched, as a model without its numbers does. What it is asked is also done where it was asked from, if no answer
-comes (it died, failed, or stands still): so nothing depends on it but the time it takes.
+It must be forked that early: Linux does not let a process fork that has asked for more memory than the machine has,
+even if it is never touched, as a model without its numbers does. If no answer comes (the helper died, failed, or
+hangs), the caller does the work itself: so nothing depends on the helper but the time it takes.
 """
 
 import os
@@ -27,21 +27,21 @@ _CHUNK, _LENGTH = 1 << 20, 8
 
 
 class NoAnswer(Exception):
-    """Do it yourself."""
+    """The error that tells the caller to do the work itself."""
 
 
 class Helper:
-    """A forked process, which answers what methods of an object of its own give, one question after another."""
+    """A forked process that calls methods of an object of its own and returns the results, one request at a time."""
 
     def __init__(self, child: int, line: socket.socket) -> None:
         self._child, self._line, self._began = child, line, time.monotonic()
         self._is_there, self._asked = True, 0
 
     def begin(self, name: str, *given: Any) -> Callable[[], Any]:
-        """Ask; what comes back waits for the answer.
+        """Send a request, and return a function that waits for the answer.
 
         Raises:
-            NoAnswer: there is no helper any more. The answer does, too.
+            NoAnswer: there is no helper any more. The returned function raises it, too.
         """
         try:
             if not self._is_there:
@@ -55,7 +55,7 @@ class Helper:
         return partial(self._answer, self._asked)
 
     def leave(self) -> None:
-        """It is not asked again."""
+        """End the helper; it gets no more requests."""
         if self._is_there:
             self._is_there = False
             self._line.close()
@@ -80,7 +80,7 @@ class Helper:
 
 @contextmanager
 def start_helper(make: Callable[[], object]) -> Iterator[Helper | None]:
-    """A helper that answers for what `make` makes of it there, when it is first asked; None where none can be had."""
+    """Start a helper for the object that `make` creates there at the first request; None if it can't be forked."""
     if not can_fork():
         yield None
         return
@@ -105,7 +105,7 @@ def start_helper(make: Callable[[], object]) -> Iterator[Helper | None]:
 
 
 def can_fork() -> bool:
-    """Whether a forked process could work as this one does, and has a core: no other threads, no device, no group."""
+    """Return whether a forked process would work and has a core: no other threads, no device, no process group."""
     return (
         sys.platform == "linux"
         and len(os.sched_getaffinity(0)) > 1
@@ -134,7 +134,7 @@ def _send(line: socket.socket, value: Any) -> None:
 
 
 def _received(line: socket.socket, *, until: float | None) -> Any:
-    """Of our own process, hence pickled.
+    """Return the next message, pickled by our own process.
 
     Raises:
         EOFError: nobody is there. TimeoutError: too late.

@@ -1,4 +1,4 @@
-"""A run's own step, placed as it would be, on memory without numbers and ranks that are not there: what it holds."""
+"""Memory replay: a run's own step, placed as in the run, on fake tensors and simulated ranks."""
 
 import gc
 import threading
@@ -43,7 +43,7 @@ _MOST_MICRO = 2  # beside the stages of a pipeline: from the second one on all a
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Of one stage: what lies between steps, the most at once and what that was."""
+    """The memory of one stage: between steps, and at its peak."""
 
     between: MemoryByKind
     peak: MemoryByKind
@@ -52,9 +52,9 @@ class StageMemory:
 def replay(
     job: Job, settings: Settings, plan: ExecutionPlan, *, journals: Sequence[MemoryTimeline] = (), warm: bool = True
 ) -> list[StageMemory]:
-    """Two steps of every stage, the second one under watch; a journal for each, or none.
+    """Run two steps of every stage and record the second one; `journals` has one for each stage, or none.
 
-    Without `warm`, for one stage, it is the first one, which makes gradients and state.
+    Without `warm`, for one stage, the first step is recorded, which creates gradients and optimizer state.
 
     Raises:
         PacelineError: what the run itself would refuse.
@@ -145,7 +145,7 @@ def _batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[Step
 
 
 def _in_parts(built: TrainingSetup, journal: MemoryTimeline | None) -> AbstractContextManager[None]:
-    """Where stages go on from one microbatch to another, the journal's next part begins."""
+    """Return a context that begins the journal's next part whenever stages switch to another microbatch."""
     passes = built.step.passes
     if journal is None or not isinstance(passes, PipelineForwardBackward):
         return nullcontext()
@@ -153,15 +153,15 @@ def _in_parts(built: TrainingSetup, journal: MemoryTimeline | None) -> AbstractC
 
 
 def _first(plan: ExecutionPlan) -> ExecutionPlan | None:
-    """A step that leaves what later ones find, gradients to be added to and the optimizer's state.
+    """Return a short step that leaves gradients and optimizer state behind, as later steps find them.
 
-    None where it is as long as the others: gloo keeps what was sent in it, and other rules end in the middle of one.
+    None if it must be as long as the others: gloo keeps what was sent in it, and other rules end in the middle of one.
     """
     return None if plan.backend == "gloo" or plan.rule.kind is not UpdateKind.SYNC else _of_rounds(plan, 1)
 
 
 def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: ExecutionPlan) -> int:
-    """The data of microbatches that were left out: on a CPU of all batches that are kept, on a device of one."""
+    """Return the data bytes of left-out microbatches: on a CPU of all batches that are kept, on a device of one."""
     there, every = (-(-one.num_micro // one.replicas) for one in (short, whole))
     each = elements([t for t in tensor_leaves([one.data for one in given[-1].micro[-1:]]) if t.layout is torch.strided])
     batches = len(given)
@@ -169,7 +169,7 @@ def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: Exe
 
 
 def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
-    """The same with fewer microbatches, where more of them hold nothing more."""
+    """Return the plan with fewer microbatches, as far as that does not change peak memory."""
     rounds = -(-plan.num_micro // plan.replicas)
     return _of_rounds(plan, min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds))
 
@@ -180,7 +180,7 @@ def _of_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
 
 
 def _filled(plan: ExecutionPlan, rounds: int) -> int:
-    """As many as fill the pipeline: from there on every rank holds as much at its fullest."""
+    """Return how many microbatches fill the pipeline: with more, every rank's peak stays the same."""
     if is_file(plan.asked.schedule) or plan.backend == "gloo":  # which keeps what it sent to the end of the step
         return rounds
     rule, ranks = schedule_named(plan.asked.schedule), plan.mesh.pp

@@ -1,4 +1,4 @@
-"""After memory was short: what would need less, with its price in time, each as the line to type. Needs no torch."""
+"""Advice after out-of-memory: cheaper layouts with their cost in time, each as the line to type. Needs no torch."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ _LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
 
 @dataclass(frozen=True, kw_only=True)
 class OomAdvice:
-    """The three cheapest changes after which it would fit, and lines that say so; `first` is what to go on with."""
+    """The three cheapest changes after which the run would fit, as lines; `first` is the one to continue with."""
 
     lines: tuple[str, ...] = ()
     first: FallbackLayout | None = None
@@ -50,7 +50,10 @@ class OomAdvice:
 def cheaper_layouts(
     task: Task, failure: Failure, *, learn: Callable[[Task], Mapping[str, Any]], typed: Callable[[FallbackLayout], str]
 ) -> OomAdvice:
-    """Of a run that failed so; nothing where its model can't be reckoned. `typed` is the line for a layout."""
+    """Return advice for a run that ran out of memory; empty if its model can't be profiled.
+
+    `typed` returns the line to type for a layout.
+    """
     if parse_update(task.update).kind is not UpdateKind.SYNC:
         return OomAdvice()
     try:
@@ -67,7 +70,7 @@ def cheaper_layouts(
 
 
 def model_profile_of_run(task: Task) -> Mapping[str, Any]:
-    """The model's numbers: as the run's own plan had them, else found by a process that is started for that."""
+    """Return the model's profile: from the run's own plan, else from a process that is started for it."""
     folder = RunFolder(Path(task.run) / "auto")
     with suppress(OSError, ValueError):
         return dict(read_json(folder.path / ANSWER))
@@ -90,7 +93,7 @@ def _candidate(task: Task, facts: ModelProfile) -> Candidate:
 
 
 def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
-    """On devices of which the model may have what it had here, by the measure in which the forecast was too low."""
+    """Return the forecast on devices with the memory left for the model, corrected by how far it was too low here."""
     reserve = forecast.fleet.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held: Mapping[str, int] = failure.said.get("held") or {}
@@ -104,7 +107,7 @@ def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostM
 
 
 def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
-    """By the forecast, of a process that could say nothing any more."""
+    """Yield the forecast memory breakdown, for a process that could not report its own any more."""
     if "parameters" in (failure.said.get("held") or {}):
         return
     parts = forecast.estimate(candidate).memory.parts

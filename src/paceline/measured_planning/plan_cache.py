@@ -1,4 +1,4 @@
-"""Plans of jobs that are kept for their runs: written by whoever plans, and read as a forecast of one layout."""
+"""A cache of plans by job: written by a planner, and read by the job's runs as a forecast of one layout."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,14 +22,16 @@ Counted = tuple[int, Mapping[str, int]]
 
 
 def store_plan(ready: PreparedJob, facts: ModelProfile, fleet: Cluster, *, replayed: Mapping[str, Counted]) -> None:
-    """The model's numbers, the machines, and what of its layouts was replayed there: bytes, and their parts."""
+    """Store the model's profile, the cluster, and the replayed bytes of its layouts with their parts."""
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
         keep_plan(key_of(ready), {"facts": facts.as_json(), "cluster": fleet.as_json(), "replayed": replayed})
 
 
 def estimate_for_run(found: Mapping[str, Any], ready: PreparedJob, *, parameters: int) -> FallbackLayout | None:
-    """Of the layout that runs, for this machine where it was measured, else for the one that was planned for; by steps
-    that were timed here, where they were."""
+    """Return the estimate for a run's layout, on this machine if it was measured, else on the planned one.
+
+    Steps that were timed here replace forecast times.
+    """
     plan, facts, fleet = ready.plan, read_facts(found["facts"]), fleet_of(found["cluster"])
     trained = facts.parameters - sum(part.frozen_parameters for part in facts.parts)
     if trained != parameters or facts.global_batch_size != plan.global_batch_size:

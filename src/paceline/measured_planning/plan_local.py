@@ -1,4 +1,4 @@
-"""A plan for the machines that this runs on: what a probe finds of them, and what steps take there."""
+"""Planning for the machines that this runs on, from a probe of them and from timed steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,10 @@ from paceline.trainer.setup.prepare import PreparedJob, join_world
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachineRequest:
-    """Seconds to time layouts; and the machines, as a `Cluster`'s JSON, or what is left to do to know them.
+    """Seconds to time layouts; and the machines, as a `Cluster`'s JSON, or the probe that is still needed.
 
-    That is seconds of a probe by all ranks, `ranks_per_node` of them, and the bytes that a node or each GPU has.
+    The probe is described by the seconds it may take on all ranks, `ranks_per_node` of them on a node, and the bytes
+    that a node or each GPU has.
     """
 
     seconds: float
@@ -48,8 +49,10 @@ class LocalMachineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledJob:
-    """A job as it is (`real`) and as it can be replayed, its numbers, the lengths of its lists of like blocks, and what
-    there is to say of it."""
+    """A job as it is (`real`) and as it can be replayed, with its profile.
+
+    `depths` are the lengths of its lists of equal blocks, `notes` are lines to print.
+    """
 
     real: PreparedJob
     ready: PreparedJob
@@ -60,10 +63,10 @@ class ProfiledJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayouts:
-    """What is forecast of a job, and the layouts among which to choose, each of which should fit.
+    """The forecast of a job, and the layouts to choose from, each of which should fit.
 
-    `lost` are those that were refused where they were to be timed, with why; `others` is the share of the cores that
-    other programs had meanwhile.
+    `lost` are those that were refused when they were to be timed, with reasons; `others` is the share of the cores that
+    other programs used meanwhile.
     """
 
     learnt: ProfiledJob
@@ -76,7 +79,9 @@ class PlannedLayouts:
 
 @only_new()
 def profile_for_plan(ready: PreparedJob, *, most_ranks: int, helper: Helper | None = None) -> ProfiledJob:
-    """Without a device and without the model's memory. A `helper` begins with what a deep model's replay will ask.
+    """Return the job's profile, found without a device and without the model's memory.
+
+    A `helper` starts on what the replay of a deep model will need.
 
     Raises:
         PacelineError: the job can't be run even so.
@@ -109,10 +114,10 @@ def _unplanned(error: Exception) -> JobError:
 
 
 def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Sequence[str] = ()) -> PlannedLayouts | None:
-    """Rank 0 learns what the job is, and chooses what all of them time, or takes what was named; the others get
-    nothing. Every rank calls this.
+    """Return the profile and the layouts that all ranks time, on rank 0; None elsewhere. Every rank calls this.
 
-    Ranks that have numbers and those that have none are never in one process group: so learning comes first.
+    Rank 0 chooses them, or takes those that were named. Ranks with numbers and ranks without are never in one process
+    group: so profiling comes first.
     """
     place, grid = LaunchInfo.read(os.environ), grid_of(ready.settings, asked="paceline plan")
     learnt = profile_for_plan(ready, most_ranks=place.world_size) if place.rank == 0 else None
@@ -135,7 +140,7 @@ def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Seque
 
 
 def _named(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
-    """Those that are of all ranks, and fit."""
+    """Return the named layouts that use all ranks, and fit."""
     found = judge_asked_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
     own = [row.estimate for row in found.rows]
     return [one for one in own if one.fits and one.candidate.ranks == forecast.fleet.ranks]
@@ -154,8 +159,7 @@ def _fleet(ready: PreparedJob, here: LocalMachineRequest, world: World) -> Clust
 def _timed(
     ready: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
-    """Those of rank 0's options that can be had, with what their steps took; the others, with why; and the share of the
-    cores that other programs had meanwhile."""
+    """Return rank 0's options with their timed steps, the refused ones with reasons, and the CPU share of others."""
     told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
     before = read_cpu_times()
     found = time_layouts(ready, [TimingTrial(**one) for one in told], depths=depths, world=world, seconds=seconds)

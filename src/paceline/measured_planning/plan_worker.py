@@ -1,4 +1,4 @@
-"""What runs for `plan`, in one process: the job's numbers, the search, and the finalists replayed as they would run."""
+"""The planning process of `plan`: the job's profile, the search, and replays of the finalists."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ _OF_NAMED = 15.0  # at least, of replays: they were asked for
 
 
 def plan(payload: Mapping[str, Any]) -> int:
-    """Write the answer beside the run's other files. Where the cluster is what this runs on, every rank calls this."""
+    """Write the answer to the run folder. If the cluster is this machine's own ranks, every rank calls this."""
     task = Task.from_json(payload)
     ready = prepare(task)
     alone = nullcontext() if "here" in task.options else start_helper(partial(_chain_of, ready))
@@ -46,7 +46,7 @@ def plan(payload: Mapping[str, Any]) -> int:
 
 
 def _chain_of(ready: PreparedJob) -> DepthExtrapolation:
-    """What a helper has."""
+    """Return the object that a helper process serves."""
     return DepthExtrapolation(forecast_job(ready)[0].job, ready.settings)
 
 
@@ -80,7 +80,7 @@ def _plan(task: Task, ready: PreparedJob, helper: Helper | None) -> None:
 
 
 def write_job_profile(payload: Mapping[str, Any]) -> int:
-    """The job's numbers alone, for `simulate`."""
+    """Write only the job's profile, for `simulate`."""
     task = Task.from_json(payload)
     found = profile_for_plan(prepare(task), most_ranks=int(task.options["ranks"])).facts
     write_json(Path(task.run) / f"answer-{task.verb}.json", found.as_json())
@@ -90,7 +90,7 @@ def write_job_profile(payload: Mapping[str, Any]) -> int:
 def _decided(
     chosen: PlannedLayouts, *, helper: Helper | None, until: float
 ) -> tuple[PlannedLayouts, Advice, dict[str, CheckedCandidate]]:
-    """What is recommended has been replayed, and fits; and what time allows of the other rows."""
+    """Replay the recommended layout, which fits, and as many other rows as time allows."""
     rehearsal = CandidateChecker(ready=chosen.learnt.ready, real=chosen.learnt.real, helper=helper)
     found = decide(
         rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost, others=True
@@ -101,8 +101,7 @@ def _decided(
 def _judged(
     chosen: PlannedLayouts, *, layouts: Sequence[str], helper: Helper | None, until: float
 ) -> tuple[PlannedLayouts, NamedLayouts, dict[str, CheckedCandidate]]:
-    """The layouts that were named, with what was timed of them; the recommended one is replayed, and of the others what
-    time allows."""
+    """Return the named layouts with their timings; the recommended one is replayed, and others as time allows."""
     ready = chosen.learnt.ready
     found, seen = decide_named(
         CandidateChecker(ready=ready, real=chosen.learnt.real, helper=helper),
@@ -116,7 +115,7 @@ def _judged(
 
 
 def _as_timed(estimate: Estimate) -> dict[str, Any]:
-    """One layout that was timed here, whether or not it is the best of its family."""
+    """Return the record of one layout that was timed here, whether or not it is the best of its family."""
     assert estimate.timed is not None
     return {
         "layout": estimate.layout,
@@ -160,7 +159,7 @@ def _is_offloaded(rows: Sequence[PlanRow]) -> bool:
 
 
 def _disturbed(others: float) -> Iterator[str]:
-    """That forecasts of time are of a busy machine."""
+    """Yield a note if other programs used the cores while layouts were timed."""
     if others:
         yield f"note: other programs had {others:.0%} of the cores while layouts were timed: without them steps may be"
         yield "  shorter, and another layout the quickest"
@@ -168,7 +167,7 @@ def _disturbed(others: float) -> Iterator[str]:
 
 
 def _doubts(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
-    """What was not found out of the recommended layout."""
+    """Yield notes on what is not verified about the recommended layout."""
     best = next((row for row in rows if row.fits), None)
     if best is None:
         return
@@ -181,7 +180,7 @@ def _doubts(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
 
 
 def _lost(name: str, seen: CheckedCandidate, fleet: Cluster) -> str:
-    """What was looked at on the way to the recommended one."""
+    """Return a line about a layout that was rejected on the way to the recommended one."""
     if seen.error:
         return f"  {name} can't be had: {seen.error}"
     held, limit = (

@@ -1,4 +1,4 @@
-"""A script that opened a `pl.Run` of several ranks, started as those ranks, and once more where memory was short."""
+"""Launch of a script that opened a `pl.Run` of several ranks, with a restart after out-of-memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from paceline.trainer.setup.prepare import prepare
 
 
 def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tuple[LaunchOutcome, tuple[str, ...]]:
-    """Start them and wait; how the last attempt ended and, where memory was short, what would need less."""
+    """Start the ranks and wait; return the last outcome and, after out-of-memory, advice on what needs less."""
     outcome = _started(task, script, exact=exact)
     while (then := fallen_back(task, outcome.failure)) is not None:
         task = then
@@ -29,7 +29,7 @@ def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tu
 
 
 def _needing_less(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str, ...]:
-    """As words for the `pl.Run`."""
+    """Return the advice as lines for a `pl.Run`."""
     failure = outcome.failure
     if failure is None or not failure.is_short_of_memory:
         return ()

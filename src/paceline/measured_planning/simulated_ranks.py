@@ -1,7 +1,7 @@
-"""Ranks that are not there: one process stands for all, so that a step of thousands of ranks can be looked at.
+"""Simulated ranks: one process stands for all, so that a step of thousands of ranks can be inspected.
 
-Along every axis but the pipeline's this rank is the first, and the others say what it says. The stages of a pipeline
-do different things: each is a thread, and they meet for real.
+Along every axis but the pipeline's, this rank is the first, and the others return its values. The stages of a pipeline
+do different things: each is a thread, and they really exchange messages.
 """
 
 import json
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRanks:
-    """What the stages of one imagined run have in common."""
+    """The shared state of the stages of one simulated run."""
 
     mesh: Mesh
     emptied: FakeStorages = field(default_factory=FakeStorages)
@@ -39,16 +39,16 @@ class SimulatedRanks:
     groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     baton: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the one stage that runs: much of what a step touches is the whole process's."""
+    """A lock held by the one stage that runs: much of what a step touches is global to the process."""
     is_over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def in_stage(self) -> int:
-        """Ranks of each stage."""
+        """The number of ranks in each stage."""
         return self.mesh.ranks // self.mesh.pp
 
     def world(self, stage: int, *, backend: str) -> "SimulatedWorld":
-        """Everybody, as the first rank of a stage sees it."""
+        """Return the world of all ranks, as the first rank of a stage sees it."""
         ranks = self.mesh.ranks
         return SimulatedWorld(
             rank=stage * self.in_stage,
@@ -62,7 +62,7 @@ class SimulatedRanks:
         )
 
     def group(self, size: int) -> dist.ProcessGroup | None:
-        """A group in which nothing arrives."""
+        """Return a fake process group of this size; None for one rank."""
         if size == 1:
             return None
         with self.lock:
@@ -71,14 +71,14 @@ class SimulatedRanks:
             return self.groups[size]
 
     def meeting(self, stages: tuple[int, ...]) -> ThreadRendezvous:
-        """Where these stages speak with each other."""
+        """Return the rendezvous of these stages."""
         with self.lock:
             if stages not in self.meetings:
                 self.meetings[stages] = ThreadRendezvous(replicas=len(stages), timeout_seconds=_TIMEOUT_SECONDS)
             return self.meetings[stages]
 
     def next_of(self, queue: "SimpleQueue[_Message]") -> "_Message":
-        """The next message of an edge.
+        """Return the next message of an edge.
 
         Raises:
             PeerLeft: another stage has failed.
@@ -93,7 +93,7 @@ class SimulatedRanks:
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """Let other stages run meanwhile."""
+        """Let other stages run inside the block."""
         self.baton.release()
         try:
             yield
@@ -101,7 +101,7 @@ class SimulatedRanks:
             self.baton.acquire()
 
     def leave(self) -> None:
-        """One stage has failed: let no other wait for it."""
+        """Signal that one stage has failed, so that no other waits for it."""
         self.is_over.set()
         with self.lock:
             for meeting in self.meetings.values():
@@ -110,14 +110,14 @@ class SimulatedRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedWorld(World):
-    """Ranks of which this one alone is there, and where it has `stages`, one of each."""
+    """A world in which only this rank exists and, with `stages`, one rank of each stage."""
 
     scene: SimulatedRanks = field(repr=False)
     stages: tuple[int, ...] = (0,)
     stage: int = 0
 
     def part(self, groups: Sequence[Sequence[int]]) -> World:
-        """As `World.part`: the group that this rank stands in, as many ranks of each stage."""
+        """Return the group that this rank belongs to, as `World.part`, with as many ranks of each stage."""
         mine = next(list(ranks) for ranks in groups if self.rank in ranks)
         if len(mine) == self.world_size:
             return self
@@ -126,35 +126,35 @@ class SimulatedWorld(World):
         return replace(self, rank=mine.index(self.rank), world_size=len(mine), group=group, stages=stages, parts={})
 
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
-        """The others have the same, but other stages what they have."""
+        """Reduce with the other stages' values; other ranks of this stage have the same value."""
         if self.group is not None:
             super().all_reduce(tensor, op=op)
             self._reduced(tensor, op)
         return tensor
 
     def start_all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Callable[[], object]:
-        """The same; it is done at once."""
+        """Run `all_reduce` at once, and return a function that does nothing."""
         if self.group is not None:
             super().start_all_reduce(tensor, op=op)()
             self._reduced(tensor, op)
         return _nothing
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """The others have the same."""
+        """Broadcast among stages; other ranks of this stage have the same value."""
         if self.group is not None and len(self.stages) > 1:
             values = self._exchange(tensor)
             tensor.copy_(values[self._place(source)])
         return super().broadcast(tensor, source=source)
 
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> "_Message":
-        """To another stage."""
+        """Send a tensor to another stage."""
         self.sends("send", tensor)
         message = _Message(tensor=tensor, tells=self.backend != "gloo")
         self.scene.queues[self.stage, self.stages[to], tag].put(message)
         return message
 
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> "_Arrival":
-        """From another stage."""
+        """Receive a tensor from another stage."""
         queue = self.scene.queues[self.stages[source], self.stage, tag]
 
         def wait() -> None:
@@ -169,7 +169,7 @@ class SimulatedWorld(World):
         return _Arrival(wait)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Everybody's value: what this rank says, the others say."""
+        """Return every rank's value: the other ranks of a stage have this rank's."""
         if self.group is None:
             return [value]
         each = self._exchange(value) if len(self.stages) > 1 else [value]
@@ -177,7 +177,7 @@ class SimulatedWorld(World):
         return [told for one in each for told in [json.loads(json.dumps(one))] * copies]
 
     def share_json(self, value: Any, *, source: int = 0) -> Any:
-        """What the source's stage says."""
+        """Return the value of the source's stage."""
         each = self._exchange(value) if self.group is not None and len(self.stages) > 1 else [value]
         return each[self._place(source)] if len(each) > 1 else value
 
@@ -202,7 +202,7 @@ class SimulatedWorld(World):
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """On its way until the other stage has taken it; gloo does not tell so before it is waited for."""
+    """A message in flight until the other stage has received it; gloo reports that only when it is waited for."""
 
     tensor: Tensor
     tells: bool
@@ -212,7 +212,7 @@ class _Message:
         return self.tells and self.arrived.is_set()
 
     def wait(self) -> None:
-        """It has been handed over."""
+        """Do nothing: the message has been handed over."""
 
 
 @dataclass(frozen=True)

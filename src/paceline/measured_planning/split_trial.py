@@ -1,4 +1,4 @@
-"""What `cp` and `ep` ask of a model with its numbers, before there is a run: does it give the same in parts?"""
+"""Trials of `cp` and `ep` with real numbers before a run: check that the split model computes the same."""
 
 import torch
 
@@ -14,7 +14,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 
 def refuse_parts(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
-    """Ask what a run's start would, of as few samples, in this process; of a large model that asks nobody.
+    """Check in this process, on few samples, what a run's start would check; large models are not checked.
 
     Raises:
         LayoutError: it gives something else.

@@ -1,4 +1,4 @@
-"""What becomes of a model's parameters: what its optimizers work on, and whose gradients are added where."""
+"""Division of a model's parameters over data-parallel ranks, and the reducer that adds their gradients."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,11 @@ from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """What becomes of the parameters: those of the optimizer, and where the model's own are cut, which part it has."""
+    """Parameters divided over the ranks.
+
+    The optimizer updates `named`. `parts` and `tensors` give this rank's part of each of the model's own parameters
+    that is cut. Call `spread` after an update, and `settle` after the model's tensors were given other values.
+    """
 
     named: Sequence[NamedParameter]
     parts: Mapping[str, ShardSpec]
@@ -36,7 +40,7 @@ class Partition:
     leaves: Sequence[nn.Parameter]
 
     def share(self, name: str) -> NamedParameter | None:
-        """What this rank's optimizer has of a parameter."""
+        """Return the share of a parameter that this rank's optimizer updates; None if it has no share."""
         return self._shares.get(name)
 
     @cached_property
@@ -47,7 +51,7 @@ class Partition:
 def reducer_of(
     named: Sequence[NamedParameter], world: World, grid: FixedPointGrid | None, *, compress: Compression | None = None
 ) -> Reducer:
-    """What adds the gradients of whole parameters."""
+    """Return the reducer that adds the gradients of whole parameters over `world`."""
     if grid is not None:
         return ExactReducer(named=named, world=world, grid=grid)
     if compress is not None and compress.is_on and world.world_size > 1:
@@ -57,11 +61,11 @@ def reducer_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How parameters are divided: the ZeRO stage (0: not at all), and what was done to them before.
+    """The way parameters are divided: the ZeRO stage (0: not at all), and what was done to them before.
 
-    `base`: parts that they are of the whole already, empty where each is whole. `hollow`: other stages', None where
-    there is no pipeline. `without`: experts, which stay as they are. `whole`: those whose update rule looks at all
-    of them. `rows`: this rank's, of parameters that have no memory yet.
+    `base`: the parts of the whole that the parameters already are, empty if each is whole. `hollow`: the parameters
+    of other pipeline stages, None without a pipeline. `without`: experts, which are not divided. `whole`: parameters
+    whose update rule needs the whole tensor. `rows`: this rank's rows of parameters that have no memory yet.
     """
 
     asked: Layout
@@ -77,10 +81,10 @@ class Sharding:
 
 
 def partition_parameters(model: nn.Module, *, named: Sequence[NamedParameter], by: Sharding) -> Partition:
-    """Divide the parameters over the ranks that see other samples, or let each hold all.
+    """Divide the parameters over the data-parallel ranks; at ZeRO stage 0 each rank keeps all of them.
 
     Raises:
-        LayoutError: a parameter that can't be cut.
+        LayoutError: a parameter can't be cut.
     """
     if not by.stage:
         leaves = [member.parameter for member in named]
@@ -122,7 +126,10 @@ def _in_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) ->
 
 
 def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: World, routed: Parts) -> Partition:
-    """Experts stay as they are held: a token's gradient has come to them, so only their other holders add theirs."""
+    """Add expert parameters to a partition, undivided.
+
+    Tokens were routed to the experts, so their gradients are added only over `peers`, the ranks with the same experts.
+    """
     theirs = [member for member in live if member.name in routed]
     own = reducer_of(theirs, peers, None)
     return replace(
@@ -136,7 +143,7 @@ def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: Wor
 
 
 def held_now(before: LocalTensor, split: Partition, hollow: Collection[str]) -> LocalTensor:
-    """A parameter or buffer as this rank's model holds it now."""
+    """Return the part of a parameter or buffer that this rank's model holds after placement."""
     if before.name in hollow:
         return replace(before, part=ShardSpec.none_of(before.part.shape))
     part = split.parts.get(before.name)
@@ -148,7 +155,7 @@ def held_now(before: LocalTensor, split: Partition, hollow: Collection[str]) -> 
 
 
 def kept_now(member: NamedParameter, share: NamedParameter | None, base: Parts) -> LocalTensor:
-    """The part of it that this rank's optimizer has."""
+    """Return the part of a parameter that this rank's optimizer has."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
     if share is None:
         return LocalTensor(name=member.name, part=ShardSpec.none_of(shape), dtype=dtype, find=_absent)
@@ -161,4 +168,4 @@ def _absent() -> Tensor:
 
 
 def do_nothing() -> None:
-    """Nothing follows an update."""
+    """Do nothing: for layouts in which no step follows an update."""

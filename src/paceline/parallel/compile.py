@@ -1,7 +1,7 @@
-"""`torch.compile`, block by block: one compilation serves all blocks of a class, and one that fails stays plain.
+"""`torch.compile`, block by block: one compilation serves all blocks of a class; a block that fails runs uncompiled.
 
 Only a block's forward is compiled. Hooks on the block, such as those that start its random stream or gather its
-weights, run around it as they are; what remat runs again is the compiled forward.
+weights, run around it unchanged; activation checkpointing recomputes the compiled forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class CompiledForward:
         self._looked: set[bool] = set()
 
     def pinned(self) -> Callable[..., Any]:
-        """The way that the next call goes, for a second run of it to go the same."""
+        """Return the function that the next call runs, compiled or plain, so that recomputation can use it too."""
         if self._fast is None:
             return self._plain
         if self._block.training in self._looked:
@@ -67,7 +67,7 @@ class CompiledForward:
         return look
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own forward."""
+        """Run the block's forward, compiled if possible."""
         return self.pinned()(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,9 +92,10 @@ class CompiledForward:
         return output
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it plain once. Of a buffer that a forward reads and writes, a compiled backward reads the new value.
+        """Run the forward uncompiled once, and stay uncompiled if it writes to a buffer.
 
-        pytorch#197039: gradients are silently wrong. The statistics of a normalisation are written only.
+        If a forward reads and writes a buffer, a compiled backward reads the new value: gradients are silently wrong
+        (pytorch#197039). Normalisation statistics are only written.
         """
         self._looked.add(self._block.training)
         entry = BufferSnapshot(BlockBuffers(name=self._name, block=self._block))

@@ -1,4 +1,4 @@
-"""From a whole model to this rank's share of it, in the one order in which placements go together."""
+"""Turn a whole model into this rank's part of it. `ORDER` is the only order in which the placements compose."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -60,11 +60,12 @@ ORDER = (
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelizedModel:
-    """What this rank holds and does. `named` is what its optimizer works on, `spread` what follows an update, `settle`
-    what follows where the model's own tensors got other values.
+    """A model after placement, as this rank holds it.
 
-    `weights` are the parameters and buffers as the ranks' models hold them, `kept` the optimizers' parts of them.
-    `leaves` are what autograd writes to, `hooked` the parameters that have hooks of the user's own.
+    The optimizer updates the parameters in `named`. Call `spread` after each optimizer update, and `settle` after
+    the model's own tensors were given other values. `weights` are the parameters and buffers as the ranks' models
+    hold them, `kept` the parts of them that the optimizers hold. Autograd writes gradients to `leaves`; `hooked`
+    names the parameters with user-registered hooks.
     """
 
     named: Sequence[NamedParameter]
@@ -81,12 +82,12 @@ class ParallelizedModel:
     hooked: tuple[str, ...] = ()
 
     def owned(self) -> list[nn.Parameter]:
-        """Those of `named` that this rank answers for, where several hold the same."""
+        """Return the parameters of `named` that this rank owns; a parameter held by several ranks has one owner."""
         whole = self.kept.is_whole
         return [m.parameter for m in self.named if whole or self.kept.owns(m.name)]
 
     def close(self) -> None:
-        """Take back what was wrapped around the model's modules."""
+        """Remove the wrappers around the model's modules, in reverse order."""
         for undo in reversed(self.undos):
             undo()
 
@@ -109,11 +110,11 @@ def parallelize(
 ) -> ParallelizedModel:
     """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
-    `whole` names parameters whose rule looks at all of them, `say` hears what is told, `rows` are this rank's of what
-    has no memory, `late` gives that its values when the parts are known, `compress` says how gradients are sent.
+    `whole` names the parameters whose update rule needs the whole tensor; `say` receives messages for the user.
+    `rows` are this rank's rows of parameters without memory; `late` fills them once the parts are known.
 
     Raises:
-        LayoutError: something in the model can't be placed so.
+        LayoutError: a part of the model does not support the requested layout.
     """
     mesh, how = worlds.mesh, how or PlacementSettings()
     before, every, hooked = all_of(model), trainable_parameters(model), hooked_in(model)
@@ -155,7 +156,11 @@ def parallelize(
 
 @dataclass(frozen=True, kw_only=True)
 class _Shaped:
-    """After stages, experts and tensors: which parts this rank's parameters are, and which it has nothing of."""
+    """The model after pipeline, expert and tensor parallelism.
+
+    `base` gives the part that each parameter of this rank is of the whole, `routed` the experts' parts; `hollow` names
+    the parameters of which this rank holds nothing.
+    """
 
     piped: PipelineModel | None
     base: Parts
@@ -220,7 +225,7 @@ def _wrapped(
     piped: PipelineModel | None,
     say: Callable[[str], None],
 ) -> list[Callable[[], None]]:
-    """What is wrapped around blocks; the undos."""
+    """Wrap the blocks in activation checkpointing and `torch.compile`; return the functions that undo it."""
     blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
     if compiles and not blocks and piped is not None and piped.along_graph and not repeated_blocks(model):
@@ -231,13 +236,13 @@ def _wrapped(
 
 
 def _split(model: nn.Module, live: Sequence[NamedParameter], *, by: Sharding, routed: Parts, peers: World) -> Partition:
-    """What is left of each parameter after stages, experts and tensors, divided; experts stay whole."""
+    """Divide this rank's parameters over the data-parallel ranks; expert parameters stay whole."""
     split = partition_parameters(model, named=[member for member in live if member.name not in routed], by=by)
     return with_experts(split, live=live, peers=peers, routed=routed) if routed else split
 
 
 def _live(every: Sequence[NamedParameter], model: nn.Module, *, without: Collection[str]) -> list[NamedParameter]:
-    """The parameters that now stand under these names."""
+    """Return the members of `every` that are not in `without`, each with the model's current parameter of that name."""
     now = dict(model.named_parameters())
     return [replace(member, parameter=now[member.name]) for member in every if member.name not in without]
 
@@ -251,10 +256,12 @@ def _tied(split: Partition, piped: PipelineModel | None, worlds: MeshGroups) -> 
 def _grid(
     every: Sequence[NamedParameter], uses: TiedUses, piped: PipelineModel | None, worlds: MeshGroups
 ) -> FixedPointGrid:
-    """Of exact mode. From here on each use of a tied weight is a summand, in one process and on stages alike.
+    """Return the fixed-point grid of exact mode. From now on each use of a tied weight is a summand of its own.
+
+    This holds in one process and across pipeline stages.
 
     Raises:
-        LayoutError: what several stages use is no weight of several modules, so its uses can't be told apart.
+        LayoutError: several stages use a weight under one module name, so its uses can't be told apart.
     """
     ties = {} if piped is None else piped.ties
     for name in sorted(set(ties) - uses.names):
@@ -280,7 +287,7 @@ def parallelize_thread_replica(
     world: ThreadWorld,
     exact: bool,
 ) -> ParallelizedModel:
-    """A replica in a thread: its gradients end in the first replica's, `home`."""
+    """Return the placement of a replica that runs in a thread; its gradients go to the first replica's, `home`."""
     reducer: Reducer = ThreadReducer(named=named, home=home, world=world)
     grid = None
     if exact:

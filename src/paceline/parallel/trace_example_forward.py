@@ -1,4 +1,4 @@
-"""What a model is asked with before it is placed: one microbatch, and the settings of tensor plans."""
+"""Example runs on one microbatch before placement, for block times and tensor plans."""
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
@@ -22,21 +22,21 @@ class ExampleRun(Protocol):
     """Forward and loss on one microbatch."""
 
     def __call__(self) -> object:
-        """Of the job's model, in training mode."""
+        """Run the job's model in training mode."""
 
     def run(self, model: nn.Module) -> Any:
-        """Of this model, as it is; its sums."""
+        """Run `model` in its current mode; return its loss sums."""
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What `find` gives; where the model is one of several copies, what it gave for another one."""
+        """Return the result of `find`; copies of one model share the result of the first."""
 
 
 def seconds_of(
     model: nn.Module, how: PlacementSettings, world: World, example: ExampleRun, late: DeferredModel | None = None
 ) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
-    """What stages are balanced by, where they are: rank 0's times of each block, forward and backward.
+    """Return a function that times each block, forward plus backward, on rank 0; None unless stages need times.
 
-    A model without memory has the values of one block at a time, beside those of what stands around the blocks.
+    A model without memory is filled one block at a time; the modules outside the blocks are filled throughout.
     """
     if how.balance != "measured" or how.stages:
         return None
@@ -57,7 +57,7 @@ def _timed(
     if late is None:
         with side_effect_free(model) as written:
             example()
-        with side_effect_free(model, parameters=bool(written)):  # looking for it costs time in each operation
+        with side_effect_free(model, parameters=bool(written)):  # detecting writes costs time in each operation
             return timed()
     inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
     with (
@@ -75,7 +75,7 @@ def _scalar(terms: Any) -> Tensor:
 def tensor_plan(
     model: nn.Module, how: PlacementSettings, ranks: int, example: ExampleRun | None, late: DeferredModel | None = None
 ) -> TensorPlan:
-    """The user's file, else derived from the example, else the model's own."""
+    """Return the tensor plan: the user's file, else derived from the example, else the model's own."""
     file = None if how.tensor_plan is None else Path(how.tensor_plan)
     run = None if example is None else example.run
     choose = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)

@@ -1,4 +1,4 @@
-"""What each backend of `torch.distributed` can do here: which are built in, and which operations they have.
+"""Abilities of each `torch.distributed` backend: which are built in, and which operations they have.
 
 The table is checked line by line by `tests/parity/test_backends.py`, for the backends that the machine has.
 """
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Ability:
-    """One operation: on tensors of which devices each backend has it."""
+    """An operation, with the device types on which each backend supports it."""
 
     operation: str
     gloo: frozenset[str]
@@ -37,7 +37,7 @@ ABILITIES = (
 
 
 def built_in() -> tuple[str, ...]:
-    """The backends that this build of torch has."""
+    """Return the backends that this build of torch has."""
     asked = {
         "nccl": dist.is_nccl_available,
         "gloo": dist.is_gloo_available,

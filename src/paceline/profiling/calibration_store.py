@@ -1,4 +1,4 @@
-"""What is kept beside the probe of a machine: plans of jobs, and how runs came out against their forecasts."""
+"""The calibration store next to a machine's probe: plans of jobs, and the ratios of runs to their forecasts."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ _ALL = ""
 def plan_key(
     job: str, *, settings: Mapping[str, Any], precision: str, global_batch_size: int, compiles: bool = False
 ) -> str:
-    """Of the job's file as it is now, its parameters, and what else its numbers follow; of a module, of its name."""
+    """Return a key from the job's file (or module name), its parameters, and all else that its profile depends on."""
     ref = parse_jobref(job)
     text = ref.path.read_bytes() if ref.path is not None else str(ref.module).encode()
     own = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
@@ -29,27 +29,27 @@ def plan_key(
 
 
 def keep_plan(key: str, plan: Mapping[str, Any]) -> None:
-    """For runs of the job; where nothing can be written, nothing is kept."""
+    """Store a plan for runs of the job; nothing is stored if the folder can't be written."""
     _write(_plan_file(key), plan)
 
 
 def read_plan(key: str) -> Any:
-    """The plan that was kept, or None."""
+    """Return the stored plan, or None."""
     return _read(_plan_file(key))
 
 
 def keep_timed(key: str, found: Mapping[str, Any]) -> None:
-    """Steps that were timed here; where nothing can be written, nothing is kept."""
+    """Store steps that were timed here; nothing is stored if the folder can't be written."""
     _write(_timed_file(key), found)
 
 
 def read_timed(key: str) -> Any:
-    """What was kept of them, or None."""
+    """Return the stored timings, or None."""
     return _read(_timed_file(key))
 
 
 def record_forecast_ratio(mark: Fingerprint, family: str, *, longer: float | None, fuller: float | None) -> None:
-    """How many times the forecast a run here took, of seconds and of bytes, where that is known."""
+    """Record a run's seconds and bytes as multiples of their forecast, if known."""
     file = _ratios_file(mark)
     found = _checked(_read(file))
     for kind, ratio in (("longer", longer), ("fuller", fuller)):
@@ -61,9 +61,9 @@ def record_forecast_ratio(mark: Fingerprint, family: str, *, longer: float | Non
 
 
 def forecast_ratios(mark: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds and bytes of runs here as so many times their forecast, by family: the median of the last ones.
+    """Return the seconds and bytes of runs here as multiples of their forecast, by family: the median of the last ones.
 
-    Of families that were not run, that of all others: mostly it is the model that was reckoned wrong.
+    For families that were not run, it is the median of all others: mostly the model's costs were misjudged.
     """
     found = _checked(_read(_ratios_file(mark)))
     return _medians(found.get("longer", {})), _medians(found.get("fuller", {}))
@@ -88,7 +88,7 @@ def _medians(kind: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _checked(found: Any) -> dict[str, dict[str, list[float]]]:
-    """What was read, less what is none of it."""
+    """Return the valid part of what was read."""
     if not isinstance(found, dict):
         return {}
     kinds = {kind: found[kind] for kind in ("longer", "fuller") if isinstance(found.get(kind), dict)}

@@ -1,4 +1,4 @@
-"""Whether other programs kept a machine's cores busy while this run's ranks timed something on them."""
+"""CPU contention: detects whether other programs used the cores while this run's ranks timed something."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ _WORK = ("user", "nice", "system", "steal")  # not the interrupts: those of mess
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
-    """Seconds so far: of the usable cores of `machine`, in work and idle, and of this process with its children."""
+    """Seconds so far: work and idle time of the usable cores of `machine`, and of this process with its children."""
 
     machine: str
     work: float
@@ -26,13 +26,13 @@ class CpuTimes:
     own: float
 
     def since(self, before: "CpuTimes") -> "CpuTimes":
-        """Of the time between."""
+        """Return the difference to an earlier reading."""
         work, idle, own = self.work - before.work, self.idle - before.idle, self.own - before.own
         return CpuTimes(machine=self.machine, work=work, idle=idle, own=own)
 
 
 def read_cpu_times() -> CpuTimes:
-    """At this moment."""
+    """Return the current CPU times."""
     every = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
     cores = [every[core] for core in usable if core < len(every)]
@@ -55,8 +55,10 @@ def _own() -> float:
 
 
 def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
-    """Of the cores of the machine that was disturbed most, by what each rank saw of the same time; 0.0 where others
-    left enough idle, or where it was too short to tell.
+    """Return the share of the cores that other programs used, on the most disturbed machine.
+
+    Each rank contributes its reading of the same period. 0.0 if others left enough idle, or if it was too short to
+    tell.
     """
     found = 0.0
     for machine in {one.machine for one in ranks}:
@@ -71,8 +73,9 @@ def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
 
 
 def most_of_others(looks: Sequence[CpuTimes], world: World) -> float:
-    """`cpu_contention` in that part of the time where it was largest; parts are between one look and the next, as many
-    on every rank. Every rank calls this.
+    """Return the largest `cpu_contention` over the periods between successive readings, as many on every rank.
+
+    Every rank calls this.
     """
     every = world.gather_json([vars(after.since(before)) for before, after in pairwise(looks)])
     parts = [[CpuTimes(**seen) for seen in of_ranks] for of_ranks in zip(*every, strict=True)]

@@ -1,4 +1,4 @@
-"""Where a run took place: the facts that may explain a difference."""
+"""The environment of a run: the facts that may explain a difference."""
 
 import hashlib
 import os
@@ -36,9 +36,9 @@ _INSTALLED = (
 
 
 def environment(job: str = "") -> dict[str, Any]:
-    """Versions, processor, memory, the job's file and commit, and the few variables that change results.
+    """Return versions, processor, memory, the job's file and commit, and the few variables that change results.
 
-    No other variable is written: they hold keys and passwords.
+    No other variable is recorded: they hold keys and passwords.
     """
     versions = {name: _version(name) for name in _PACKAGES}
     return {
@@ -58,13 +58,13 @@ def environment(job: str = "") -> dict[str, Any]:
 
 
 def code_facts(job: str) -> dict[str, Any]:
-    """What decides which training a job is, beside its settings: its file, the code it has loaded, and libraries."""
+    """Return what defines a job's training apart from settings: its file, the code it has loaded, and libraries."""
     versions = {name: found for name in _PACKAGES if name not in _ONLY_WATCH and (found := _version(name)) is not None}
     return {**job_facts(job), "modules": loaded_modules(), "torch_build": torch_build(), "packages": versions}
 
 
 def loaded_modules() -> dict[str, str]:
-    """Return the digest of the file of every module that is loaded now and belongs to nobody's package: the user's."""
+    """Return the digests of the files of all loaded modules that belong to no package: the user's."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -75,12 +75,12 @@ def loaded_modules() -> dict[str, str]:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether it is of Python, Paceline or a package, wherever that was installed."""
+    """Return whether a file belongs to Python, Paceline or a package, wherever that was installed."""
     return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def job_facts(job: str) -> dict[str, Any]:
-    """The file a job is read from, its digest, and the commit of its folder, with whether files were changed since."""
+    """Return a job's file, its digest, and the commit of its folder, with whether files were changed since."""
     file = _file_of(job)
     folder = file.parent if file is not None else Path.cwd()
     commit = _git(folder, "rev-parse", "HEAD")
@@ -94,7 +94,7 @@ def job_facts(job: str) -> dict[str, Any]:
 
 
 def _file_of(job: str) -> Path | None:
-    """A job's file; of a script that runs by itself, the script."""
+    """Return a job's file; for a script that runs by itself, the script."""
     try:
         ref = parse_jobref(job)
         spec = find_spec(ref.module) if ref.module else None
@@ -108,7 +108,7 @@ def _file_of(job: str) -> Path | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says, if it is there, knows the folder and answers at once."""
+    """Return git's output, or None if git is missing, does not know the folder, or is slow."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
@@ -118,12 +118,12 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def torch_build() -> str:
-    """The version, with what it was built for."""
+    """Return torch's version, including its build variant."""
     return str(torch.__version__)
 
 
 def gpu_names() -> list[str]:
-    """The GPUs, if CUDA was started."""
+    """Return the names of the GPUs, if CUDA is initialised."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -1,4 +1,4 @@
-"""plan.json: what was decided for a run, and beside it the advice that `plan` gave, in one file."""
+"""The plan file, plan.json: the plan decided for a run, and the advice that `plan` gave."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,24 +14,24 @@ ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "clus
 
 
 def write_decided(folder: Path, decided: Mapping[str, Any]) -> None:
-    """What every rank follows, `ExecutionPlan.as_json`; advice that is there stays."""
+    """Write the plan that every rank follows, `ExecutionPlan.as_json`; existing advice stays."""
     advice = {key: value for key, value in _found(folder / NAME).items() if key in ADVICE}
     write_json(folder / NAME, {**decided, **advice})
 
 
 def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
-    """The answer to `plan`: those of its keys that are in `ADVICE`; what was decided stays."""
+    """Write the keys in `ADVICE` of `plan`'s answer; the decided plan stays."""
     decided = {key: value for key, value in _found(folder / NAME).items() if key not in ADVICE}
     write_json(folder / NAME, {**decided, **{key: advice[key] for key in ADVICE if key in advice}})
 
 
 def has_advice(folder: Path) -> bool:
-    """Whether `plan` has answered there."""
+    """Return whether the folder has advice from `plan`."""
     return "plans" in _found(folder / NAME)
 
 
 def read_advice(path: Path) -> dict[str, Any]:
-    """What `write_advice` wrote, of a run's folder or of the file.
+    """Return what `write_advice` wrote, from a run's folder or from the file.
 
     Raises:
         UsageError: there is none.
@@ -50,7 +50,7 @@ def read_advice(path: Path) -> dict[str, Any]:
 
 
 def write_doing(folder: Path, doing: str) -> None:
-    """Say what a plan is at, for whoever waits for it; nothing once it is done."""
+    """Write what a plan is working on, for a process that waits for it; remove the file when it is done."""
     with suppress(OSError):
         if doing:
             write_text(folder / _DOING, doing)
@@ -59,7 +59,7 @@ def write_doing(folder: Path, doing: str) -> None:
 
 
 def read_doing(folder: Path) -> str:
-    """Return what `write_doing` said last, or that processes begin."""
+    """Return what `write_doing` wrote last, or that processes begin."""
     try:
         return read_regular(folder / _DOING).decode(errors="replace")
     except (OSError, ValueError):
@@ -71,7 +71,7 @@ def _is_list_of_plans(plans: Any) -> bool:
 
 
 def _found(file: Path) -> dict[str, Any]:
-    """Nothing where it can't be read: what is decided anew goes over it."""
+    """Return the file's content; empty if it can't be read, so that a new plan replaces it."""
     try:
         found = read_json(file)
     except (OSError, ValueError):

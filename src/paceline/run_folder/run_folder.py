@@ -1,4 +1,4 @@
-"""The run folder: what was asked, what was decided, what happened."""
+"""The run folder: the request, the decisions and the events of a run."""
 
 import os
 import re
@@ -22,23 +22,23 @@ NUMBER = ".number"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run's folder and the places in it."""
+    """A run's folder and the paths in it."""
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
-        """Where each attempt's logs are."""
+        """The folder of each attempt's logs."""
         return self.path / "logs"
 
     @property
     def events(self) -> Path:
-        """What happened, one JSON object a line."""
+        """The events file, one JSON object a line."""
         return self.path / "events.jsonl"
 
     @property
@@ -48,26 +48,26 @@ class RunFolder:
 
     @property
     def task(self) -> Path:
-        """What was asked for, of a run that came to train."""
+        """The request of a run that reached training."""
         return self.path / "task.json"
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """The report page."""
         return self.path / "report.html"
 
     def attempt_folder(self, number: int) -> Path:
-        """The logs of one attempt."""
+        """Return the folder with the logs of one attempt."""
         return self.logs / f"attempt-{number}"
 
     def next_attempt(self) -> int:
-        """The number of an attempt that begins now."""
+        """Return the number of the next attempt."""
         numbers = [int(p.name[8:]) for p in self.logs.glob("attempt-*") if p.name[8:].isdecimal()]
         return max(numbers, default=0) + 1
 
 
 def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFolder:
-    """Make the folder of a new run; ids sort by time and never meet."""
+    """Create the folder of a new run; ids sort by time and never collide."""
     run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     path = root / name / run_id
     try:
@@ -84,7 +84,7 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
 
 
 def number_run(path: Path, *, root: Path = ROOT) -> None:
-    """Give a run that begins the number after that of every run here, which no clock can set back.
+    """Give a new run the number after the highest of all runs here, independent of the clock.
 
     Raises:
         OSError: it can't be written.
@@ -94,7 +94,7 @@ def number_run(path: Path, *, root: Path = ROOT) -> None:
 
 
 def _number_of(path: Path) -> int:
-    """A run from before runs had numbers is older than all that have one."""
+    """Return a run's number; 0 for a run from before runs had numbers, which is older than all others."""
     try:
         text = read_regular(path / NUMBER, most_bytes=32).decode(errors="replace")
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def _number_of(path: Path) -> int:
 
 
 def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
-    """The newest run of a job, or of all; `trains`: of those that came to train, where there is one."""
+    """Return the newest run of a job, or of all; with `trains`, of those that reached training, if there are any."""
     found = _all_runs(root) if name is None else _runs_in(root / name)
     found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
     return RunFolder(max(found, key=_begun)) if found else None
@@ -114,7 +114,7 @@ def _all_runs(root: Path) -> list[Path]:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """Of a job's folder, or the folder itself where a run was told to be there."""
+    """Return the runs in a job's folder, or the folder itself if it is a run."""
     own = RunFolder(path)
     if own.task.exists() or own.logs.is_dir():
         return [path]
@@ -122,7 +122,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _begun(path: Path) -> tuple[int, str, str]:
-    """Its number; then when, as ids say it; a folder that was named otherwise says it by what it holds."""
+    """Return a sort key: the run's number, then its start time from its id, else from its files."""
     number = _number_of(path)
     if re.match(r"[0-9]{8}-[0-9]{6}", path.name):
         return number, path.name, ""
@@ -132,7 +132,7 @@ def _begun(path: Path) -> tuple[int, str, str]:
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
-    """The newest run of a job that has saved something; where none has, the newest that came to train."""
+    """Return the newest run of a job that has saved something; if none has, the newest that reached training."""
     saved = [path for path in (root / name).glob("*") if was_saved(RunFolder(path).checkpoints)]
     if saved:
         return RunFolder(max(saved, key=_begun))
@@ -141,7 +141,7 @@ def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
 
 
 def run_of(checkpoint: Path) -> RunFolder:
-    """The run that a checkpoint was saved by, also where it was set aside there."""
+    """Return the run that saved a checkpoint, also if the checkpoint was set aside there."""
     whole = checkpoint.absolute()
     places = [parent for parent in whole.parents if parent.name == RunFolder(parent.parent).checkpoints.name]
     found = places[0].parent if places else whole.parent.parent
@@ -149,11 +149,11 @@ def run_of(checkpoint: Path) -> RunFolder:
 
 
 def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | None, str | None]:
-    """The folder to run in (None: a new one), and what to go on from: `newest`, a checkpoint, or nothing.
+    """Return the folder to run in (None: a new one), and what to resume from: `newest`, a checkpoint, or None.
 
-    `run` is the folder that was asked for, or empty. `resume` is a run, a checkpoint, empty for the newest run of
-    `name`, or None: then a folder in which something was saved is gone on with. With both, `run` is a branch that
-    begins at the other's checkpoint; the same words again go on with the branch.
+    `run` is the requested folder, or empty. `resume` is a run, a checkpoint, empty for the newest run of `name`, or
+    None: then a folder in which something was saved is resumed. With both, `run` is a branch that begins at the other's
+    checkpoint; the same command again continues the branch.
 
     Raises:
         UsageError: there is no such run or checkpoint.
@@ -187,8 +187,9 @@ def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
 
 
 def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tuple[RunFolder, Path | None]:
-    """A run folder, and the checkpoint in it that was named, if one was; nothing means the newest run, and where it
-    `trains` the newest that does: what `plan` and `verify` keep of themselves are folders too.
+    """Return a run folder, and the named checkpoint in it, if any; no text means the newest run.
+
+    With `trains` it is the newest that trains: what `plan` and `verify` keep of themselves are folders too.
 
     Raises:
         UsageError: there is no such run.
@@ -217,7 +218,7 @@ def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tu
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, and no run that is called like one."""
+    """Return whether a folder is a checkpoint, and not a run that is named like one."""
     run = RunFolder(path)
     if not path.is_dir() or run.events.exists() or run.logs.exists():
         return False
@@ -225,14 +226,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _near(path: Path, root: Path) -> str:
-    """The run that was probably meant, among those of the folder it is in and those in `runs`."""
+    """Return a question that suggests the run probably meant, from the same folder or `runs`; empty if none."""
     runs = [*_all_runs(root), *(each for each in path.parent.glob("*") if _is_run(each))]
     meant = closest_word(str(path), map(str, runs)) or closest_word(path.name, (run.name for run in runs))
     return f"did you mean {next((str(run) for run in runs if meant in (str(run), run.name)), meant)}?" if meant else ""
 
 
 def _newest_hint(path: Path, root: Path) -> str:
-    """Of a job whose name was given, its newest run."""
+    """Return the newest run of the job that was named, or a command that lists runs."""
     newest = newest_run(path.name, root=root) if path.name else None
     return str(newest.path) if newest is not None else "ls -d runs/*/*/"
 

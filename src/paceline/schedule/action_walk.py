@@ -1,4 +1,4 @@
-"""Walk through a program as its runtime would: each rank in order, sends posted, receives waited for."""
+"""A walk through a program as the runtime would run it: each rank in order, sends posted, receives waited for."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from paceline.schedule.timeline import Span
 
 PerStage = float | Sequence[float]
 Done = tuple[int, int, float, float]
-_Key = tuple[int, int | None, bool, int, int]  # to, from, activation or gradient, the stage that made it, microbatch
+_Key = tuple[int, int | None, bool, int, int]  # receiver, sender, is an activation, the stage that made it, microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of each operation, the same for all stages or one for each; `backward` is `input + weight` if not given.
+    """The seconds of each operation: one value for all stages or one per stage.
 
-    A message takes `transfer` seconds of its link (one link per ordered pair of ranks; `transfer[s]` is for what passes
-    between stages s and s + 1) and is there `latency` seconds later. No compute of a stage begins before `ready`.
+    `backward` defaults to `input + weight`. A message occupies its link for `transfer` seconds (one link per ordered
+    pair of ranks; `transfer[s]` is for messages between stages s and s + 1) and arrives `latency` seconds later. No
+    compute of a stage begins before `ready`.
     """
 
     forward: PerStage = 1.0
@@ -30,7 +31,7 @@ class Costs:
     ready: PerStage = 0.0
 
     def seconds(self, action: Action) -> float:
-        """Of a compute."""
+        """Return the seconds of a compute."""
         if action.op is Op.FORWARD:
             return of_stage(self.forward, action.stage)
         if action.op is Op.BACKWARD and self.backward is not None:
@@ -42,10 +43,10 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class WalkResult:
-    """How it went: of each action, in the order they were done, (rank, place in its line, start, stop).
+    """The result of a walk: (rank, place in its line, start, stop) of each action, in the order they were done.
 
-    `reached[rank]` is the first action that was not done, past the end where all were; `ends[rank]` is when it got
-    there.
+    `reached[rank]` is the first action that was not done, or the length of the line if all were; `ends[rank]` is the
+    time at which the rank got there.
     """
 
     program: Program
@@ -55,12 +56,12 @@ class WalkResult:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank came to its end."""
+        """Return True if every rank reached the end of its line."""
         return all(reached == len(row) for reached, row in zip(self.reached, self.program.actions, strict=True))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The same as spans."""
+        """Return the actions that were done as spans."""
         lines = self.program.actions
         return tuple(
             Span(rank=rank, action=lines[rank][place], start=start, stop=stop) for rank, place, start, stop in self.done
@@ -68,7 +69,7 @@ class WalkResult:
 
 
 def walk_actions(program: Program, *, costs: Costs) -> WalkResult:
-    """Do everything that can be done, in any program, however broken."""
+    """Run all actions that can run, in any program, even an invalid one."""
     walk = _Walk(program, costs)
     while walk.goes_on():
         pass
@@ -76,7 +77,7 @@ def walk_actions(program: Program, *, costs: Costs) -> WalkResult:
 
 
 class _Walk:
-    """Messages are told apart by plain tuples: a pipeline of many ranks has hundreds of thousands of them."""
+    """The state of a walk. Messages are keyed by plain tuples, as many ranks have hundreds of thousands of them."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program = program
@@ -90,7 +91,7 @@ class _Walk:
         self.link_is_free: dict[tuple[int, int | None], float] = {}
 
     def goes_on(self) -> bool:
-        """Each rank as far as it comes; whether any came further."""
+        """Advance each rank as far as possible, and return whether any rank advanced."""
         before = sum(self.reached)
         for rank, row in enumerate(self.program.actions):
             self._advance(rank, row)
@@ -141,5 +142,5 @@ def _lookup(value: PerStage) -> Callable[[int], float]:
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """What holds for a stage."""
+    """Return the value for a stage."""
     return value[stage] if isinstance(value, Sequence) else value

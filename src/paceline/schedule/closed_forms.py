@@ -1,6 +1,6 @@
-"""What a step takes by the closed forms of the papers: all stages alike, messages that take no time.
+"""Closed forms of the papers for the time of a step, with equal stages and messages that take no time.
 
-A form is None where it does not hold; `simulate` equals it everywhere else.
+A form returns None where it does not hold; everywhere else `simulate` gives the same value.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCase:
-    """`ranks` p, `micro` m, `virtual` v stages a rank; seconds of F, I and W of one stage (B = I + W)."""
+    """The input of a form: `ranks` p, `micro` m, `virtual` v stages per rank.
+
+    The times are the seconds of F, I and W of one stage (B = I + W).
+    """
 
     ranks: int
     micro: int
@@ -20,7 +23,7 @@ class PipelineCase:
 
     @property
     def each(self) -> float:
-        """Seconds that a microbatch computes in one stage."""
+        """Return the seconds that a microbatch computes in one stage."""
         return self.forward + self.input + self.weight
 
 
@@ -28,21 +31,21 @@ Form = Callable[[PipelineCase], float | None]
 
 
 def naive(case: PipelineCase) -> float | None:
-    """Nothing overlaps: bubble 1 - 1/p."""
+    """Return the makespan without overlap: bubble 1 - 1/p."""
     return case.micro * case.virtual * case.ranks * case.each
 
 
 def one_after_another(case: PipelineCase) -> float | None:
-    """GPipe, 1F1B, breadth-first and interleaved: bubble (p - 1) / (m v + p - 1) for m >= p.
+    """Return the makespan of GPipe, 1F1B, breadth-first and interleaved: bubble (p - 1) / (m v + p - 1) for m >= p.
 
-    With fewer microbatches than ranks every further stage of a rank waits for the loop to come round.
+    With fewer microbatches than ranks, each further stage of a rank waits for the loop to come round.
     """
     rounds = max(case.micro, case.ranks) * (case.virtual - 1) + case.micro + case.ranks - 1
     return rounds * case.each
 
 
 def weights_put_off(case: PipelineCase) -> float | None:
-    """ZB-H1: p - 1 times F + I - W is idle; holds for m >= p and W no longer than F or I."""
+    """Return the makespan of ZB-H1: p - 1 times F + I - W is idle; holds for m >= p and W no longer than F or I."""
     if case.micro < case.ranks or case.weight > min(case.forward, case.input):
         return None
     idle = (case.ranks - 1) * (case.forward + case.input - case.weight)
@@ -50,13 +53,13 @@ def weights_put_off(case: PipelineCase) -> float | None:
 
 
 def vee(case: PipelineCase) -> float | None:
-    """ZB-V: p - 1 times F is idle, its way to the last rank; holds for F = I = W and m >= 2 (p - 1)."""
+    """Return the makespan of ZB-V: (p - 1) F is idle, the way to the last rank; holds for F = I = W, m >= 2 (p - 1)."""
     if case.micro < 2 * (case.ranks - 1) or not case.forward == case.input == case.weight:
         return None
     return case.micro * case.virtual * case.each + (case.ranks - 1) * case.forward
 
 
 def bubble_of(form: Form, case: PipelineCase) -> float | None:
-    """The bubble fraction of a form; None where it does not hold."""
+    """Return the bubble fraction of a form; None where it does not hold."""
     makespan = form(case)
     return None if makespan is None else 1 - case.micro * case.virtual * case.each / makespan

@@ -1,4 +1,4 @@
-"""What has to stand on one rank's line, and after what: the rules that need no look at the other ranks."""
+"""Dependency rules for the actions of one rank that can be checked without the other ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ Needs = dict[Action, list[Action]]
 
 
 def faults_of_rank(program: Program, rank: int) -> Iterator[ScheduleFault]:
-    """What does not belong there or stands twice; then what is missing; then what comes too early."""
+    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then actions before their needs."""
     row = program.actions[rank]
     needs = needs_of_rank(program, rank)
     at: dict[Action, int] = {}
@@ -39,7 +39,7 @@ def faults_of_rank(program: Program, rank: int) -> Iterator[ScheduleFault]:
 
 
 def _first_need(needs: Needs, at: dict[Action, int]) -> dict[Action, int]:
-    """The first place at which somebody needs an action."""
+    """Return, for each needed action, the first place of an action that needs it."""
     found: dict[Action, int] = {}
     for action, before in needs.items():
         for first in before if action in at else ():
@@ -48,7 +48,7 @@ def _first_need(needs: Needs, at: dict[Action, int]) -> dict[Action, int]:
 
 
 def needs_of_rank(program: Program, rank: int) -> Needs:
-    """Every action that a rank has to do, with those of its own that have to be done before."""
+    """Return every action that a rank must do, with those of its own actions that must come before it."""
     owner = program.rank_of_stage
     backward = _how_backward(program, rank)
     needs: Needs = {}
@@ -67,7 +67,7 @@ def needs_of_rank(program: Program, rank: int) -> Needs:
 
 
 def _steps(program: Program, *, stage: int, backward: dict[tuple[int, int], Action]) -> Needs:
-    """A stage's updates, each after the weights' gradients of all microbatches since the one before."""
+    """Return a stage's updates, each after the weight gradients of all microbatches since the previous update."""
     found: Needs = {}
     start = 0
     for last in program.updates:
@@ -79,7 +79,7 @@ def _steps(program: Program, *, stage: int, backward: dict[tuple[int, int], Acti
 
 
 def _add(needs: Needs, action: Action, *, inner: list[Action], owner: tuple[int, ...], rank: int) -> None:
-    """A compute that takes its value from a message or from the rank's own `inner`, and what it sends."""
+    """Add a compute, its input (a message or the rank's own `inner` computes), and the message that it sends."""
     receive, send = messages_of(action, owner=owner)
     needs[action] = [before for before in inner if owner[before.stage] == rank]
     if receive is not None:
@@ -90,7 +90,7 @@ def _add(needs: Needs, action: Action, *, inner: list[Action], owner: tuple[int,
 
 
 def _how_backward(program: Program, rank: int) -> dict[tuple[int, int], Action]:
-    """B, or I where the rank's line splits that microbatch's backward; nothing where nothing is trained."""
+    """Return B for each stage and microbatch, or I if the rank's line splits that backward; empty without training."""
     if not program.trains:
         return {}
     row = program.actions[rank]

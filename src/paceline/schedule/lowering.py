@@ -1,15 +1,15 @@
-"""From compute orders to a program: where to send and where to receive.
+"""Lowering of compute orders to a program, by adding sends and receives.
 
 The transport that the runtime has to offer:
 
 - a send is posted and never waits for its receiver;
-- a receive waits until its message is there. It may be posted earlier than it stands in the program, and should be:
-  its place in the program is where its value is needed, so where the rank waits;
-- messages between two ranks are told apart by `Action.message` (kind, stage, microbatch). Where a transport can only
+- a receive waits until its message has arrived. It may be posted earlier than its place in the program, and should
+  be: its place in the program is where its value is needed, so where the rank waits;
+- messages between two ranks are identified by `Action.message` (kind, stage, microbatch). If a transport can only
   match by order, post receives from a peer in the order of `Program.incoming`, which is the order they are sent in.
 
-With that, sending right after the value is made and receiving right before it is used neither deadlocks nor delays
-anything: a rank waits only for values that its next compute needs. A deadlock is then one of the compute orders.
+Then sending right after a value is made and receiving right before it is used neither deadlocks nor delays anything:
+a rank waits only for values that its next compute needs. Any deadlock is one of the compute orders.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from paceline.schedule.program import Action, Op, Program
 
 
 def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Sequence[int], num_micro: int) -> Program:
-    """The program of these compute orders, one per rank, with its sends and receives."""
+    """Return the program of these compute orders, one per rank, with its sends and receives."""
     owner = tuple(rank_of_stage)
     return Program(
         name=name,
@@ -31,7 +31,7 @@ def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Seque
 
 
 def messages_of(action: Action, *, owner: Sequence[int]) -> tuple[Action | None, Action | None]:
-    """The receive that a compute needs before it, and the send that it needs after it."""
+    """Return the receive that a compute needs before it, and the send that it needs after it."""
     if action.op is Op.FORWARD:
         return _message(Op.RECV_F, action, -1, owner), _message(Op.SEND_F, action, 1, owner)
     if action.op.gives_input_gradient:
@@ -40,7 +40,7 @@ def messages_of(action: Action, *, owner: Sequence[int]) -> tuple[Action | None,
 
 
 def with_messages(order: Iterable[Action], *, owner: Sequence[int]) -> Iterator[Action]:
-    """One rank's computes, each after the receive that it needs and before the send that it feeds."""
+    """Yield one rank's computes, each after the receive that it needs and before the send that it feeds."""
     for action in order:
         before, after = messages_of(action, owner=owner)
         yield from (step for step in (before, action, after) if step is not None)
@@ -54,9 +54,9 @@ def _message(op: Op, action: Action, shift: int, owner: Sequence[int]) -> Action
 
 
 def forward_only(*, rank_of_stage: Sequence[int], micro: int) -> Program:
-    """Forwards of `micro` microbatches through stages that lie on ranks in any way: `program.rank_of_stage` of another.
+    """Return a program of forwards of `micro` microbatches; `rank_of_stage` may be any mapping, e.g. another program's.
 
-    At every tick each rank does the deepest of its stages that has something to do: what is furthest is finished first.
+    At every tick each rank runs the deepest of its stages that has an input, so the furthest microbatch finishes first.
     """
     owner = tuple(rank_of_stage)
     ranks = max(owner) + 1

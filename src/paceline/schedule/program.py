@@ -1,8 +1,8 @@
-"""A pipeline schedule as data: what each rank does, in order. The runtime, the planner and the picture read the same.
+"""A pipeline schedule as data: the ordered actions of each rank, shared by the runtime, the planner and the drawings.
 
-The model is a chain of `num_stages` stages; `rank_of_stage` says who holds which, and a rank may hold several. An
-action names the stage *on its own rank* that it is done for: `SEND_F` of stage 2 sends what stage 2 put out,
-`RECV_F` of stage 3 receives what stage 3 takes in. A stage whose neighbour lives on the same rank sends nothing.
+The model is a chain of `num_stages` stages; `rank_of_stage` maps each stage to its rank, and a rank may hold several.
+An action names the stage *on its own rank* that it belongs to: `SEND_F` of stage 2 sends the output of stage 2,
+`RECV_F` of stage 3 receives the input of stage 3. A stage whose neighbour is on the same rank sends nothing to it.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from functools import cached_property
 
 
 class Op(StrEnum):
-    """What an action does; the value is its spelling in texts and pictures."""
+    """The kind of an action; the value is its spelling in texts and pictures."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the gradients of input and weights together
     INPUT = "I"  # the gradient of the stage's input only
-    WEIGHT = "W"  # the gradients of its weights only, some time after INPUT
-    UPDATE = "U"  # the stage takes a step with the gradients up to this microbatch, while others are under way
+    WEIGHT = "W"  # the gradients of its weights only, any time after INPUT
+    UPDATE = "U"  # an optimizer step with the gradients up to this microbatch, while others are in flight
     SEND_F = "SF"  # this stage's output, to the next stage
     RECV_F = "RF"  # this stage's input, from the stage before
     SEND_B = "SB"  # the gradient of this stage's input, to the stage before
@@ -26,22 +26,22 @@ class Op(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether it computes; the others are messages."""
+        """Return True for a compute; all other actions are messages."""
         return self in COMPUTES
 
     @property
     def is_send(self) -> bool:
-        """Whether a message leaves."""
+        """Return True if the action sends a message."""
         return self in (Op.SEND_F, Op.SEND_B)
 
     @property
     def is_receive(self) -> bool:
-        """Whether a message is waited for."""
+        """Return True if the action waits for a message."""
         return self in (Op.RECV_F, Op.RECV_B)
 
     @property
     def gives_input_gradient(self) -> bool:
-        """Whether the stage before can go on after it."""
+        """Return True if the previous stage can run its backward after this action."""
         return self in (Op.BACKWARD, Op.INPUT)
 
 
@@ -50,9 +50,9 @@ COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.UPDATE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What tells a message from all others: activation (`FORWARD`) or gradient (`BACKWARD`), its stage and microbatch.
+    """The identity of a message: activation (`FORWARD`) or gradient (`BACKWARD`), its stage and microbatch.
 
-    `stage` is the stage that made it: an activation goes from `stage` to `stage + 1`, a gradient to `stage - 1`.
+    `stage` is the stage that produced it: an activation goes from `stage` to `stage + 1`, a gradient to `stage - 1`.
     """
 
     kind: Op
@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """One thing that a rank does for one microbatch in one of its stages; `peer` is the other rank of a message."""
+    """An operation of a rank for one microbatch in one of its stages; `peer` is the other rank of a message."""
 
     op: Op
     stage: int
@@ -75,7 +75,7 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """The message that is sent or received: equal on both sides."""
+        """Return the message that is sent or received; it is equal on both sides."""
         kind, shift = _MESSAGES[self.op]
         return Message(kind=kind, stage=self.stage + shift, microbatch=self.microbatch)
 
@@ -92,7 +92,7 @@ Actions = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What every rank does, `actions[rank]` in order, for `num_micro` microbatches through `num_stages` stages."""
+    """The actions of every rank: `actions[rank]` in order, for `num_micro` microbatches and `num_stages` stages."""
 
     name: str
     num_ranks: int
@@ -103,46 +103,46 @@ class Program:
 
     @property
     def loss_rank(self) -> int:
-        """Who holds the last stage, and so computes loss and metrics."""
+        """Return the rank that holds the last stage, and so computes loss and metrics."""
         return self.rank_of_stage[-1]
 
     @property
     def first_rank(self) -> int:
-        """Who holds the first stage, and so reads the batch's inputs."""
+        """Return the rank that holds the first stage, and so reads the batch's inputs."""
         return self.rank_of_stage[0]
 
     @cached_property
     def trains(self) -> bool:
-        """Whether it computes gradients; without, it is for evaluation and generation."""
+        """Return True if the program computes gradients; if not, it is for evaluation and generation."""
         return any(a.op.is_compute and a.op is not Op.FORWARD for row in self.actions for a in row)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether gradients of input and weights are computed apart."""
+        """Return True if the gradients of input and weights are computed separately."""
         return any(a.op in (Op.INPUT, Op.WEIGHT) for row in self.actions for a in row)
 
     @cached_property
     def updates(self) -> tuple[int, ...]:
-        """The microbatches after whose gradients stages take a step; none where all step together at the end."""
+        """Return the microbatches after whose gradients stages update; empty if all update together at the end."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op is Op.UPDATE}))
 
     @property
     def num_actions(self) -> int:
-        """Of all ranks, messages included."""
+        """Return the number of actions of all ranks, messages included."""
         return sum(len(row) for row in self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in the model's order."""
+        """Return the stages that a rank holds, in the model's order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def computes(self, rank: int) -> Actions:
-        """A rank's actions without the messages."""
+        """Return a rank's actions without the messages."""
         return tuple(action for action in self.actions[rank] if action.op.is_compute)
 
     def incoming(self, rank: int) -> dict[int, Actions]:
-        """Peer -> this rank's receives from it, in the order in which that peer *sends* them.
+        """Return, for each peer, this rank's receives from it in the order in which that peer *sends* them.
 
-        The order in which receives have to be posted where a transport matches messages by order and not by name.
+        A transport that matches messages by order, not by name, must post receives in this order.
         """
         own = {(a.peer, a.message): a for a in self.actions[rank] if a.op.is_receive}
         found: dict[int, list[Action]] = {}

@@ -1,4 +1,4 @@
-"""Is a program complete, in order, and free of deadlock? Every program is asked, a user's own as well."""
+"""Checks that a program, built in or a user's own, is complete, in order and free of deadlock."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from paceline.schedule.schedule_error import ScheduleError, ScheduleFault
 
 
 def check(program: Program) -> Program:
-    """The program itself, if it can be run.
+    """Return the program if it can be run.
 
     Raises:
-        ScheduleError: the first thing that is wrong, with the timeline and the place in it.
+        ScheduleError: the first fault, with its place and the timeline.
     """
     _check_frame(program)
     faults = [fault for rank in range(program.num_ranks) for fault in faults_of_rank(program, rank)]
@@ -27,7 +27,7 @@ def check(program: Program) -> Program:
 
 
 def _check_frame(program: Program) -> None:
-    """The numbers agree with each other."""
+    """Raise `LayoutError` if the numbers of ranks, stages, owners and lines contradict each other."""
     owner = program.rank_of_stage
     wrong = ""
     if program.num_micro < 1 or program.num_stages < 1:
@@ -46,7 +46,10 @@ def _check_frame(program: Program) -> None:
 
 
 def _deadlock(program: Program, followed: WalkResult) -> ScheduleFault:
-    """Ranks that wait for each other in a circle, each at a receive whose send comes later on the line of the next."""
+    """Return the fault of a deadlock: ranks that wait for each other in a circle.
+
+    Each waits at a receive whose send comes later in the line of the next rank.
+    """
     circle = list(_circle(program, followed))
     stands = {rank: program.actions[rank][followed.reached[rank]] for rank in circle}
     lines = []

@@ -1,4 +1,4 @@
-"""A program in virtual time."""
+"""Simulation of a program in virtual time."""
 
 from paceline.schedule.action_walk import Costs, walk_actions
 from paceline.schedule.program import Program
@@ -7,7 +7,7 @@ from paceline.schedule.timeline import Timeline
 
 
 def simulate(program: Program, *, costs: Costs | None = None) -> Timeline:
-    """When each rank does what, if computes and messages take `costs` (1 second for each of F, I and W; B both).
+    """Return the timeline of a program if computes and messages take `costs` (1 second for each of F, I and W; B both).
 
     Raises:
         ScheduleError: the program is incomplete or deadlocks.

@@ -1,4 +1,4 @@
-"""Timelines as a picture: one self-contained SVG, readable on light and dark grounds and without colours."""
+"""Timelines as one self-contained SVG, readable on light and dark backgrounds and without colours."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ _WORDS = {
 
 
 def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = "") -> str:
-    """The SVG of a timeline, and of a measured one under it on the same axis; `unit` is said behind the axis' numbers.
+    """Return the SVG of a timeline, and of a measured one below it on the same axis; `unit` labels the axis.
 
-    Each compute has its letter (F, B, I, W; with the stage where a rank has several) over its microbatch. At the right
-    stands how much of the time a rank was idle and how many stage activations it held at most.
+    Each compute shows its letter (F, B, I, W; with the stage if a rank has several) above its microbatch. At the right
+    are each rank's idle fraction and its peak number of stage activations.
     """
     panels = [timeline] if measured is None else [timeline, measured]
     scale = _Scale.of(panels)
@@ -42,7 +42,7 @@ def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = ""
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """Seconds to pixels, the same for all panels."""
+    """The scale from seconds to pixels, the same for all panels."""
 
     seconds: float
     per_second: float
@@ -57,11 +57,11 @@ class _Scale:
 
     @property
     def width(self) -> float:
-        """Of the picture."""
+        """Return the width of the picture."""
         return _HEAD + self.seconds * self.per_second + _TAIL
 
     def x(self, seconds: float) -> float:
-        """Where a time lies."""
+        """Return the x coordinate of a time."""
         return _HEAD + seconds * self.per_second
 
 
@@ -118,7 +118,7 @@ def _axis(scale: _Scale, unit: str) -> str:
 
 
 def _nice(step: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Return the next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** floor(log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
 
@@ -138,7 +138,7 @@ def _legend(ops: Sequence[Op], *, with_stage: bool) -> str:
 
 
 _DARK_TEXT, _WHITE = "#14181c", "#fff"
-_INKS = {  # the letters say the same
+_INKS = {  # the letters carry the same information
     Op.FORWARD: (("#0b62a4", _WHITE), ("#8cc4ea", _DARK_TEXT)),
     Op.BACKWARD: (("#b34d00", _WHITE), ("#f3b48c", _DARK_TEXT)),
     Op.INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),

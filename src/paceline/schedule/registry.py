@@ -1,4 +1,7 @@
-"""The schedules by name, with what each needs. To add one: its function in `schedules.py`, and a row here."""
+"""The table of schedules by name, with the properties of each.
+
+To add one, write its function in `schedules.py` and add a row here.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,16 +25,16 @@ from paceline.schedule.schedules import (
 
 
 def loop(*, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Who holds which stage: 0 1 2 3 0 1 2 3."""
+    """Return the rank of each stage: 0 1 2 3 0 1 2 3."""
     return tuple(range(ranks)) * virtual
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A way to order the work: `orders(ranks=, micro=, virtual=)` gives each rank's computes.
+    """A pipeline schedule: `orders(ranks=, micro=, virtual=)` returns each rank's computes.
 
-    `makespan` is its closed form; `virtual` is how many stages a rank holds if nothing is said, `any_virtual` whether
-    another number may be said; `placement(ranks=, virtual=)` says who holds which stage.
+    `makespan` is its closed form; `virtual` is the default number of stages per rank, and `any_virtual` allows other
+    numbers; `placement(ranks=, virtual=)` returns the rank of each stage.
     """
 
     name: str
@@ -130,10 +133,12 @@ _KNOWN = {_plain(name): row for row in SCHEDULES.values() for name in (row.name,
 
 
 def schedule_named(name: str) -> Schedule:
-    """Its row; torch's spellings (`Interleaved1F1B`, `ScheduleGPipe`), case, `-` and `_` are taken as they come.
+    """Return the schedule of this name, ignoring case, `-` and `_`.
+
+    It also accepts torch's spellings (`Interleaved1F1B`, `ScheduleGPipe`).
 
     Raises:
-        LayoutError: there is none of that name.
+        LayoutError: no schedule has that name.
     """
     if _plain(name) in _KNOWN:
         return _KNOWN[_plain(name)]
@@ -146,12 +151,12 @@ def schedule_named(name: str) -> Schedule:
 
 
 def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> Program:
-    """The program of schedule `name` on `ranks` ranks for `micro` microbatches, any number of either.
+    """Return the program of schedule `name` on `ranks` ranks for `micro` microbatches, any number of either.
 
-    `virtual` stages lie on each rank; without it as many as the schedule is made for.
+    Each rank holds `virtual` stages; the default is the schedule's own number.
 
     Raises:
-        LayoutError: no such schedule, or it can't have these numbers.
+        LayoutError: no such schedule, or it does not support these numbers.
     """
     schedule = schedule_named(name)
     each = schedule.virtual if virtual is None else virtual

@@ -1,4 +1,4 @@
-"""What is wrong with a program, said with the place."""
+"""Errors for faults in a program, with their place and a picture of the timeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from paceline.schedule.text_timeline import marked_panel
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFault:
-    """One thing that is wrong; `place` counts the rank's actions from 0, and is past them where the end is meant."""
+    """A fault in a program; `place` counts the rank's actions from 0, and is past them if the line's end is meant."""
 
     rank: int
     place: int
-    action: Action  # that is foreign, doubled, missing, too early, or waited in
+    action: Action  # the foreign, duplicate, missing, too early or waiting action
     what: str
     cause: str = ""
-    severity: int = 0  # what does not belong is said before what is missing, and that before what is too early
+    severity: int = 0  # order of report: 0 foreign or duplicate, 1 missing, 2 too early
     others: tuple[tuple[int, int], ...] = ()  # further (rank, place) to mark
 
 
 class ScheduleError(LayoutError):
-    """A pipeline program that can't be run: incomplete, out of order, or deadlocking."""
+    """The error for a pipeline program that cannot be run: incomplete, out of order, or deadlocking."""
 
     def __init__(self, program: Program, fault: ScheduleFault, *, more: int = 0) -> None:
         row = program.actions[fault.rank] if fault.rank < len(program.actions) else ()
@@ -45,7 +45,7 @@ class ScheduleError(LayoutError):
 
 
 def schedule_picture(program: Program, *, marks: Mapping[int, int]) -> str:
-    """The program one tick a compute, as far as it goes and then what was still to come, with the marked actions."""
+    """Draw the program with one tick per compute, as far as it runs, then the remaining actions, with marks."""
     followed = walk_actions(program, costs=Costs(backward=1.0, update=1.0))
     order: dict[int, list[tuple[int, Action]]] = {}
     places: dict[int, int] = {}
@@ -66,7 +66,7 @@ def _computes(actions: Sequence[Action]) -> int:
 
 
 def compute_of(row: Sequence[Action], *, place: int) -> int:
-    """Which of the row's computes stands for an action: itself, or what a message is for or from."""
+    """Return the index among the row's computes for an action: its own, or that of a message's compute."""
     if place >= len(row):
         return max(0, _computes(row) - 1)
     if not (action := row[place]).op.is_compute:

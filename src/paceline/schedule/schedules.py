@@ -1,7 +1,7 @@
-"""The schedules: each a function that gives every rank's *compute* order, and nothing else.
+"""The built-in schedules: functions that return every rank's *compute* order, and nothing else.
 
-To add one: a function here, a row in `registry.py`. Sends, checks, bubble, memory, picture and runtime come free.
-Stages lie on the ranks in a loop (stage s on rank s mod ranks), `virtual` of them on each.
+To add one, write a function here and add a row in `registry.py`. Sends, checks, bubble, memory, picture and runtime
+follow from it. Stages are placed on the ranks in a loop (stage s on rank s mod ranks), `virtual` of them on each.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ Order = list[Action]
 
 
 def naive(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """One microbatch at a time goes all the way and back: model parallelism without a pipeline."""
+    """Run one microbatch at a time through all forwards and backwards: model parallelism without a pipeline."""
     return [
         [
             Action(op=op, stage=stage, microbatch=m)
@@ -26,12 +26,12 @@ def naive(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def gpipe(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    """Run all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     return breadth_first(ranks=ranks, micro=micro, virtual=virtual)
 
 
 def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """All microbatches through a rank's first stage, then its second; back likewise (arXiv 2211.05953)."""
+    """Run all microbatches through a rank's first stage, then its second; backwards likewise (arXiv 2211.05953)."""
     orders = []
     for rank in range(ranks):
         forwards, backwards = _sequences(rank, groups=[micro], ranks=ranks, virtual=virtual)
@@ -40,14 +40,14 @@ def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def one_f_one_b(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """A backward as soon as there is one, so that few microbatches are held (PipeDream-Flush, arXiv 2006.09503)."""
+    """Run a backward as soon as one is ready, to hold few microbatches (PipeDream-Flush, arXiv 2006.09503)."""
     return interleaved(ranks=ranks, micro=micro, virtual=virtual)
 
 
 def interleaved(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """1F1B over several stages a rank, group of microbatches by group (Narayanan et al. 2021, arXiv 2104.04473).
+    """Run 1F1B over several stages per rank, one group of microbatches at a time (Narayanan et al., arXiv 2104.04473).
 
-    The paper wants groups of exactly `ranks` microbatches; here they may be a few more, so that any number goes.
+    The paper (2021) requires groups of exactly `ranks` microbatches; here they may be larger, so any number works.
     """
     groups = _groups(micro, ranks=ranks)
     orders = []
@@ -59,9 +59,10 @@ def interleaved(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def zero_bubble(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """(Interleaved) 1F1B whose weight gradients wait and fill the gaps: ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
+    """Run (interleaved) 1F1B with delayed weight gradients that fill the gaps: ZB-H1.
 
-    Rank r puts them off by r microbatches, so every rank holds as much as 1F1B's first rank, and none more.
+    Qi et al. 2023, arXiv 2401.10241. Rank r delays them by r microbatches, so no rank holds more than 1F1B's first
+    rank.
     """
     orders = interleaved(ranks=ranks, micro=micro, virtual=virtual)
     return [_split(order, put_off=rank) for rank, order in enumerate(orders)]
@@ -73,14 +74,14 @@ def _stages(rank: int, *, ranks: int, virtual: int, op: Op) -> list[int]:
 
 
 def _groups(micro: int, *, ranks: int) -> list[int]:
-    """Sizes of the groups, the larger ones first: 1F1B's order needs it, since a group waits for the one before."""
+    """Return the group sizes, larger ones first: 1F1B's order needs it, since a group waits for the one before."""
     rounds = max(1, micro // ranks)
     each, more = divmod(micro, rounds)
     return [each + (place < more) for place in range(rounds)]
 
 
 def _sequences(rank: int, *, groups: Sequence[int], ranks: int, virtual: int) -> tuple[Order, Order]:
-    """A rank's forwards and its backwards: a group of microbatches through all its stages, then the next group."""
+    """Return a rank's forwards and backwards: each group of microbatches passes all its stages before the next."""
     found: dict[Op, Order] = {Op.FORWARD: [], Op.BACKWARD: []}
     for op, order in found.items():
         start = 0
@@ -92,7 +93,7 @@ def _sequences(rank: int, *, groups: Sequence[int], ranks: int, virtual: int) ->
 
 
 def _in_turn(forwards: Order, backwards: Order, *, warm: int) -> Order:
-    """`warm` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Return `warm` forwards, then one forward and one backward in turn, then the remaining backwards."""
     order = forwards[:warm]
     for place, backward in enumerate(backwards):
         order += forwards[warm + place : warm + place + 1]
@@ -115,23 +116,23 @@ def _split(order: Order, *, put_off: int) -> Order:
 
 
 def vee(*, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Who holds which stage: 0 1 2 3 3 2 1 0."""
+    """Return the rank of each stage: 0 1 2 3 3 2 1 0."""
     assert virtual == 2
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def zbv(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Zero-bubble V, after the figure of Qi et al. 2024 (arXiv 2405.15362): a fixed pattern, no search.
+    """Run zero-bubble V, after the figure of Qi et al. 2024 (arXiv 2405.15362): a fixed pattern, no search.
 
-    No rank holds more than `2 * ranks` of its half-long stages' activations, each until its weight gradients are done:
-    as much as 1F1B's first rank. The paper lets go of part of an activation after I; that is not counted on here.
-    With F, I and W of equal length and `micro >= 2 * (ranks - 1)` nothing is idle but `ranks - 1` of them per rank.
+    No rank holds more than `2 * ranks` activations of its half-size stages, each until its weight gradients are done:
+    as much as 1F1B's first rank. The paper frees part of an activation after I; that is not counted on here. If F, I
+    and W take equal time and `micro >= 2 * (ranks - 1)`, each rank is idle for `ranks - 1` of them only.
     """
     return [_zbv_order(rank, ranks=ranks, micro=micro) for rank in range(ranks)]
 
 
 def _zbv_order(rank: int, *, ranks: int, micro: int) -> Order:
-    """`F0` is a forward on the way down, `W1` weight gradients on the way up; what is used up is left out."""
+    """Return one rank's order. `F0` is a forward on the way down, `W1` a weight gradient on the way up."""
     done: Counter[str] = Counter()
     order: Order = []
 

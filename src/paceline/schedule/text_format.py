@@ -1,13 +1,13 @@
-"""Schedules as text: a user's own, or any program written out to be read, changed and read again.
+"""The text format of schedules: a user's own, or any program written out to be read, edited and read again.
 
     # one line a rank; what follows # is for people
     name: mine
     rank 0: F0 F1 F2 B0 F3 B1 B2 B3
     rank 1: F0 B0 F1 B1 F2 B2 F3 B3
 
-`F1` is microbatch 1 in the rank's own stage; where a rank has several, `F2.1` is microbatch 1 in stage 2. F, B, I and W
-as in `Op`. A line that begins with a space goes on with the one before. Sends and receives are derived; a file that
-names any (`SF0.1>1`, `RB0.1<1`) has to name all.
+`F1` is microbatch 1 in the rank's own stage; if a rank has several, `F2.1` is microbatch 1 in stage 2. F, B, I and W
+are those of `Op`. A line that begins with a space continues the previous one. Sends and receives are derived; a file
+that names any (`SF0.1>1`, `RB0.1<1`) must name all.
 """
 
 import re
@@ -35,11 +35,11 @@ class _Word:
 
 
 def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
-    """The program that a text says, checked; `file` is what errors call it.
+    """Return the checked program of a text; `file` is its name in errors.
 
     Raises:
-        UsageError: a line that is not understood, with its number and column.
-        ScheduleError: understood, but incomplete, out of order, or deadlocking.
+        UsageError: a line cannot be parsed; the error has its number and column.
+        ScheduleError: the program is incomplete, out of order, or deadlocks.
     """
     rows: dict[int, list[_Word]] = {}
     found = name
@@ -67,7 +67,7 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
 
 
 def read(path: Path | str) -> Program:
-    """`parse` of a file; its name is the schedule's where it says none."""
+    """Read a file with `parse`; its stem is the schedule's name if the text gives none."""
     text = given_text(
         Path(path), what="a schedule", hint="rank 0: F0 F1 B0 B1, a line for each rank: docs/schedules.md"
     )
@@ -75,7 +75,7 @@ def read(path: Path | str) -> Program:
 
 
 def write(program: Program) -> str:
-    """The text that `parse` reads as this program; messages only where they are not those that would be derived."""
+    """Return the text that `parse` reads as this program; messages are written only if they differ from the derived."""
     orders = [program.computes(rank) for rank in range(program.num_ranks)]
     derived = lower(orders, name=program.name, rank_of_stage=program.rank_of_stage, num_micro=program.num_micro)
     rows: Sequence[Sequence[Action]] = orders if derived == program else program.actions
@@ -88,7 +88,7 @@ def write(program: Program) -> str:
 
 
 def _logical_lines(text: str, file: str) -> Iterator[tuple[int, str]]:
-    """Lines without comments, each with those that go on with it (after a newline, so that columns stay right)."""
+    """Yield lines without comments, joined with their continuation lines (by newlines, to keep columns right)."""
     start, held = 0, ""
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#")[0].rstrip()
@@ -154,7 +154,7 @@ def _action(word: _Word, *, rank: int, file: str) -> Action:
 
 
 def _owners(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int, ...]:
-    """Who holds which stage: whoever computes in it."""
+    """Return the rank of each stage, which is the rank that computes in it."""
     owner: dict[int, int] = {}
     for rank, row in enumerate(parsed):
         for word, action in row:
@@ -168,7 +168,7 @@ def _owners(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int
 
 
 def _gap(numbers: Iterable[int]) -> int | None:
-    """The first number that lacks below the highest."""
+    """Return the first missing number below the highest, or None."""
     have = set(numbers)
     return next((n for n in range(len(have)) if n not in have), None)
 

@@ -1,4 +1,4 @@
-"""Timelines as lines of text, for terminals and errors: one line a rank, one column a tick."""
+"""Timelines as lines of text, for terminals and errors: one line per rank, one column per tick."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from paceline.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A compute on the line of its rank, from tick `at`, `long` ticks; `is_marked` gets a line of ^ under it."""
+    """A compute on its rank's line, from tick `at` for `long` ticks; `is_marked` puts a line of ^ under it."""
 
     at: int
     label: str
@@ -18,17 +18,17 @@ class Cell:
 
 
 def action_label(action: Action, *, with_stage: bool) -> str:
-    """`F3`, or `F2.3` where the stage is not clear from the rank."""
+    """Return `F3`, or `F2.3` if the stage is not clear from the rank."""
     return f"{action.op}{action.stage}.{action.microbatch}" if with_stage else f"{action.op}{action.microbatch}"
 
 
 def names_stages(actions: Sequence[Sequence[Action]]) -> bool:
-    """Whether a rank computes in more than one stage, so that its labels need them."""
+    """Return True if a rank computes in more than one stage, so that labels must name the stage."""
     return any(len({a.stage for a in row if a.op.is_compute}) > 1 for row in actions)
 
 
 def in_text(timeline: Timeline, *, width: int = 120) -> str:
-    """The timeline in panels of `width` characters, under them the bubble fraction.
+    """Return the timeline as panels of `width` characters, followed by the bubble fraction.
 
     A tick is the shortest compute; a longer one is drawn with `-`, idle ticks with `.`.
     """
@@ -48,7 +48,7 @@ def in_text(timeline: Timeline, *, width: int = 120) -> str:
 
 
 def panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str:
-    """Ticks `first` to `last` of every rank."""
+    """Return ticks `first` to `last` of every rank as text."""
     wide = _cell_width(lines)
     found = []
     for rank, line in enumerate(lines):
@@ -62,7 +62,7 @@ def panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str:
 def marked_panel(
     program: Program, *, order: Mapping[int, Sequence[tuple[int, Action]]], marks: Mapping[int, int], width: int = 118
 ) -> str:
-    """The part of a timeline around its marks: `order[rank]` are (tick, compute), `marks[rank]` a place in it."""
+    """Return the timeline around its marks: `order[rank]` are (tick, compute), `marks[rank]` is a place in it."""
     with_stage = names_stages([[action for _, action in row] for row in order.values()])
     lines = [
         [

@@ -1,4 +1,4 @@
-"""What each rank did when: simulated or measured, in one form, so that both can be compared and drawn alike."""
+"""Timelines of what each rank did when, in one form for simulated and measured runs, to compare and draw both alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from paceline.schedule.program import Action, Op
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One action of a rank, in seconds; of a receive, how long the rank waited for it."""
+    """The start and stop of one action of a rank, in seconds; a receive lasts as long as the rank waited for it."""
 
     rank: int
     action: Action
@@ -18,7 +18,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Return the duration."""
         return self.stop - self.start
 
 
@@ -32,22 +32,22 @@ class Timeline:
 
     @cached_property
     def computes(self) -> tuple[Span, ...]:
-        """Without the messages."""
+        """Return the spans without the messages."""
         return tuple(span for span in self.spans if span.action.op.is_compute)
 
     @property
     def start(self) -> float:
-        """When the first rank began to compute."""
+        """Return the time at which the first rank began to compute."""
         return min((span.start for span in self.computes), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first compute's start to the last one's end."""
+        """Return the seconds from the first compute's start to the last one's end."""
         return max((span.stop for span in self.computes), default=0.0) - self.start
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
-        """What each rank spent computing."""
+        """Return the seconds that each rank spent computing."""
         busy = [0.0] * self.num_ranks
         for span in self.computes:
             busy[span.rank] += span.seconds
@@ -55,18 +55,18 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The part of the makespan in which each rank did not compute, 0 to 1."""
+        """Return the fraction of the makespan in which each rank did not compute, 0 to 1."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy_seconds)
 
     @property
     def bubble(self) -> float:
-        """The bubble fraction: the mean of `bubbles`."""
+        """Return the bubble fraction: the mean of `bubbles`."""
         return sum(self.bubbles) / self.num_ranks
 
     def peak_activations(self, *, of_stage: Sequence[float] | None = None) -> tuple[float, ...]:
-        """The most that each rank held at once: stage activations from their forward's start until B or W is done.
+        """Return each rank's peak of stage activations, held from their forward's start until B or W is done.
 
-        `of_stage` weighs them (bytes); without, each counts 1. Where nothing is trained, nothing is held.
+        `of_stage` gives their sizes (bytes); by default each counts 1. A program without training holds none.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
         if any(span.action.op is not Op.FORWARD for span in self.computes):
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def _highest(changes: list[tuple[float, float]]) -> float:
-    """The highest sum on the way; what ends when another begins is gone before."""
+    """Return the highest running sum; at equal times, ends are counted before starts."""
     level = highest = 0.0
     for _, change in sorted(changes):
         level += change

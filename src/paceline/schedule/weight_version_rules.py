@@ -1,13 +1,15 @@
-"""Pipelines that are never flushed: a stage takes a step after each batch, while later batches are on their way.
+"""Weight-version rules of pipelines that are never flushed.
 
-Then a microbatch's forward, and with it its backward, has to run on weights that are told by a *rule* and not by who
-was quicker. A rule counts updates, so that it holds whatever the ranks wait for: pausing a pipeline, saving, and going
-on changes no weight. `d = stages - 1 - stage` is how many microbatches of 1F1B are on their way past a stage.
+A stage updates after each batch, while later batches are in flight. So a *rule*, not timing, must determine the weights
+that a microbatch's forward and backward use. A rule counts updates, so it holds whatever the ranks wait for: pausing a
+pipeline, saving, and resuming change no weight. `d = stages - 1 - stage` is how many microbatches of 1F1B are in flight
+past a stage.
 
 - `NEWEST`: the weights that 1F1B's own order has there, after all whole batches of the first k - d microbatches:
   weight stashing (Narayanan et al., "PipeDream", SOSP 2019). Early stages are later than late ones.
-- `ENTRY`: those that the first stage has, in every stage: PipeDream with vertical sync.
-- `DOUBLE`: those of the batch before, in every stage; two versions do (Narayanan et al., "PipeDream-2BW", ICML 2021).
+- `ENTRY`: the weights that the first stage uses, in every stage: PipeDream with vertical sync.
+- `DOUBLE`: those of the batch before, in every stage; two versions suffice (Narayanan et al., "PipeDream-2BW", ICML
+  2021).
 """
 
 from bisect import bisect_right
@@ -20,7 +22,7 @@ from paceline.schedule.program import Action, Op, Program
 
 
 class Rule(StrEnum):
-    """Which weights a microbatch is computed on."""
+    """The rule that determines which weights a microbatch is computed on."""
 
     NEWEST = "newest"
     ENTRY = "entry"
@@ -32,21 +34,21 @@ _NAMES = {Rule.NEWEST: "pipedream", Rule.ENTRY: "pipedream,vertical", Rule.DOUBL
 
 @dataclass(frozen=True, kw_only=True)
 class VersionRule:
-    """The rule of a pipeline of so many stages, one on each rank."""
+    """A weight-version rule for a pipeline with this number of stages, one on each rank."""
 
     stages: int
     rule: Rule
 
     def depth(self, stage: int) -> int:
-        """Microbatches that a stage's 1F1B sends on before its first backward."""
+        """Return the number of microbatches that a stage forwards in 1F1B before its first backward."""
         return self.stages - 1 - stage
 
     def is_direct(self, stage: int) -> bool:
-        """Whether each microbatch is computed on the newest weights, and done before they change."""
+        """Return True if each microbatch uses the newest weights and finishes before they change."""
         return self.rule is Rule.NEWEST and not self.depth(stage)
 
     def version(self, *, stage: int, microbatch: int, stream: "Stream") -> int:
-        """How many updates the weights have that a microbatch is computed on in a stage."""
+        """Return the number of updates in the weights that a microbatch is computed on in a stage."""
         if self.rule is Rule.DOUBLE:
             return max(0, stream.batch_of(microbatch) - 1)
         depth = self.depth(stage if self.rule is Rule.NEWEST else 0)
@@ -55,9 +57,9 @@ class VersionRule:
 
 @dataclass(kw_only=True)
 class Stream:
-    """The batches of a run, end to end: where each ends, counted in one replica's microbatches.
+    """The batches of a run, end to end: the end of each batch, counted in one replica's microbatches.
 
-    `gone` batches at the beginning are no longer kept; `ends` are those after them.
+    The first `gone` batches are no longer kept; `ends` are those after them.
     """
 
     ends: list[int] = field(default_factory=list)
@@ -65,40 +67,40 @@ class Stream:
 
     @property
     def length(self) -> int:
-        """Microbatches until now."""
+        """Return the number of microbatches so far."""
         return self.ends[-1] if self.ends else 0
 
     @property
     def num_batches(self) -> int:
-        """Batches until now."""
+        """Return the number of batches so far."""
         return self.gone + len(self.ends)
 
     def add(self, size: int) -> None:
-        """A batch of so many microbatches comes next."""
+        """Append a batch of `size` microbatches."""
         self.ends.append(self.length + size)
 
     def whole_batches(self, microbatches: int) -> int:
-        """How many batches lie wholly within so many microbatches; 0 before the first."""
+        """Return the number of batches that lie completely within the first `microbatches`; 0 before the first."""
         return self.gone + bisect_right(self.ends, microbatches)
 
     def batch_of(self, microbatch: int) -> int:
-        """The batch that a microbatch belongs to."""
+        """Return the batch that a microbatch belongs to."""
         return self.gone + bisect_right(self.ends, microbatch)
 
     def is_end(self, microbatch: int) -> bool:
-        """Whether a batch ends with it."""
+        """Return True if a batch ends with this microbatch."""
         place = bisect_right(self.ends, microbatch)
         return place < len(self.ends) and self.ends[place] == microbatch + 1
 
     def forget(self, *, keep: int) -> None:
-        """Only the last `keep` batches are asked for from now on."""
+        """Drop all but the last `keep` batches; earlier ones are not asked for again."""
         more = max(0, len(self.ends) - keep)
         self.ends, self.gone = self.ends[more:], self.gone + more
 
 
 @dataclass(kw_only=True)
 class StageVersions:
-    """One stage's way along a stream: what it computes for each batch. `done` backwards lie behind it."""
+    """A stage's position in a stream, and its computes for each batch. `done` backwards are finished."""
 
     stash: VersionRule
     stage: int
@@ -107,10 +109,10 @@ class StageVersions:
     done: int = 0
 
     def batch(self) -> Iterator[Action]:
-        """For the batch that was added last: its forwards, each with the backward that it makes room for.
+        """Yield the computes for the last added batch: its forwards, each with the backward that it makes room for.
 
-        Where a rule asks for an update that 1F1B would come to later (a batch shorter than the pipeline), the
-        backwards that it takes come first.
+        If a rule needs an update that 1F1B would reach later (a batch shorter than the pipeline), the backwards for
+        that update come first.
         """
         depth = self.stash.depth(self.stage)
         while self.begun < self.stream.length:
@@ -122,13 +124,13 @@ class StageVersions:
                 yield from self._backward()
 
     def rest(self) -> Iterator[Action]:
-        """What is on its way, until nothing is."""
+        """Yield the backwards of all microbatches in flight."""
         while self.done < self.begun:
             yield from self._backward()
 
     @property
     def updates(self) -> int:
-        """Steps that the stage has taken."""
+        """Return the number of updates that the stage has made."""
         return self.stream.whole_batches(self.done)
 
     def _backward(self) -> Iterator[Action]:
@@ -143,7 +145,10 @@ class StageVersions:
 
 
 def continuous(stash: VersionRule, *, sizes: Sequence[int], drained: Sequence[int] = ()) -> Program:
-    """The program of batches of these sizes, in one replica's microbatches; it is emptied after those in `drained`."""
+    """Return the program of batches of these sizes, in one replica's microbatches.
+
+    The pipeline is drained after the batches in `drained`.
+    """
     orders = []
     for stage in range(stash.stages):
         course = StageVersions(stash=stash, stage=stage, stream=Stream())
@@ -159,10 +164,10 @@ def continuous(stash: VersionRule, *, sizes: Sequence[int], drained: Sequence[in
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVersionUse:
-    """What a program does with the weights of one stage.
+    """The weight versions that a program uses in one stage.
 
-    `versions[k]` is how many updates microbatch k's weights have; `staleness[k]` how many were taken on it between
-    there and its own batch's; `alive` how many versions have to be held at once, the newest among them.
+    `versions[k]` is the number of updates in microbatch k's weights; `staleness[k]` is the number of updates between
+    that version and its own batch's update; `alive` is the number of versions to hold at once, including the newest.
     """
 
     stage: int
@@ -172,7 +177,7 @@ class WeightVersionUse:
 
 
 def weight_versions_used(program: Program, stash: VersionRule) -> tuple[WeightVersionUse, ...]:
-    """By stage, from the program alone: each rank's line is walked, counting its updates.
+    """Return the weight versions that each stage uses, from the program alone, by counting updates in each rank's line.
 
     Raises:
         ValueError: a microbatch comes before the weights that its rule names.
@@ -200,7 +205,7 @@ def _seen(program: Program, stash: VersionRule, *, stage: int, stream: Stream) -
 
 
 def _most_alive(row: Sequence[Action], last_use: dict[int, int]) -> int:
-    """At each place the newest version, and those that some microbatch is still to use."""
+    """Return the largest number of versions held at once: the newest, and those that microbatches still need."""
     newest = most = 0
     for place, action in enumerate(row):
         newest += action.op is Op.UPDATE

@@ -1,1 +1,1 @@
-"""One training step: forward, backward, reduction, optimizer update."""
+"""The training step: forward, backward, reduction, optimizer update."""

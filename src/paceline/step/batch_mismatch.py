@@ -1,4 +1,4 @@
-"""A batch that the model's forward can't take, in words: what it holds, what the forward takes, the line to write."""
+"""An error message for a batch that the model's forward does not accept: what each holds, and the line to write."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _FORMS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 def misfit_of_batch(
     forward: Callable[..., Any], batch: Any, words: Sequence[Any], named: Mapping[str, Any]
 ) -> JobError | None:
-    """Return the error of a `forward` that does not take these arguments; None where it does."""
+    """Return the error for a `forward` that does not accept these arguments, or None if it does."""
     signature = inspect.signature(forward)
     try:
         signature.bind(*words, **named)
@@ -50,7 +50,7 @@ def _shape(batch: Any) -> str:
 
 
 def _chosen(signature: inspect.Signature, batch: Any) -> list[str]:
-    """Return as many parts of the batch as the forward needs, tensors first and what looks like a target last."""
+    """Return as many parts of the batch as the forward requires, tensors first and likely targets last."""
     needed = [p for p in signature.parameters.values() if p.kind in _FORMS and p.default is p.empty]
     if isinstance(batch, Mapping):
         parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))

@@ -1,4 +1,4 @@
-"""Forward and backward of this rank's microbatches, one after another."""
+"""Forward and backward passes over one rank's microbatches, one after another."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,27 +24,32 @@ See = Callable[[Any, Terms, Any], None]
 
 
 class ForwardBackward(Protocol):
-    """What runs the microbatches of a step, and of an evaluation."""
+    """The runner of a step's microbatches, and of an evaluation's."""
 
     tells: bool
-    """Whether this rank, of those that see the same samples, is the one to say what came of them."""
+    """True if this rank reports the results for all ranks that see the same samples."""
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
-        """Leave gradients with the reducer; returns the joint vector, sent, and whether its count is still to divide.
+        """Run forward and backward of all microbatches and leave the gradients with the reducer.
+
+        Returns the step's reduction vector, already sent, and whether gradients still have to be divided by its count.
 
         Raises:
-            JobError: the loss is none that can be had so.
+            JobError: this way of running the microbatches does not support the loss.
         """
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """One microbatch forward, without gradients; where this rank has the output, `see(output, terms, data)`."""
+        """Run one microbatch forward without gradients; a rank that has the output calls `see(output, terms, data)`."""
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """The model's output (its logits) for one tensor, without gradients, on every rank."""
+        """Return the model's output (its logits) for one tensor, computed without gradients, on every rank."""
 
 
 class MicrobatchForwardBackward:
-    """The joint vector travels under the last backward. `alone`: the loss is divided by this replica's counts."""
+    """A runner that overlaps the all-reduce of the step's totals with the last backward.
+
+    `alone`: the loss is divided by this replica's own counts.
+    """
 
     def __init__(self, parts: StepContext, *, alone: bool = False) -> None:
         self._parts = parts
@@ -54,7 +59,7 @@ class MicrobatchForwardBackward:
         self._stand = IdleReplica(parts)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
-        """Each microbatch forward and backward."""
+        """Run each microbatch forward and backward."""
         device = self._parts.world.device
         data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
         counts = self._counts([portion.data for portion in data])
@@ -80,11 +85,11 @@ class MicrobatchForwardBackward:
         return {name: torch.as_tensor(count) for name, count in own.items()}
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """Call it."""
+        """Return the logits of `model(tensor)`."""
         return output_logits(model(tensor))
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """Forward and terms."""
+        """Run the forward and compute the loss terms of one microbatch for an evaluation."""
         evaluate_microbatch(self._parts, batch, num_samples=num_samples, see=see)
 
     def _stand_in(
@@ -97,7 +102,7 @@ class MicrobatchForwardBackward:
         step: int,
         stop: bool,
     ) -> StepReduction:
-        """Take part in those rounds with weight zero; as on every rank, the joint vector is sent in the last one."""
+        """Run the missing rounds with weight zero. As on every rank, the reduction vector is sent in the last round."""
         if not missing:
             if joint is None:
                 joint = self._telling.joint(given, None, stop=stop)
@@ -118,7 +123,7 @@ class MicrobatchForwardBackward:
 
 
 class IdleReplica:
-    """What a replica without a sample runs where layers meet over all replicas."""
+    """A provider of stand-in microbatches for a replica without samples, if layers communicate across all replicas."""
 
     def __init__(self, parts: StepContext, *, always: bool = False) -> None:
         self._parts = parts
@@ -126,16 +131,16 @@ class IdleReplica:
         self._spare: LocalMicrobatch | None = None
 
     def missing(self, given: StepBatch) -> int:
-        """Rounds in which this replica has no sample and the others do."""
+        """Return the number of rounds in which this replica has no sample and others do."""
         if not self._meets:
             return 0
         return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
 
     def spare(self, given: StepBatch, data: Sequence[LocalMicrobatch]) -> LocalMicrobatch:
-        """One of its own microbatches, or one of another replica's.
+        """Return a stand-in microbatch: one of this replica's own, or one of another replica's.
 
         Raises:
-            JobError: a stream, whose samples can't be read twice.
+            JobError: the dataset is a stream, whose samples cannot be read twice.
         """
         if data:
             self._spare = data[0]
@@ -151,7 +156,7 @@ class IdleReplica:
 
 
 class BatchForwardBackward:
-    """One pass, with the loss of the whole batch on every replica that has a part of it."""
+    """A runner of one pass, which computes the loss of the whole batch on every replica that has a part of it."""
 
     def __init__(self, parts: StepContext) -> None:
         self._parts = parts
@@ -160,7 +165,7 @@ class BatchForwardBackward:
         self._telling = LossReporter(parts, tells=self.tells)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
-        """Outputs are gathered, then everybody has the same loss."""
+        """Run the forward, gather the outputs of all replicas, and compute the same loss everywhere."""
         parts = self._parts
         output, batch, terms = None, None, None
         for micro in given.micro:
@@ -172,27 +177,27 @@ class BatchForwardBackward:
             with forward_runs(), parts.autocast():
                 terms = parts.contract.terms(*whole, num_samples=given.num_samples)
         joint = self._telling.joint(given, terms, stop=stop)
-        if terms is not None and given.micro[0].index == 0:  # all have the same: it is told once
+        if terms is not None and given.micro[0].index == 0:  # all replicas have the same loss: one reports it
             self._telling.put(joint, 0, terms)
         self._telling.send(joint)
         if terms is not None:
             backward(parts, mean_terms(terms), last=True)
-        elif parts.reducer.meets:  # gradients that are sent on the way wait for this replica's
+        elif parts.reducer.meets:  # gradients reduced during backward wait for this replica
             parts.reducer.before_backward(last=True, counts=False)
             parts.reducer.after_backward()
         return joint, False
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """Call it."""
+        """Return the logits of `model(tensor)`."""
         return output_logits(model(tensor))
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """Forward and terms, of this microbatch alone."""
+        """Run the forward and compute the loss terms of this microbatch alone, for an evaluation."""
         evaluate_microbatch(self._parts, batch, num_samples=num_samples, see=see)
 
 
 def evaluate_microbatch(parts: StepContext, batch: Any, *, num_samples: int, see: See) -> None:
-    """One microbatch forward, as an evaluation does it."""
+    """Run one microbatch forward as in an evaluation, and pass output, terms and data to `see`."""
     portion = parts.portion(batch)
     with forward_runs(), parts.autocast():
         with portion.inside():
@@ -201,7 +206,7 @@ def evaluate_microbatch(parts: StepContext, batch: Any, *, num_samples: int, see
 
 
 def forward(parts: StepContext, portion: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
-    """One microbatch's terms; it draws from its own stream. Without samples it leaves no trace."""
+    """Return one microbatch's loss terms, with its own random stream. Without samples, statistics are not updated."""
     parts.tape.at(index, counts=num_samples > 0)
     enter = partial(parts.streams.enter, step=step, microbatch=index)
     with forward_runs(), parts.turns.forward(enter), parts.autocast(), parts.tape.watching():
@@ -222,7 +227,7 @@ def _output(parts: StepContext, batch: Any, *, step: int, index: int) -> Any:
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
-    """What backward runs on: the sum, or where the counts of the whole batch are known the quotients."""
+    """Return the loss that backward runs on: the sum, or the sum of quotients if the global counts are known."""
     if counts is None:
         (total, _), *_ = terms.values()
         return total
@@ -237,16 +242,16 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
 
 
 def _not_zero(count: Tensor) -> Tensor:
-    """Of no target the sum is zero too; where it is an error that the whole batch has none, its loss says so."""
+    """Replace a count of zero by one: the sum is zero as well. If an empty batch is an error, the loss reports it."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
 def backward(
     parts: StepContext, loss: Tensor, *, last: bool, counts: bool = True, portion: LocalMicrobatch | None = None
 ) -> None:
-    """Run one microbatch's, of this `portion`; `last` of this replica's in the step.
+    """Run the backward of one microbatch's `portion`; `last` marks this replica's last one in the step.
 
-    One that does not count waits with the others.
+    A microbatch with `counts=False` adds nothing, but takes part in communication.
     """
     if not loss.requires_grad:
         raise no_gradient()
@@ -257,7 +262,7 @@ def backward(
 
 
 def no_gradient() -> JobError:
-    """What to say of a loss that nothing trainable flows into."""
+    """Return the error for a loss that does not depend on any trainable parameter."""
     return JobError(
         "the loss does not depend on any trainable parameter.",
         cause="a detach(), .item() or torch.no_grad() inside the loss, or a frozen model",
@@ -266,5 +271,5 @@ def no_gradient() -> JobError:
 
 
 def passes_of(parts: StepContext) -> ForwardBackward:
-    """How this job's microbatches run on every rank alike."""
+    """Return the forward-backward runner of this job, the same on every rank."""
     return BatchForwardBackward(parts) if parts.contract.over_batch else MicrobatchForwardBackward(parts)

@@ -1,4 +1,4 @@
-"""Parameters that were frozen when the run was built: no optimizer holds them, so they must stay so."""
+"""A check that parameters frozen when the run was built stay frozen, because no optimizer holds them."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from paceline.errors import JobError
 
 
 class FrozenParameters:
-    """The frozen parameters of a model that is not placed yet. Freezing others later is right, thawing these is not."""
+    """The frozen parameters of a model before it is placed. Freezing others later is allowed, thawing these is not."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
@@ -17,10 +17,10 @@ class FrozenParameters:
         ]
 
     def refuse_thawed(self) -> None:
-        """Refuse to go on where one of them is to be trained.
+        """Raise if one of these parameters is trainable now.
 
         Raises:
-            JobError: with its name.
+            JobError: a parameter was thawed; the error names it.
         """
         for name, owner, leaf in self._held:
             parameter = owner.get(leaf)

@@ -1,4 +1,4 @@
-"""Forward-only: continue token ids, the same on every rank."""
+"""Forward-only text generation: continue token ids, the same on every rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ def generate(
     """Append `num_tokens` ids to `prompt` `[batch, length]`.
 
     The model maps ids to logits `[batch, length, vocabulary]`, or to an output with `.logits`. `context` is the
-    most ids it can look back on. Temperature 0 takes the likeliest. `forward` stands for a call of the model, where
-    its stages lie on several ranks.
+    longest input in ids. Temperature 0 takes the likeliest id. `forward` replaces the call of the model if its stages
+    are on several ranks.
     """
     forward = forward or model
     was_training = model.training
@@ -42,7 +42,7 @@ def generate(
 
 
 def output_logits(output: Any) -> Tensor:
-    """An output's `.logits`, or the output itself."""
+    """Return an output's `.logits`, or the output itself if it has none."""
     found: Tensor = getattr(output, "logits", output)
     return found
 

@@ -1,4 +1,4 @@
-"""What a step is given: this replica's microbatches of one global batch."""
+"""The input of a step: this replica's microbatches of one global batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Micro(Protocol):
-    """One microbatch of this replica; `index` is its place in the whole global batch."""
+    """A microbatch of this replica; `index` is its position in the whole global batch."""
 
     @property
     def index(self) -> int: ...
@@ -33,7 +33,7 @@ class StepBatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaShare:
-    """One replica's part of what a process was given for all of its replicas."""
+    """A replica's part of the batch that a process received for all of its replicas."""
 
     micro: Sequence[Micro] = field(repr=False)
     num_micro: int
@@ -43,7 +43,7 @@ class ReplicaShare:
 
 
 def split_over_replicas(given: StepBatch, *, replica: int, replicas: int) -> ReplicaShare:
-    """Round robin, as processes are dealt theirs."""
+    """Return the microbatches of one replica, dealt round robin as they are to processes."""
     return ReplicaShare(
         micro=[micro for micro in given.micro if micro.index % replicas == replica],
         num_micro=given.num_micro,

@@ -1,4 +1,4 @@
-"""From gradients to weights: unscale, measure, clip, step, schedule, average."""
+"""The optimizer update: unscale gradients, measure the norm, clip, step, advance schedules, update the EMA."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from paceline.step.result import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
 Norm = Callable[[], Tensor]
-# Bytes of an element: in half precision a norm has three digits, and pieces would be clipped by another one.
+# Bytes per element. In half precision a norm has three digits, and shards would be clipped by different norms.
 _EXACT_ENOUGH = 4
 
 
@@ -25,9 +25,9 @@ def _nothing() -> None:
 
 
 class Ema:
-    """An exponential moving average of the weights (Polyak and Juditsky, 1992), of what this rank holds of them.
+    """An exponential moving average (Polyak and Juditsky, 1992) of the weights that this rank holds.
 
-    `settle` is called where the weights have changed places with it.
+    `settle` is called after the weights have been swapped with the average.
     """
 
     def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = _nothing) -> None:
@@ -38,11 +38,11 @@ class Ema:
         self._settle = settle
 
     def update(self) -> None:
-        """Move a little towards the weights."""
+        """Move the average towards the weights by `1 - decay`."""
         lerp_all(self.averages, self.live, 1.0 - self.decay)
 
     def swap(self) -> None:
-        """Exchange average and weights; a second call undoes the first."""
+        """Exchange the average and the weights; a second call undoes the first."""
         with torch.no_grad():
             for average, live in zip(self.averages, self.live, strict=True):
                 kept = live.detach().clone()
@@ -52,7 +52,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The average in the weights' place, which come back bit for bit."""
+        """Swap the average into the model for the duration of the context; the weights are restored bit for bit."""
         self.swap()
         try:
             yield
@@ -65,7 +65,7 @@ Broken = tuple[tuple[int, str], ...]
 
 
 class OptimizerUpdate:
-    """The optimizer's side of a step."""
+    """The optimizers, schedules, loss scaler and EMA of a step, with gradient clipping and the finite check."""
 
     def __init__(
         self,
@@ -95,20 +95,20 @@ class OptimizerUpdate:
         self._joint_norm = norm
         self._spread = spread
         self._on_update = on_update
-        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
+        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has advanced since
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that this rank updates."""
+        """The parameters that this rank updates."""
         return [member.parameter for member in self.named]
 
     @property
     def skips(self) -> bool:
-        """Whether a step that is not finite is left out: then it must be known before it is taken."""
+        """True if a step that is not finite is skipped; its loss must then be known before the update."""
         return self._check and self._skip
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss that backward runs on: under fp16, times the loss scale."""
+        """Return the loss that backward runs on: under fp16, multiplied by the loss scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def commit(
@@ -120,13 +120,13 @@ class OptimizerUpdate:
         broken: Broken = (),
         follow: bool = True,
     ) -> tuple[Tensor | None, bool]:
-        """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
+        """Update the weights. Return the gradient norm, if it was measured, and whether the update was made.
 
-        `loss` is None where it is not known yet; then the finite check is the caller's, a step later. Where `follow` is
-        False, so are the schedules.
+        If `loss` is None, it is not known yet, and the caller runs the finite check one step later. If `follow` is
+        False, the caller advances the schedules.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite, and the run stops for that.
+            NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
         """
         self._unscale()
         gradients = [gradient_values(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
@@ -144,15 +144,15 @@ class OptimizerUpdate:
         return norm, True
 
     def follow(self) -> None:
-        """Move the schedules on by a step, taken or not."""
+        """Advance the schedules by one step, whether or not the update was made."""
         for schedule in self.schedules:
             move_on(schedule)
 
     def refuse_empty(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
-        """A share without a target makes no update; a whole batch without one is an error.
+        """Raise if a whole batch has no target. A share without a target makes no update, which is no error.
 
         Raises:
-            NonFiniteError: the count of a term is zero, and such steps are not to be skipped.
+            NonFiniteError: the count of a term is zero, and such steps are not skipped.
         """
         if 0 in counts.values() and not self.skips and self.on_empty == "stop":
             raise self.refusal(step=step, loss=loss, counts=counts)
@@ -160,7 +160,7 @@ class OptimizerUpdate:
     def refusal(
         self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, broken: Broken = ()
     ) -> NonFiniteError:
-        """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
+        """Return the error that names the terms whose count is zero, or the first non-finite gradients."""
         error = self._refusal(step, loss, counts or {})
         error.step, error.broken = step, broken
         return error
@@ -198,7 +198,7 @@ class OptimizerUpdate:
             nn.utils.clip_grads_with_norm_(parameters, most, norm)
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Of finite gradients it may be too large for their own type; on a GPU nobody looks, since that would wait."""
+        """Return the gradient norm; on a CPU an overflow is recomputed in float64, on a GPU that check would wait."""
         if self._max_grad_norm is None and not self._check:
             return None
         if self._joint_norm is not None:
@@ -242,10 +242,10 @@ class OptimizerUpdate:
 
 
 def move_on(schedule: Any) -> None:
-    """Move a schedule on by a step.
+    """Advance a schedule by one step.
 
     Raises:
-        JobError: it has no more steps.
+        JobError: the schedule has no more steps.
     """
     try:
         schedule.step()
@@ -254,7 +254,7 @@ def move_on(schedule: Any) -> None:
 
 
 def schedule_error(schedule: Any, *, cause: str) -> JobError:
-    """Return what to say of a schedule that ends before the run does."""
+    """Return the error for a schedule that ends before the run does."""
     return JobError(
         f"lr_schedule= gave {type(schedule).__name__}, which ends before the run does.",
         cause=cause,
@@ -263,17 +263,17 @@ def schedule_error(schedule: Any, *, cause: str) -> JobError:
 
 
 class DeferredFiniteCheck:
-    """On a GPU the finite check reads the step before, whose numbers have long arrived."""
+    """A finite check for GPUs that reads the previous step's result, which has already arrived on the host."""
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
         self._last: StepResult | None = None
 
     def check(self, result: StepResult | None) -> None:
-        """Check the step before `result`; None where there is no time for another, since its weights are saved now.
+        """Check the step before `result`; pass None to check the last step at once, before its weights are saved.
 
         Raises:
-            NonFiniteError: its loss or gradient was not finite.
+            NonFiniteError: the loss or a gradient of that step was not finite.
         """
         last, self._last = self._last, result
         if last is not None and not last.finite:
@@ -282,12 +282,12 @@ class DeferredFiniteCheck:
 
 
 def gradient_values(gradient: Tensor) -> Tensor:
-    """Of a sparse one those that it has; it must be coalesced, as the server's are."""
+    """Return the values of a gradient; a sparse one must be coalesced, as the server's are."""
     return gradient.values() if gradient.is_sparse else gradient
 
 
 def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
-    """In float64, of the gradients divided by the largest magnitude; `otherwise` where that is not finite."""
+    """Return the norm in float64 of gradients divided by their largest magnitude; `otherwise` if that is infinite."""
     largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
     if not math.isfinite(largest.item()):
         return otherwise
@@ -297,7 +297,7 @@ def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
 
 
 def named_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[list[list[str]]]:
-    """For each optimizer, for each group, the FQNs it holds; `names` maps `id(parameter)` to FQN."""
+    """Return the FQNs in each parameter group of each optimizer; `names` maps `id(parameter)` to FQN."""
     return [
         [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers

@@ -1,4 +1,4 @@
-"""What a step is made of."""
+"""The components that one replica needs to run a step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +28,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicrobatch:
-    """A rank's part of a microbatch; the model runs on it `inside`, and its backward runs in `again`."""
+    """A rank's part of a microbatch. The forward runs within `inside()`, the backward within `again()`."""
 
     data: Any
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -37,7 +37,7 @@ class LocalMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """One replica's. `take_back` is called where a step whose gradients were added up is not taken."""
+    """Everything one replica needs to run a step. `take_back()` undoes reducer state when a reduced step is skipped."""
 
     model: nn.Module
     worlds: MeshGroups
@@ -55,7 +55,7 @@ class StepContext:
     take_back: Callable[[], None] = do_nothing
 
     def portion(self, batch: Any) -> LocalMicrobatch:
-        """What this rank has of a microbatch that is on its device: all, or its slice of the sequence."""
+        """Return this rank's part of a microbatch that is on its device: all of it, or its slice of the sequence."""
         if self.context is None:
             return LocalMicrobatch(data=batch)
         part = self.context.cut(batch)
@@ -65,17 +65,17 @@ class StepContext:
 
     @property
     def world(self) -> World:
-        """Everybody."""
+        """The world of all ranks."""
         return self.worlds.every
 
     @property
     def meets(self) -> bool:
-        """Whether a forward or backward waits for the other replicas': then all run equally many."""
+        """True if a forward or backward waits for other replicas; all must then run equally many microbatches."""
         return self.rounds is not None or self.reducer.meets
 
     @contextmanager
     def weightless(self) -> Iterator[None]:
-        """For a microbatch that counts nothing: it leaves no trace in running statistics or other buffers."""
+        """Run a microbatch with weight zero: running statistics and other buffers stay unchanged."""
         if self.rounds is not None:
             self.rounds.weight = 0.0
         kept = [] if self.rounds is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -88,8 +88,11 @@ class StepContext:
                 self.rounds.weight = 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The precision that forward and loss run in. The cache would hold a copy of every weight to the forward's end,
-        also of those that are sharded or run again, and would save nothing but the second cast of a tied one."""
+        """Return the autocast context that the forward and the loss run in.
+
+        The autocast cache is off. It would keep a copy of every weight until the forward ends, also of weights that are
+        sharded or recomputed, and would save only the second cast of a tied weight.
+        """
         dtype = _AUTOCAST.get(self.precision)
         if dtype is None:
             return nullcontext()

@@ -1,4 +1,4 @@
-"""What one step gave, read lazily: a step never waits for the device unless somebody looks."""
+"""The result of one step, read lazily: a step waits for the device only when a value is read."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from paceline.step.step_reduction import StepReduction, StepTotals
 
 
 class AsyncScalars:
-    """Numbers copied off the device in the background; `values` waits only for that copy."""
+    """Scalars that are copied from the device asynchronously; `values` waits only for that copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -24,7 +24,7 @@ class AsyncScalars:
             self._host = tensor.detach()
 
     def values(self) -> list[float]:
-        """The numbers, as a flat list."""
+        """Return the scalars as a flat list."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -34,7 +34,7 @@ class AsyncScalars:
 
 @dataclass(kw_only=True)
 class StepResult:
-    """One optimizer step. `loss`, `terms` and `grad_norm` are global: the same on every rank."""
+    """The result of one optimizer step. `loss`, `terms` and `grad_norm` are global: the same on every rank."""
 
     step: int
     samples: int
@@ -47,30 +47,30 @@ class StepResult:
 
     @cached_property
     def agreed(self) -> StepTotals:
-        """What the ranks agreed on."""
+        """The values that the ranks have reduced."""
         return self.joint.agreed()
 
     @property
     def loss(self) -> float:
-        """The sum of the terms' quotients over the global batch."""
+        """The sum of each term's quotient over the global batch."""
         return self.agreed.loss
 
     @property
     def terms(self) -> dict[str, float]:
-        """Each term's quotient."""
+        """Each term's sum divided by its count."""
         return self.agreed.terms
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """The norm of the global gradient before clipping, or None where nothing asked for it."""
+        """The norm of the global gradient before clipping, or None if it was not measured."""
         return None if self.norm is None else self.norm.values()[0]
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient were finite."""
+        """True if the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
 
     @property
     def committed(self) -> bool:
-        """Whether the weights took the step."""
+        """True if the weights were updated by this step."""
         return not self.skipped

@@ -1,4 +1,4 @@
-"""What all ranks agree on in a step: one small vector, reduced once, while backward runs."""
+"""The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from paceline.step.loss.loss_return_value import Terms, refuse_count
 STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
 _NUM_FLAGS = 4
 _FINGERPRINT_RANGE = 1 << 24
-_COUNTS = 1e-5  # counts that are sums of fp32 weights, in another order
+_COUNTS = 1e-5  # tolerance for counts that sum fp32 weights in another order
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """The joint values of one step, on every rank alike."""
+    """The reduced values of one step, the same on every rank."""
 
     loss: float
     terms: dict[str, float]
@@ -33,7 +33,7 @@ class StepTotals:
     """The microbatches and terms whose sum is not finite."""
 
     def check_counts(self) -> None:
-        """A wrong count is a wrong gradient: it is what the sum of the loss was divided by.
+        """Check the counts that the loss was divided by: a wrong count means a wrong gradient.
 
         Raises:
             JobError: `count=` and the loss count different things.
@@ -49,9 +49,9 @@ class StepTotals:
 
 
 class StepReduction:
-    """The vector of one step: flags, then `(sum, count)` of each term of each microbatch in its own slot.
+    """The reduction vector of one step: flags, then a slot with `(sum, count)` for each term of each microbatch.
 
-    Slots are filled by one rank each, so that the sum over ranks adds zeros and no grouping changes a bit.
+    Each slot is filled by exactly one rank, so the sum over ranks adds only zeros and its order changes no bit.
     """
 
     def __init__(self, *, world: World, names: Sequence[str], num_micro: int, on_empty: str = "stop") -> None:
@@ -68,26 +68,29 @@ class StepReduction:
         self._expected: Mapping[str, Tensor] = {}
 
     def expect(self, counts: Mapping[str, Tensor]) -> None:
-        """Give the global counts that are divided by, where they were known before; the terms should bring the same."""
+        """Store the global counts that the loss is divided by, if known in advance; the terms must give the same."""
         self._expected = counts
 
     def flag(self, number: int, value: float = 1.0) -> None:
-        """Raise a flag, or give the batch's fingerprint."""
+        """Set a flag, or store the batch's fingerprint."""
         self._flags[number] = value % _FINGERPRINT_RANGE
 
     def put(self, microbatch: int, terms: Terms) -> None:
-        """Give the terms of one microbatch."""
+        """Store the terms of one microbatch."""
         if tuple(terms) != self.names:
             self._flags[MISMATCH] = 1.0
         self._slots[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
 
     def start(self) -> None:
-        """Send; ranks without a microbatch send too."""
+        """Start the all-reduce; ranks without a microbatch call this too."""
         self._vector = self._packed()
         self._wait = self._world.start_all_reduce(self._vector)
 
     def across(self, bundle: MessageBatcher) -> "StepReduction":
-        """The same of all sites. What it counts was divided by each site's own, which has been looked at there."""
+        """Return this reduction summed over all sites of local SGD.
+
+        Expected counts are not carried over: each site divides by its own, and has checked them already.
+        """
         wide = StepReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
         wide._flags, wide._ranks = self._flags, self._ranks * bundle.peers.world_size
         wide._vector = self._arrived().clone()
@@ -95,11 +98,11 @@ class StepReduction:
         return wide
 
     def own_count(self) -> float:
-        """Of all terms, of what this rank has put in."""
+        """Return the total count over all terms that this rank has put in."""
         return math.fsum(float(count) for terms in self._slots.values() for _, count in terms.values())
 
     def own_loss(self) -> float:
-        """Of what this rank has put in, each term by its own count."""
+        """Return the loss of the terms that this rank has put in, each divided by its own count."""
         sums = {name: [0.0, 0.0] for name in self.names}
         for terms in self._slots.values():
             for name, (total, count) in terms.items():
@@ -107,9 +110,9 @@ class StepReduction:
         return sum(_quotient(total, count) for total, count in sums.values() if total or count)
 
     def divisor(self) -> float | Tensor:
-        """The global count of the only term; zero gives NaN gradients, which the finite check names.
+        """Return the global count of the only term; zero gives NaN gradients, which the finite check reports.
 
-        Where a term without targets gives nothing, its sums are zero, and one divides them.
+        If `on_empty` is "zero", a zero count is replaced by one: the term's sums are zero as well.
         """
         vector = self._arrived()
         counts = vector[_NUM_FLAGS + 1 :: 2]
@@ -120,7 +123,7 @@ class StepReduction:
         return torch.where(found == 0, torch.ones_like(found), found) if self._on_empty == "zero" else found
 
     def agreed(self) -> StepTotals:
-        """Read the joint values; on a GPU this waits for the device."""
+        """Return the reduced values; on a GPU this waits for the device."""
         if self._agreed is None:
             self._agreed = self._read(self._arrived().tolist())
         return self._agreed
@@ -189,7 +192,7 @@ class StepReduction:
 
 
 def joint_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:
-    """The counts of all ranks, before the first forward."""
+    """Return the counts summed over all ranks, before the first forward."""
     values = [torch.as_tensor(local.get(name, 0.0), dtype=torch.float64, device=world.device) for name in names]
     vector = world.all_reduce(torch.stack(values))
     return dict(zip(names, vector.unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""The synchronous step: every replica runs its microbatches, gradients are added, all take the same step."""
+"""The synchronous training step: replicas run their microbatches, all-reduce gradients and make the same update."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ MOST_ATTEMPTS = 4
 
 
 class SynchronousStep:
-    """One program on every rank. `run` is a transaction: it commits on all ranks or on none.
+    """A synchronous training step, the same program on every rank. `run` commits on all ranks or on none.
 
-    What a step gave may be looked at `lag` steps later without waiting, here at once.
+    A step's results can be read without waiting `lag` steps later; here `lag` is 0, so they can be read at once.
     """
 
     lag = 0
@@ -35,11 +35,11 @@ class SynchronousStep:
         self._seen_writes = parts.world.world_size == 1 and not parts.exact
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
+        """Run forward, backward, gradient reduction, clipping and update. `stop` is this rank's request to stop after.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite, and the run stops for that.
-            DesyncError: the ranks disagree on the terms of the loss or on the data.
+            NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
+            DesyncError: the ranks disagree on the loss terms or on the data.
         """
         if not self.parts.model.training:
             self.parts.model.train()
@@ -49,7 +49,7 @@ class SynchronousStep:
         return result
 
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """The update; where nothing is known of its loss yet, the step before is looked at."""
+        """Update the weights; if `loss` is None (not read yet), run the finite check on the step before."""
         began = time.perf_counter()
         broken = () if loss is None else result.agreed.broken
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts, broken=broken)
@@ -64,30 +64,30 @@ class SynchronousStep:
             self.late.check(result)
 
     def settle(self) -> None:
-        """Leave no step half done; every rank calls this."""
+        """Complete every step that is still in flight; every rank calls this."""
 
     def flush_reports(self) -> None:
-        """Have nothing held back of what came of the last step: a rank alone may be about to read it."""
+        """Send every result that is still held back, because one rank alone may be about to read it."""
 
     @property
     def sent_bytes(self) -> float | None:
-        """What this rank has sent to others; None where torch gathers units by itself."""
+        """The bytes that this rank has sent to others; None under ZeRO-3, where torch gathers units by itself."""
         worlds = self.parts.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.every.traffic.sent_bytes
 
     def lateness(self) -> Sequence[Mapping[str, Any]] | None:
-        """How late gradients were (`events.Staleness`), of each that this process speaks for.
+        """Return the gradient staleness (`events.Staleness`) of each worker that this process reports for.
 
-        None where none can be, on all ranks alike.
+        The result is None, on all ranks alike, if gradients cannot be stale.
         """
         return None
 
     def new_notes(self) -> list[str]:
-        """What is to be told of others than ranks of this world, and was not yet."""
+        """Return the notes about processes outside this world that have not been reported yet."""
         return []
 
     def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Leave the global gradient in every `.grad`, and update nothing but running statistics."""
+        """Leave the global gradient in every `.grad`; apart from gradients, only running statistics are updated."""
         started = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
             self.parts.tape.begin(num_micro=given.num_micro)
@@ -122,17 +122,17 @@ class SynchronousStep:
         )
 
     def _told(self) -> str:
-        """How far this rank is, where units are gathered."""
+        """Return how far this rank has come through the gathered units; empty if the reducer gathers no units."""
         order = getattr(self.parts.reducer, "order", None)
         return "" if order is None else str(order.told())
 
     def close(self) -> None:
-        """Remove what was hooked into the model."""
+        """Remove the hooks that the step installed in the model."""
         self.parts.reducer.close()
         self.parts.tape.close()
 
     def _versions(self) -> list[int]:
-        """In the first step of several replicas: what shows that a forward has written to a parameter."""
+        """Return the parameters' version counters in the first step of several replicas, to detect forward writes."""
         return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.parts.model.parameters()]
 
     def _refuse_writes(self, before: list[int]) -> None:
@@ -144,18 +144,18 @@ class SynchronousStep:
             raise writes_to(name, trains=parameter.requires_grad)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The precision that forward and loss run in."""
+        """Return the autocast context that the forward and the loss run in."""
         return self.parts.autocast()
 
     def _settle_buffers(self, joint: StepReduction) -> None:
-        """Read from the joint vector where that costs nothing; on a GPU, follow this rank's own."""
+        """Settle buffers: on a CPU by the reduced flag, on a GPU by this rank's own flag, since reading would wait."""
         buffers = self.parts.buffers
         on_host = self.parts.world.device.type == "cpu"
         buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
 
 
 def writes_to(name: str, *, trains: bool = True) -> JobError:
-    """What to say of a forward that changes a parameter; one that does not train is likely a teacher."""
+    """Return the error for a forward that writes to a parameter; an untrained one is likely a momentum teacher."""
     if not trains:
         return JobError(
             f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "

@@ -1,1 +1,1 @@
-"""The only code that touches private torch APIs, and the dispatch modes and random streams built on them."""
+"""The only code that uses private torch APIs, and the dispatch modes and random streams built on them."""

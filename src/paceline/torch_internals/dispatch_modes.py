@@ -1,8 +1,8 @@
-"""What sees every operation of a thread, and how to stay out of its sight: torch's dispatch modes, used in one place.
+"""Dispatch modes that observe every operation of a thread, and ways to hide from them; the only use of torch's modes.
 
-Tried on torch 2.11 to 2.13: `TorchDispatchMode` and setting such modes aside; the group that a collective names; the
-resizing of storages, by which `fully_shard` lets gathered weights go; the group in which nothing arrives; collectives
-that are handed back as an operation's result.
+Tested on torch 2.11 to 2.13: `TorchDispatchMode` and disabling such modes; the group that a collective names; the
+resizing of storages, by which `fully_shard` frees gathered weights; the fake process group; collectives
+that are returned as an operation's result.
 """
 
 import sys
@@ -37,30 +37,30 @@ __all__ = [
 
 
 DispatchMode = TorchDispatchMode
-"""What sees each operation that runs in its thread, gradients' included."""
+"""A mode that sees each operation that runs in its thread, including those of backward."""
 
 
 @contextmanager
 def hide_from_modes() -> Iterator[None]:
-    """Hide operations of our own from dispatch modes, such as the one that pairs a forward with its second run."""
+    """Hide our own operations from dispatch modes, such as the mode that pairs a forward with its recomputation."""
     with _disable_current_modes():
         yield
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a dispatch mode sees the operations of this thread; those of other threads it does not see."""
+    """Return whether a dispatch mode is active in this thread; it does not see the operations of other threads."""
     return bool(_get_current_dispatch_mode_stack())
 
 
 def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation that is written in Python does on a CPU, where a mode can see each of its own operations."""
+    """Run the CPU kernel of an operation that is written in Python; a mode can see each operation inside it."""
     return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
 class PendingCollective(dist.Work):
-    """A collective that is on its way until it is waited for, then `arrived` is called; an operation may return it.
+    """A collective that is in flight until `wait`, which then calls `arrived`; an operation may return it.
 
-    It `keeps` until then what it was given, as gloo does.
+    It holds `keeps`, the collective's inputs, until then, as gloo does.
     """
 
     def __init__(self, arrived: Callable[[], object], *, keeps: Any = None) -> None:
@@ -68,16 +68,16 @@ class PendingCollective(dist.Work):
         self._arrived, self._keeps = arrived, keeps
 
     def begin(self) -> Any:
-        """As operations return it; it lives until somebody waits."""
+        """Return the boxed collective, as operations do; it stays alive until `wait`."""
         _UNDER_WAY.add(self)
         return self.boxed()
 
     def is_completed(self) -> bool:
-        """Not before it is waited for."""
+        """Return whether `wait` was called."""
         return self not in _UNDER_WAY
 
     def wait(self, timeout: Any = None) -> bool:
-        """It has arrived."""
+        """Complete the collective and call `arrived`."""
         if self in _UNDER_WAY:
             _UNDER_WAY.remove(self)
             self._keeps = None
@@ -89,22 +89,22 @@ _UNDER_WAY: set[PendingCollective] = set()
 
 
 class RandomOpDetector(TorchDispatchMode):
-    """Sees whether an operation that draws random numbers runs in this thread while the mode is on."""
+    """A mode that detects whether an operation that draws random numbers runs in this thread."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass everything on."""
+        """Run the operation and record whether it draws random numbers."""
         self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
 class OpObserver(TorchDispatchMode):
-    """Tells `see(operation, args, kwargs, result, drew)` of each operation of this thread while the mode is on.
+    """A mode that calls `see(operation, args, kwargs, result, drew)` for each operation of this thread.
 
-    `drew`: whether it took numbers from a random generator; without memory ("meta"), whether it might.
+    `drew`: whether it drew from a random generator; for results without memory ("meta"), whether it might.
     """
 
     def __init__(self, see: Callable[[Any, Any, Any, Any, bool], None]) -> None:
@@ -112,7 +112,7 @@ class OpObserver(TorchDispatchMode):
         self._see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, then tell."""
+        """Run the operation, then report it."""
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         before = _generators() if may_draw else []
         result = func(*args, **(kwargs or {}))
@@ -131,13 +131,13 @@ def _generators() -> list[Tensor]:
 
 @cache
 def name_of(operation: Any) -> str:
-    """As its schema has it: "aten::add"."""
+    """Return an operation's name in its schema: "aten::add"."""
     found: str = operation._schema.name
     return found
 
 
 def written_tensors(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """The tensors among its arguments that an operation writes to."""
+    """Return the tensors among an operation's arguments that it writes to."""
     found: list[Tensor] = []
     for place, name in _written(operation):
         value = args[place] if place < len(args) else kwargs.get(name)
@@ -153,9 +153,9 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """A default group of so many ranks, of which this process is the first and the only one.
+    """Create a fake default process group of `ranks` ranks, in which this process is rank 0 and the only real one.
 
-    torch then prefixes every traceback with `[rank0]`: the hook that was there before is put back.
+    torch then prefixes every traceback with `[rank0]`; the previous `sys.excepthook` is restored.
     """
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -167,7 +167,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def group_size(asked: Any) -> int:
-    """Ranks of the group that a collective is given, which is the group, its box, or its name."""
+    """Return the number of ranks of a collective's group, given as the group, its boxed object, or its name."""
     if isinstance(asked, str):
         asked = distributed_c10d._resolve_process_group(asked)  # type: ignore[attr-defined, arg-type]
     elif isinstance(asked, torch.ScriptObject):
@@ -182,7 +182,7 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Tell of every storage that this thread resizes, which no dispatch mode sees."""
+    """Call `seen` for every storage that this thread resizes, which no dispatch mode sees."""
     me = threading.get_ident()
     with _LOCK:
         _RESIZES.setdefault(me, []).append(seen)

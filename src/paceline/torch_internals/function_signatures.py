@@ -1,7 +1,7 @@
-"""The signatures of the torch functions that are answered here, and the reader of a call in any of its spellings.
+"""The signatures of the torch functions that this library overrides, and a parser for calls in any spelling.
 
-torch takes `x.flip(1, 2)`, `x.flip((1, 2))`, `torch.flip(x, dims=[1, 2])` and `x.sum(axis=-1)` alike. Whoever answers a
-function reads its arguments here, by name, so that no answer knows one spelling only.
+torch accepts `x.flip(1, 2)`, `x.flip((1, 2))`, `torch.flip(x, dims=[1, 2])` and `x.sum(axis=-1)` alike. An override
+reads its arguments by name with this module, so that no override supports only one spelling.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,32 +124,32 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "dtype": _is_dtype,
     "out": lambda value: value is None,
 }
-"""What a parameter may be, where that tells one form of a function from another or a reader relies on it."""
+"""Type checks by parameter, if they distinguish the forms of a function or a reader relies on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: its names (the first is the one that readers use), and whether it takes all that is left."""
+    """A parameter: its names (readers use the first), and whether it takes all remaining arguments."""
 
     names: tuple[str, ...]
     default: Any = _REQUIRED
     is_many: bool = False
 
     def takes(self, value: Any) -> bool:
-        """Whether such a value is meant for it; a default always is."""
+        """Return whether this value fits the parameter; its default always does."""
         fits = _KINDS.get(self.names[0])
         return fits is None or value is self.default or fits(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """One form of a function."""
+    """A form of a function: its positional and keyword-only parameters."""
 
     ordered: tuple[Parameter, ...]
     named: tuple[Parameter, ...]
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Every argument by its parameter's name, with defaults; None where the call is not of this form."""
+        """Return every argument by parameter name, with defaults, or None if the call does not match this form."""
         given, rest, left = dict[str, Any](), list(args), dict(kwargs)
         for parameter in (*self.ordered, *self.named):
             name = parameter.names[0]
@@ -170,7 +170,7 @@ class Signature:
 
 
 def _many(values: list[Any]) -> Any:
-    """`f(x, 1, 2)` and `f(x, (1, 2))` alike."""
+    """Return the arguments as a tuple, for `f(x, 1, 2)` and `f(x, (1, 2))` alike."""
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], tuple | list) else tuple(values)
 
 
@@ -207,13 +207,13 @@ def _table() -> dict[str, tuple[Signature, ...]]:
 
 
 SIGNATURES = _table()
-"""By name; several where a function has several forms."""
+"""The signatures by function name; a function may have several forms."""
 
 
 def read_call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Read a call of the function of this name: its arguments by the first name of each parameter.
+    """Return the arguments of a call of the named function, by the first name of each parameter.
 
-    None where no form in the table fits, as with `out=`: then torch alone knows what it means.
+    Returns None if no form in the table fits, as with `out=`: then only torch knows what the call means.
     """
     for signature in SIGNATURES[name]:
         given = signature.read(args, kwargs)

@@ -1,15 +1,22 @@
-"""The one place that touches what torch does not document as public.
+"""The only module that uses torch APIs that are not documented as public.
 
-Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), and
-`Tensor._version` (bumped by every write in place), and the common bases of
-BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself, and how a batch is
-pinned, and how a DataLoader's iterator ends; the default process group, set aside for a while; the number of the
-backward that a thread is in; what compiled modules are guarded by; how a loss scaler unscales gradients; the number of
-a storage, a tensor's class and a module's own dicts; what `Module.__call__` asks first (`_compiled_call_impl`, which
-`Module.compile` sets and copies leave out); setting dispatch modes aside for a few operations of our own; the group
-that a collective names; the resizing of storages, by which `fully_shard` lets gathered weights go; what a failing
-compiler raises, and when; a tensor without memory that stands for one cut over ranks; the hooks that a tensor has; what
-a processor can do; the call that `torch.autograd.backward` and `torch.autograd.grad` make of the engine.
+Tested on torch 2.11 to 2.13:
+
+- `torch._foreach_*` (used by every optimizer of torch itself), and `Tensor._version` (incremented by every in-place
+  write);
+- the common base classes of BatchNorm, of all norms with running statistics, and of dropout;
+- the worker info of a data worker, how a batch is pinned, and how a DataLoader's iterator ends;
+- the default process group, disabled for a while; the group that a collective names;
+- the number of the backward that a thread is in; the call that `torch.autograd.backward` and `torch.autograd.grad`
+  make of the engine; the hooks of a tensor;
+- the guards of compiled modules; the exception of a failing compiler, and when it is raised;
+- how a loss scaler unscales gradients;
+- the key of a storage, a tensor's class, and a module's own dicts;
+- what `Module.__call__` checks first (`_compiled_call_impl`, which `Module.compile` sets and copies omit);
+- disabling dispatch modes for a few operations of our own;
+- the resizing of storages, by which `fully_shard` frees gathered weights;
+- a tensor without memory that represents one sharded over ranks;
+- the capabilities of a processor.
 """
 
 import random
@@ -73,7 +80,7 @@ __all__ = [
 ]
 
 
-disabled_torch_function = torch._C._disabled_torch_function_impl  # a subclass whose operations are dispatched alone
+disabled_torch_function = torch._C._disabled_torch_function_impl  # for a subclass that uses only __torch_dispatch__
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
@@ -102,20 +109,20 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
 
 @cache
 def has_tiles() -> bool:
-    """Whether this machine's processor multiplies bfloat16 tile by tile (AMX)."""
+    """Return whether this machine's processor has bfloat16 matrix tiles (AMX)."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 
 def guard_hooks() -> None:
-    """Let a compiled module be compiled anew where its hooks are others.
+    """Make torch recompile a module when its hooks change.
 
-    Otherwise two models of one class in one process, as `verify` has them, run each other's hooks or none.
+    Otherwise two models of one class in one process, as in `verify`, would run each other's hooks or none.
     """
     torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def compile_errors() -> type[BaseException]:
-    """What a compiled function raises where compiling fails, from here on in the forward, never first in backward."""
+    """Return the exception type of failed compilations; they now fail in the forward, never first in backward."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -124,14 +131,14 @@ def compile_errors() -> type[BaseException]:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
+    """Return whether this thread is inside autograd's backward, as a recomputed forward is."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Run backward as `torch.autograd.backward` does, in sight of the function modes that are on.
+    """Run backward as `torch.autograd.backward` does, but keep the active function modes.
 
-    torch sets the innermost mode aside for the call, so that a forward which checkpointing runs again would miss it.
+    torch disables the innermost mode for the call, so a forward that checkpointing recomputes would miss it.
     """
     given = _given(outputs, gradients)
     _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -140,7 +147,7 @@ def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 def gradients_of(
     outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """Return what `torch.autograd.grad(..., allow_unused=True)` does, in sight of the function modes that are on."""
+    """Return the result of `torch.autograd.grad(..., allow_unused=True)`, computed with function modes kept active."""
     given = _given(outputs, gradients)
     found: tuple[Tensor | None, ...] = _run_backward(
         tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
@@ -149,13 +156,13 @@ def gradients_of(
 
 
 def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Return the gradients, and 1 for a loss that has none."""
+    """Return the gradients, with ones for a loss that has none."""
     pairs = zip(outputs, gradients, strict=True)
     return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)
 
 
 def running_function() -> type[torch.autograd.Function] | None:
-    """Return the autograd function whose forward this thread is inside of, the innermost; None where there is none."""
+    """Return the innermost autograd function whose forward this thread is running, or None."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
@@ -164,40 +171,40 @@ def running_function() -> type[torch.autograd.Function] | None:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether its gradient is shown to a hook, before or after it is added."""
+    """Return whether the tensor has gradient hooks that run before or after accumulation."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_inside_functorch() -> bool:
-    """Whether this runs inside of `torch.func`'s vmap, grad, jvp or what is made of them."""
+    """Return whether this code runs inside `torch.func` transforms: vmap, grad, jvp or their compositions."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether the tensor is a view that autograd knows as one."""
+    """Return whether autograd treats the tensor as a view."""
     return bool(tensor._is_view())
 
 
 def make_wrapper_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
-    """A tensor of a subclass that says its shape, type and device and holds no memory."""
+    """Return a tensor of a subclass that has a shape, type and device but holds no memory."""
     return Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """A number that changes whenever the tensor is written in place; inference tensors have none, and give 0."""
+    """Return a number that changes with every in-place write to the tensor; 0 for inference tensors, which lack it."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def of_type(data: Tensor, *, like: Tensor) -> Tensor:
-    """`data`, sharing its memory, as a tensor or parameter of the class of `like`, trainable if that is."""
+    """Return `data`, sharing its memory, as a tensor or parameter of the class of `like`, trainable if that is."""
     made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
     return made
 
 
 def allocate_meta_tensors(model: nn.Module, *, device: torch.device, without: Collection[int] = ()) -> None:
-    """Uninitialised memory for what has none, but not for tensors of these ids; `to_empty` would forget what has."""
+    """Allocate uninitialised memory for meta tensors, except those with ids in `without`; others keep their values."""
 
     def memory(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in without else tensor
@@ -206,19 +213,19 @@ def allocate_meta_tensors(model: nn.Module, *, device: torch.device, without: Co
 
 
 def module_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The dicts of a module's own parameters and buffers; writing to them passes by checks of `setattr`."""
+    """Return the dicts of a module's own parameters and buffers; writing to them bypasses the checks of `setattr`."""
     return module._parameters, module._buffers
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same number for tensors that share memory, as long as one of them lives; a meta tensor has one too."""
+    """Return a number shared by tensors that share memory, valid while one of them lives; a meta tensor has one too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def stop_data_workers(iterator: Any) -> None:
-    """Stop a DataLoader's workers and wait for them; torch gives no public way.
+    """Stop a DataLoader's workers and wait for them; torch has no public way.
 
-    Its own way asks, waits five seconds, sends SIGTERM and leaves it there. What ignores SIGTERM is killed here.
+    torch's own way asks, waits five seconds and sends SIGTERM. Workers that ignore SIGTERM are killed here.
     """
     iterator._shutdown_workers()
     for process in getattr(iterator, "_workers", ()):
@@ -228,7 +235,7 @@ def stop_data_workers(iterator: Any) -> None:
 
 
 def abandon_data_workers(error: BaseException) -> None:
-    """Let a DataLoader's iterator whose making failed with this error be forgotten: it has half of its attributes."""
+    """Mark a DataLoader iterator as shut down if its constructor failed with this error: it is half initialised."""
     for frame, _ in walk_tb(error.__traceback__):
         made = frame.f_locals.get("self")
         if isinstance(made, _BaseDataLoaderIter):
@@ -236,7 +243,7 @@ def abandon_data_workers(error: BaseException) -> None:
 
 
 def become_worker(dataset: Any, *, seed: int) -> None:
-    """Let this process look as the only data worker of a DataLoader: its note about itself, threads and generators."""
+    """Make this process look like the only data worker of a DataLoader: worker info, threads and generators."""
     _data_worker._worker_info = _data_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
     torch.set_num_threads(1)
     random.seed(seed)
@@ -245,7 +252,7 @@ def become_worker(dataset: Any, *, seed: int) -> None:
 
 
 def introduce_worker(dataset: Any, *, alone: bool) -> None:
-    """In a data worker: `get_worker_info()` names the user's own dataset, and no other worker if `alone`."""
+    """Make `get_worker_info()` in a data worker name the user's own dataset, and no other worker if `alone`."""
     info = _data_worker._worker_info
     assert info is not None
     for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})}.items():
@@ -253,16 +260,16 @@ def introduce_worker(dataset: Any, *, alone: bool) -> None:
 
 
 def hide_worker() -> None:
-    """In a data worker: `get_worker_info()` says None from here on.
+    """Make `get_worker_info()` in a data worker return None from here on.
 
-    A dataset that splits itself over the workers that it sees would split a shard that is one worker's whole.
+    A dataset that splits itself over the workers it sees would otherwise split a shard that belongs to one worker.
     """
     _data_worker._worker_info = None
 
 
 @contextmanager
 def without_group() -> Iterator[None]:
-    """Let `torch.distributed` look as it does in a process that never joined a group."""
+    """Make `torch.distributed` look as it does in a process that never joined a group."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
@@ -275,7 +282,7 @@ def without_group() -> Iterator[None]:
 
 
 class JointScaler(torch.amp.GradScaler):
-    """A loss scaler for gradients that lie in pieces on several ranks: all find an overflow that one finds.
+    """A loss scaler for gradients sharded over several ranks: an overflow on one rank is found by all.
 
     `join` reduces a tensor in place over those ranks with MAX.
     """
@@ -294,10 +301,10 @@ class JointScaler(torch.amp.GradScaler):
 
 
 class CallInterceptor:
-    """Lets `gate(call, *args, **kwargs)` answer calls of a module, outside of all its hooks.
+    """A wrapper that lets `gate(call, *args, **kwargs)` handle calls of a module, outside of all its hooks.
 
-    `call` is what a call would have done: hooks and forward, compiled where the module is. Hooks that are registered
-    later, such as those of `fully_shard`, are inside as well; after `Module.compile`, `renew` takes that inside too.
+    `call` runs the original call: hooks and forward, compiled if the module is. Hooks that are registered later, such
+    as those of `fully_shard`, run inside it too; after `Module.compile`, `renew` moves that inside as well.
     """
 
     def __init__(self, module: torch.nn.Module, gate: Callable[..., Any]) -> None:
@@ -305,17 +312,17 @@ class CallInterceptor:
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's `__call__` asks first."""
+        """Handle a call of the module; `Module.__call__` calls this first."""
         return self._gate(self._call, *args, **kwargs)
 
     def renew(self) -> None:
-        """Stand outside again, if something has taken this place since."""
+        """Wrap the module's call again, if `Module.compile` has replaced this wrapper."""
         if self._module._compiled_call_impl is not self:
             self._inner = self._module._compiled_call_impl
             self._module._compiled_call_impl = self
 
     def undo(self) -> None:
-        """Let calls through again."""
+        """Remove the wrapper."""
         self._module._compiled_call_impl = self._inner
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +331,7 @@ class CallInterceptor:
 
 
 def remove_all_hooks(module: torch.nn.Module) -> None:
-    """Forget every forward and backward hook of a module and of those in it."""
+    """Remove all forward and backward hooks of a module and its submodules."""
     for part in module.modules():
         part._compiled_call_impl = None
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):

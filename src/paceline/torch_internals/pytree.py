@@ -1,4 +1,4 @@
-"""Tensors in what a dataset or a model gives: mappings, sequences, named tuples, dataclasses of them, however deep."""
+"""Traversal of tensors in nested data and outputs: mappings, sequences, named tuples and dataclasses, at any depth."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -12,14 +12,14 @@ _PLAIN = frozenset({bool, bytes, float, int, str, type(None), torch.device, torc
 
 
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor in it, in a fixed order."""
+    """Return an iterator over every tensor in a nested value, in a fixed order."""
     found: list[Tensor] = []
     _gather(value, found)
     return iter(found)
 
 
 def _gather(value: Any, found: list[Tensor]) -> None:
-    if type(value) in _PLAIN:  # most of what an operation is given
+    if type(value) in _PLAIN:  # most arguments of an operation
         return
     if isinstance(value, Tensor):
         found.append(value)
@@ -35,7 +35,7 @@ def _gather(value: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same structure with each tensor changed, in the order of `tensor_leaves`."""
+    """Return the same structure with each tensor replaced by `change(tensor)`, in the order of `tensor_leaves`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -49,14 +49,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same structure with other tensors."""
+    """Return the same structure with its tensors replaced by `tensors`."""
     return map_tensors(value, lambda _: next(tensors))
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
-    """Return the same structure with each leaf changed: what `is_leaf` says is one, and what holds nothing else.
+    """Return the same structure with each leaf changed: a value that `is_leaf` accepts, or that holds no other value.
 
-    Both get the path in Python's words, which begins with `path`.
+    Both functions get the leaf's path as a Python expression that begins with `path`.
     """
 
     def inside(name: str, part: Any) -> Any:
@@ -76,7 +76,7 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callab
 
 
 def is_column(value: Any, num_samples: int) -> bool:
-    """Whether it is a list, a tuple or an array with an entry for each sample, none of which holds a tensor."""
+    """Return whether a value is a list, a tuple or an array with one entry per sample, none of which holds a tensor."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == num_samples
     is_list = isinstance(value, tuple | list) and not hasattr(value, "_fields")
@@ -84,7 +84,7 @@ def is_column(value: Any, num_samples: int) -> bool:
 
 
 def is_square(value: Any) -> bool:
-    """Whether every entry of a list is a list as long as it is: nobody can tell its rows from its columns."""
+    """Return whether every entry of a list is a list of the same length, so that rows and columns are ambiguous."""
     return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
 
 
@@ -96,5 +96,5 @@ def joined_columns(parts: Sequence[Any]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same batch with every tensor on `device`."""
+    """Return the same batch with every tensor on `device`."""
     return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,4 +1,4 @@
-"""Random streams keyed by what they are for, so that no rank, worker or restart changes a draw."""
+"""Random streams keyed by their purpose, so that no rank, worker or restart changes a draw."""
 
 import hashlib
 import random
@@ -14,13 +14,13 @@ from paceline.torch_internals.private_api import in_backward
 
 
 def stream_key(*parts: int | str) -> int:
-    """A 63-bit key, a pure function of `parts`, stable over processes, machines and versions."""
+    """Return a 63-bit key, a pure function of `parts`, stable across processes, machines and versions."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators that are in use: the CPU's, and the current GPU's once it was touched."""
+    """Seed torch's generators in use: the CPU's, and the current GPU's once CUDA is initialised."""
     torch.default_generator.manual_seed(seed)
     _seed_gpu(seed)
 
@@ -38,26 +38,26 @@ def seed_all(seed: int) -> None:
 
 
 def host_states() -> tuple[object, ...]:
-    """Where the host's three generators stand: equal before and after where nobody drew."""
+    """Return the states of the host's three generators; they compare equal if nothing was drawn in between."""
     legacy = np.random.get_state(legacy=False)
     inner = dict(legacy["state"])
     return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
 
 
 def drawn_by_hand() -> dict[str, object]:
-    """Where the generators stand that code of Python draws from, by the name of their module."""
+    """Return the states of the generators that Python code draws from, by module name."""
     legacy: Any = np.random.get_state(legacy=False)
     return {"random": random.getstate(), "numpy.random": (legacy["state"]["key"].tobytes(), legacy["state"]["pos"])}
 
 
 def get_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
-    """The three global generators, and a GPU's, as `set_states` puts them back."""
+    """Return the states of the three global generators, and of a GPU's, for `set_states`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     return (*states, None if gpu is None else torch.cuda.get_rng_state(gpu))
 
 
 def set_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None:
-    """Put the generators back where they stood."""
+    """Restore the states of the generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
@@ -67,7 +67,7 @@ def set_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Leave the three global generators as they were found."""
+    """Restore the three global generators, and the current GPU's, when the context exits."""
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
     states = get_states(gpu)
     try:
@@ -77,40 +77,40 @@ def preserve_rng() -> Iterator[None]:
 
 
 class BlockCallCounter:
-    """Which call of a block this is within one microbatch: a block used twice draws twice.
+    """A counter of the calls of each block within one microbatch: a block that is called twice draws twice.
 
-    A forward that backward runs again (activation checkpointing) is the call it was: it begins with the generator as
-    it was then, which tells the call before it by the last seed. Checkpoints that don't put the generator back
-    (`preserve_rng_state=False`) are right for blocks that are called once.
+    A forward that backward recomputes (activation checkpointing) keeps its call number. Recomputation restores the
+    generator, whose last seed identifies the previous call. Checkpoints that do not restore the generator
+    (`preserve_rng_state=False`) are correct only for blocks that are called once.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, dict[int, int]] = {}
 
     def clear(self) -> None:
-        """Another microbatch begins."""
+        """Reset the counts for the next microbatch."""
         self._entries.clear()
 
     def number(self, block: int, *, asleep: bool = False) -> int:
-        """From 0 on."""
+        """Return the number of this call of the block, from 0."""
         entry = torch.cuda.initial_seed() if asleep else torch.default_generator.initial_seed()
         known = self._entries.setdefault(block, {})
         return known.get(entry, 0) if in_backward() else known.setdefault(entry, len(known))
 
 
 def block_key(microbatch: int, *, block: int, call: int) -> int:
-    """The seed of one call of one random block."""
+    """Return the seed of one call of one random block."""
     mixed = (microbatch ^ (0x9E37_79B9_7F4A_7C15 * (block + 1))) + 0xD1B5_4A32_D192_ED03 * call
     return mixed & 0x7FFF_FFFF_FFFF_FFFF
 
 
 class RandomStreams:
-    """The streams of one run: one per (seed, step, microbatch), and within it one per random block.
+    """The random streams of one run: one per (seed, step, microbatch), and within it one per random block.
 
-    Blocks are the repeated layers that hold dropout; each starts its own stream, so that a stage of a
-    pipeline draws what the whole model would have drawn. All else draws from the microbatch's stream.
+    Blocks are the repeated layers that hold dropout; each starts its own stream, so that a pipeline stage draws what
+    the whole model would have drawn. All other operations draw from the microbatch's stream.
 
-    `asleep` leaves the host's generators alone, where several replicas share them and none draws from them.
+    `asleep` leaves the host's generators alone, if several replicas share them and none draws from them.
     """
 
     def __init__(self, *, seed: int) -> None:
@@ -120,7 +120,7 @@ class RandomStreams:
         self.asleep = False
 
     def enter(self, *, step: int, microbatch: int) -> None:
-        """Start the stream of one microbatch; `microbatch` is its place in the whole global batch."""
+        """Start the stream of one microbatch; `microbatch` is its index in the whole global batch."""
         self._microbatch = stream_key(self._seed, step, microbatch)
         self._calls.clear()
         if self.asleep:
@@ -129,7 +129,7 @@ class RandomStreams:
             seed_all(self._microbatch)
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        """Let each random block start its own stream; returns the undo."""
+        """Install hooks that start a stream for each random block; return a function that removes them."""
         handles = [
             block.register_forward_pre_hook(self._starter(number)) for number, block in enumerate(random_blocks(model))
         ]
@@ -150,9 +150,9 @@ class RandomStreams:
 
 
 def random_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks that hold dropout, in the order in which the model registers them.
+    """Return the outermost repeated blocks that hold dropout, in the order in which the model registers them.
 
-    A pure function of the model's structure: every rank and every restart finds the same.
+    The result is a pure function of the model's structure: every rank and every restart finds the same.
     """
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -167,16 +167,16 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class DisabledDropout:
-    """Dropout that was off when the model was planned; a rate that is raised later draws where nobody reckoned with it.
+    """Dropout modules with rate 0 when the model was planned; if a rate is raised later, draws were not planned for.
 
-    Its blocks start no streams of their own, then or later: that would change what one process draws.
+    Their blocks never start streams of their own, as that would change what a single process draws.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._rates = [(m, name) for m in model.modules() for name, value in _rates(m) if value == 0]
 
     def any_raised(self) -> bool:
-        """Whether one of them is on now."""
+        """Return whether one of them has a positive rate now."""
         return any(getattr(module, name, 0) for module, name in self._rates)
 
 
@@ -185,7 +185,7 @@ def _draws(block: nn.Module) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """A module's own dropout rates, by their attribute."""
+    """Yield a module's own dropout rates, by attribute name."""
     found = [(name, value) for name, value in vars(module).items() if "drop" in name]
     found += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
     yield from ((name, value) for name, value in found if isinstance(value, int | float) and value is not False)

@@ -1,4 +1,4 @@
-"""Numbers in whatever type they come: Python's own, NumPy's, or a tensor of one element."""
+"""Conversion of numbers from Python, NumPy or one-element tensors."""
 
 from decimal import Decimal
 from numbers import Real
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return the Python number that `value` is, or None where it is no real number."""
+    """Return the Python number that `value` is, or None if it is not a real number."""
     if isinstance(value, Tensor):
         return None if value.numel() != 1 or value.is_complex() else value.item()
     if isinstance(value, np.ndarray | np.generic):
@@ -20,6 +20,6 @@ def as_number(value: Any) -> int | float | None:
 
 
 def as_count(value: Any) -> int | None:
-    """Return the whole number that `value` is, or None where it is not one; True and False are not."""
+    """Return the integer that `value` is, or None if it is not one; True and False are not."""
     number = as_number(value)
     return number if isinstance(number, int) and not isinstance(number, bool) else None

@@ -1,4 +1,4 @@
-"""Each batch of a run once: however many loops ask, all of them read the one feed, one after another."""
+"""A guard that gives each batch of a run once: any number of loops read one loader, one after another."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from paceline.errors import RunError, UsageError
 
 
 class BatchGuard:
-    """Hands out a feed's batches. The next is given once the last was stepped, so that none is lost or told twice."""
+    """A guard of a loader that gives the next batch only after the last was stepped, so none is lost or repeated."""
 
     def __init__(self, feed: BatchLoader) -> None:
         self._feed = feed
@@ -17,7 +17,7 @@ class BatchGuard:
         self._loops = 0
 
     def loop(self) -> Iterator[StepInput]:
-        """From where the run stands: a batch that an earlier loop took and did not step comes first.
+        """Yield batches from the current position, first one that an earlier loop took and did not step.
 
         Raises:
             UsageError: the batch before was not stepped, or a loop was begun after this one.
@@ -43,7 +43,7 @@ class BatchGuard:
             yield self._waiting
 
     def check(self, given: StepInput) -> None:
-        """Whether this is the batch that is to be stepped now; what is in its microbatches is the user's.
+        """Check that this is the batch to step now; the user may have changed the data in its microbatches.
 
         Raises:
             UsageError: it was stepped already, or is not the one that was given last.
@@ -61,14 +61,14 @@ class BatchGuard:
         )
 
     def stepped(self) -> None:
-        """The batch that was given has become a step."""
+        """Record that the current batch was stepped."""
         self._waiting = None
 
     def _next(self) -> StepInput:
         if self._batches is None:
             self._batches = iter(self._feed)
         given = next(self._batches, None)
-        if given is None:  # a feed is endless: only one that has raised gives no more
+        if given is None:  # a loader is endless, unless it has raised an error
             raise RunError(
                 "the data of this run can't be read any further: reading it has failed before.",
                 hint="let the first error end the run; started again, it goes on from its last checkpoint",

@@ -1,4 +1,4 @@
-"""Saving and resuming a run: what goes into a checkpoint, which one is used, what must not have changed."""
+"""Saving and resuming a run: checkpoint contents, the choice of checkpoint, and what must not have changed."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def trained_of(built: TrainingSetup) -> TrainState:
-    """What its checkpoints hold."""
+    """Return the training state that checkpoints of this run hold."""
     return TrainState(
         model=built.model,
         update=built.update,
@@ -73,9 +73,9 @@ def trained_of(built: TrainingSetup) -> TrainState:
 
 
 def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
-    """What must be the same for a run to be gone on with. Every rank calls this.
+    """Return the properties that must be unchanged for a run to be resumed. Every rank must call this.
 
-    `job`: what its file is called, empty for an object of Python, which has none.
+    `job` is the name of the job's file, or empty for a Python object, which has none.
     """
     trained = trained_of(built)
     groups = group_names(built.update.optimizers, trained.shares)
@@ -106,9 +106,10 @@ def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, jo
 
 
 def _rule(built: TrainingSetup) -> str:
-    """Where stages work on weights of several times, what these depend on; 2bw's are the same in every stage.
+    """Return the update rule, with the layout properties that its results depend on.
 
-    What servers hold between them is the same for any number of them.
+    PipeDream weight stashing depends on the stages; 2BW does not, because every stage has the same staleness.
+    State kept by parameter servers is the same for any number of servers.
     """
     piped, rule = built.placed.piped, built.plan.rule
     if rule.has_servers:
@@ -123,7 +124,7 @@ def _rule(built: TrainingSetup) -> str:
 
 
 class Checkpointer:
-    """Writes checkpoints of one run: each rank what it alone holds, the first rank the manifest, once all have."""
+    """A writer of one run's checkpoints. Each rank writes what it alone holds, then rank 0 writes the manifest."""
 
     def __init__(
         self,
@@ -145,10 +146,10 @@ class Checkpointer:
         self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
 
     def save(self, *, cursor: Cursor, feed: BatchLoader, extra: Mapping[str, Any], best: bool) -> list[Event]:
-        """Save the present state. Every rank calls this; a failure on one is every rank's.
+        """Save the current state. Every rank must call this; a failure on one rank is raised on all.
 
         Raises:
-            CheckpointError: it could not be written; older checkpoints are untouched.
+            CheckpointError: the checkpoint could not be written; older checkpoints are untouched.
         """
         began = time.perf_counter()
         place = dict(feed.state())
@@ -183,7 +184,7 @@ class Checkpointer:
         return [saved, *(Note(text=text, level="warning") for text in said if text)]
 
     def _note_lost_mark(self) -> str:
-        """Say once that the mark of the best can't be read."""
+        """Return a warning, once, if the mark of the best checkpoint cannot be read."""
         lost = is_mark_lost(self._folder, BEST) and not self._told_lost
         self._told_lost |= lost
         return (
@@ -192,10 +193,10 @@ class Checkpointer:
         ) if lost else ""  # fmt: skip
 
     def check(self) -> None:
-        """Find after a run's first step what could not be saved later. Every rank calls this.
+        """Check after a run's first step that everything can be saved. Every rank must call this.
 
         Raises:
-            CheckpointError: the optimizers hold something that no checkpoint can.
+            CheckpointError: the optimizers hold something that no checkpoint can hold.
         """
         built = self._built
         optimizers, shares = built.update.optimizers, trained_of(built).shares
@@ -204,10 +205,10 @@ class Checkpointer:
         self._unsaved.begin()
 
     def amend(self, *, extra: Mapping[str, Any], best: bool) -> None:
-        """Write what an evaluation has changed into the checkpoint of this step. Every rank calls this.
+        """Write the outcome of an evaluation into the checkpoint of this step. Every rank must call this.
 
         Raises:
-            SaveError: it can't be written.
+            SaveError: it cannot be written.
         """
         step = self.last_saved
         path = self._folder / step_name(step)
@@ -230,17 +231,17 @@ class Checkpointer:
 
 
 def goes_on(task: Task) -> str | None:
-    """What to go on from. Asked again once the folder is this run's: another may have saved there and ended since."""
+    """Return the checkpoint to resume from. Ask again once the run folder is locked: another run may have saved."""
     if task.resume is None and task.verb == "train" and task.run and was_saved(RunFolder(Path(task.run)).checkpoints):
         return "newest"
     return task.resume
 
 
 def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
-    """The checkpoint to go on from: the one asked for, or the newest good one. Rank 0 chooses for all.
+    """Return the checkpoint to resume from: the one asked for, or the newest good one. Rank 0 chooses for all ranks.
 
     Raises:
-        CheckpointError: the one asked for can't be used, or none of several can.
+        CheckpointError: the one asked for cannot be used, or none of several can.
     """
     chosen: str | None = None
     refused: list[tuple[str, str]] = []
@@ -260,7 +261,7 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
 
 
 def all_refused(folder: Path, refused: Sequence[tuple[str, str]], *, hint: str) -> CheckpointError:
-    """Return what is said where none of the checkpoints can be used; interrupted ones do not count as checkpoints."""
+    """Return the error for when no checkpoint can be used. Interrupted ones do not count as checkpoints."""
     whole = [reason for _, reason in refused if "interrupted" not in reason]
     return CheckpointError(
         f"none of the {len(whole)} checkpoints can be used; the newest: {whole[0]}", where=str(folder), hint=hint
@@ -268,7 +269,7 @@ def all_refused(folder: Path, refused: Sequence[tuple[str, str]], *, hint: str) 
 
 
 def began_as(loaded: OpenCheckpoint) -> Mapping[str, Any]:
-    """The identity of the run that saved; what earlier versions did not record is read from the state beside it."""
+    """Return the identity of the run that saved. What earlier versions did not record is read from the state."""
     state = loaded.state
     names = [{"names": [group["names"] for group in one["groups"]]} for one in state["optimizers"]]
     said = state["identity"]
@@ -279,11 +280,11 @@ def began_as(loaded: OpenCheckpoint) -> Mapping[str, Any]:
 def restore(
     loaded: OpenCheckpoint, *, built: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
 ) -> Cursor:
-    """Give model, optimizers, schedules and grid their state; returns the cursor. Every rank calls this.
+    """Load the state of model, optimizers, schedules and grid, and return the cursor. Every rank must call this.
 
     Raises:
-        CheckpointError: it is another model's, or not what was written.
-        ResumeError: something else has changed that was not allowed to.
+        CheckpointError: it belongs to another model, or is not what was written.
+        ResumeError: something else has changed that `allow` does not permit.
     """
     with as_state_error(loaded):
         return _restore(loaded, built=built, identity=identity, allow=allow)
@@ -291,10 +292,10 @@ def restore(
 
 @contextmanager
 def as_state_error(loaded: OpenCheckpoint) -> Iterator[None]:
-    """What a state of another form makes of the code that reads it is a checkpoint's error.
+    """Turn errors from reading a state of unexpected form into a `CheckpointError`.
 
     Raises:
-        CheckpointError: the state is not one that this run could have written.
+        CheckpointError: this run could not have written the state.
     """
     try:
         yield
@@ -336,7 +337,7 @@ def _restore(
 
 
 def restore_weights(loaded: OpenCheckpoint, *, built: TrainingSetup) -> None:
-    """Give only the weights, and the average if there is one, for evaluation. Every rank calls this."""
+    """Load only the weights, and the average if there is one, for evaluation. Every rank must call this."""
     load_model(loaded, trained_of(built))
     ema = built.update.ema
     if ema is not None:
@@ -344,10 +345,10 @@ def restore_weights(loaded: OpenCheckpoint, *, built: TrainingSetup) -> None:
 
 
 def write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
-    """Write `consolidated/`, the model that was evaluated, and the digest of the weights; returns a line about both.
+    """Write `consolidated/`, the model as evaluated, and the weight digest; return a line that names both.
 
-    The digest is that of the weights in training, with or without an average; beside it, what its bits depend on.
-    Every rank calls this; the first writes. Where it holds everything the others have nothing to do.
+    The digest is of the weights in training, with or without an average, and is stored with what its bits depend on.
+    Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
     """
     with mean_in_place(built):
         return _write_final(built, run, step=step)
@@ -361,7 +362,7 @@ def _write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
     found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
     if built.world.is_main:
-        with as_checkpoint_error(WEIGHTS, run):  # until all is written nothing says what is in the folder
+        with as_checkpoint_error(WEIGHTS, run):  # remove the old digest until the folder is complete
             (run / WEIGHTS).unlink(missing_ok=True)
     with built.as_evaluated():
         folder = consolidate(
@@ -378,5 +379,5 @@ def _write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
 
 
 def best_path(folder: Path) -> Path | None:
-    """The best checkpoint, if one was marked."""
+    """Return the checkpoint that is marked as best, if there is one."""
     return pointed_checkpoint(folder, BEST)

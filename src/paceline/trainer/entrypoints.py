@@ -1,4 +1,4 @@
-"""What each rank runs for `train` and `evaluate`."""
+"""Entry points that each rank runs for `train` and `evaluate`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ from paceline.trainer.run import Run
 
 
 def train(payload: Mapping[str, Any]) -> int:
-    """Train to the end, to an early stop, or to a signal."""
+    """Train to the end, to an early stop, or to a signal, and return the exit code."""
     task = Task.from_json(payload)
     try:
         with Run.worker(task) as run:
@@ -32,7 +32,7 @@ def train(payload: Mapping[str, Any]) -> int:
 
 
 def evaluate(payload: Mapping[str, Any]) -> int:
-    """Exact metrics of a checkpoint; rank 0 writes the answer."""
+    """Compute exact metrics of a checkpoint; rank 0 writes the answer."""
     task = Task.from_json(payload)
     asked = Run.worker(task)
     split = str(task.options.get("split", "eval"))
@@ -77,7 +77,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _leave_out_training(run: Run) -> None:
-    """Let no rule of the optimizer decide in which layouts a model is evaluated: it takes no step."""
+    """Remove the job's optimizer and schedule, so that they do not restrict the layouts of an evaluation."""
     assert run._ready is not None
     run.job = replace(run.job, optimizer=_idle, lr_schedule=None)
     run._ready = replace(run._ready, job=run.job)

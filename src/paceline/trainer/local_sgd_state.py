@@ -1,4 +1,4 @@
-"""Sites that train on their own, in a checkpoint and back: their mean as the model, and what each has of its own."""
+"""The state of local SGD sites in a checkpoint: their mean as the model, and what each site has of its own."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,18 +27,18 @@ Files = dict[str, list[Writable]]
 
 
 def sites_of(built: TrainingSetup) -> OuterOptimizer | None:
-    """Where there are several."""
+    """Return the outer optimizer if there are several sites, else None."""
     return built.step.sites if isinstance(built.step, LocalStep) else None
 
 
 def mean_in_place(built: TrainingSetup) -> AbstractContextManager[dict[str, Tensor]]:
-    """What is evaluated, saved and handed over: the mean of the sites. Gives what this site has itself."""
+    """Put the mean of the sites in place of the weights, to evaluate, save or export. Yields the site's own weights."""
     sites = sites_of(built)
     return nullcontext({}) if sites is None else sites.together()
 
 
 def is_writer(built: TrainingSetup) -> bool:
-    """Whether this rank's site is the one that writes what all have alike."""
+    """Return True if this rank's site writes what all sites have in common."""
     sites = sites_of(built)
     return sites is None or sites.number == 0
 
@@ -46,7 +46,7 @@ def is_writer(built: TrainingSetup) -> bool:
 def site_files(
     built: TrainingSetup, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]
 ) -> tuple[Files, dict[str, Any]]:
-    """This rank's files and the JSON beside them, where there are sites. Every rank calls this."""
+    """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
     sites = sites_of(built)
     if sites is None:
         return files, state
@@ -71,7 +71,7 @@ def site_files(
 
 
 def of_site(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> OpenCheckpoint:
-    """A checkpoint as this rank's site is to see it; after another rule (not `is_same`) all begin as one."""
+    """Return the checkpoint as this rank's site sees it; after another rule (not `is_same`) all sites start equal."""
     sites = sites_of(built)
     if sites is None or not is_same:
         return loaded
@@ -81,7 +81,7 @@ def of_site(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> O
 
 
 def load_sites(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> None:
-    """This site's own weights, and what all have agreed on. Every rank calls this.
+    """Load this site's own weights and the weights that all sites agreed on. Every rank must call this.
 
     Raises:
         CheckpointError: a tensor is not what was written.
@@ -124,5 +124,5 @@ def _read(stored: StoredTensors, key: str, name: str, built: TrainingSetup) -> T
 
 
 def _holding(built: TrainingSetup, name: str) -> ShardedTensors:
-    """Of what the optimizer holds, its share; else what the model does."""
+    """Return the optimizer's sharding of a tensor if the optimizer holds it, else the model's."""
     return built.kept if name in built.kept.mine else built.weights

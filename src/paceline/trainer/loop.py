@@ -1,4 +1,4 @@
-"""The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
+"""The training loop: step, log, and evaluate, save or stop when due. It does not depend on which kind of step runs."""
 
 import time
 from collections import deque
@@ -33,11 +33,11 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
 from paceline.trainer.step_logger import StepLogger
 
-_KEPT = 256  # of batches without their samples, which a server has
+_KEPT = 256  # batches; a server's batches hold no samples
 
 
 class Loop:
-    """One rank's loop. Decisions are joint: they follow from values that every rank has alike."""
+    """The training loop of one rank. Every rank takes the same decisions, because they depend only on shared values."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Loop:
         self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
 
     def batches(self) -> Iterator[StepInput]:
-        """This replica's share of each step from where the run stands, until the run is over or stopped.
+        """Yield this replica's share of each step, from the current position until the run is over or stopped.
 
         Raises:
-            UsageError: an earlier loop over them has come to the end of the run's length.
+            UsageError: an earlier loop over the batches has reached the end of the run.
         """
         if self._is_read_out and not self.stopping:
             raise self._no_more()
@@ -121,7 +121,7 @@ class Loop:
         )
 
     def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
-        """One optimizer step and all that belongs after it. `is_shown`: any rank may read at once what came of it."""
+        """Run one optimizer step and what follows it. With `is_shown`, any rank may read its result immediately."""
         with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
             result = self._step(given)
             if is_shown:
@@ -145,7 +145,7 @@ class Loop:
         return result
 
     def settle(self) -> None:
-        """Leave no step half done: weights are about to be looked at."""
+        """Complete any step still in flight, so that the weights can be read."""
         with self._naming_inputs():
             self.built.step.settle()
         self._heard.flush()
@@ -154,7 +154,7 @@ class Loop:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """No step half done, and of sites their mean in the weights' place; every rank calls this."""
+        """Complete any step in flight, and with local SGD put the sites' mean in place of the weights. Collective."""
         self.settle()
         with mean_in_place(self.built):
             yield
@@ -166,7 +166,10 @@ class Loop:
 
     @contextmanager
     def _naming_inputs(self) -> Iterator[None]:
-        """What is not finite may be of an earlier step; where steps are heard late, ranks hear at other times."""
+        """Add the non-finite inputs to a `NonFiniteError`, which may concern an earlier step.
+
+        Where results are read late, ranks see the error at different times, so each looks only at its own inputs.
+        """
         try:
             yield
         except NonFiniteError as error:
@@ -177,7 +180,7 @@ class Loop:
             raise name_inputs(error, given, world=world) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
-        """Exact metrics of the present weights (of the average, where there is one) on a split."""
+        """Return exact metrics on a split, of the current weights or of their average where the job has one."""
         event = self._evaluate(split=split, data=data)
         assert event is not None
         return event
@@ -196,7 +199,7 @@ class Loop:
             self._beat(phase="on_eval")
             extra, text = numbers_and_text(self.built.job.on_eval(self._target) if self.built.job.on_eval else None)
         if self.built.job.on_eval:
-            self.built.step.settle()  # where workers race none goes on while another still looks at the weights
+            self.built.step.settle()  # with Hogwild no worker continues while another still reads the weights
         metrics = self._shared.share({**found.metrics, **extra})
         if self._shared.note:
             self.stream.emit(Note(text=self._shared.note, level="warning"))
@@ -214,7 +217,7 @@ class Loop:
         return event
 
     def save(self, *, best: bool = False) -> None:
-        """Save now; every rank calls this."""
+        """Save a checkpoint now. Every rank must call this."""
         self.settle()
         self._beat(phase="save")
         began = time.perf_counter()
@@ -228,7 +231,7 @@ class Loop:
         self._heard.clock.saving += time.perf_counter() - began
 
     def _tell_late(self) -> None:
-        """Where updates are asynchronous: every rank's."""
+        """Emit the staleness that every rank measured, where updates are asynchronous."""
         mine = self.built.step.lateness()
         if mine is not None:
             told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
@@ -236,12 +239,12 @@ class Loop:
 
     @property
     def place(self) -> str:
-        """Where the run stands, in words."""
+        """The current position in words, such as "step 3 of 10"."""
         return f"step {self.cursor.step}{f' of {self.total_steps}' if self.total_steps else ''}"
 
     def finish(self) -> ExitCode:
-        """Save what is not saved, and say how it ended."""
-        if any(self.built.world.gather_json(self._stop.requested)):  # also between two steps, or after a break
+        """Save the last step if it is not saved yet, and return the exit code."""
+        if any(self.built.world.gather_json(self._stop.requested)):  # a signal may also come between two steps
             self.reason = "signal"
         if self._saver.last_saved != self.cursor.step:
             self.save()
@@ -249,7 +252,7 @@ class Loop:
         return ExitCode.DONE if over else ExitCode.STOPPED
 
     def request_stop(self) -> None:
-        """Stop after this step; every rank calls this."""
+        """Stop after this step. Every rank must call this."""
         self.stopping, self.reason = True, self.reason or "asked"
 
     def _after(self) -> None:
@@ -268,21 +271,21 @@ class Loop:
         over = self.is_over()
         due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
         if step % self.save_every == 0 or over or self.stopping:
-            self.progress.unjudged = due  # what is due is saved first: an evaluation may fail
+            self.progress.unjudged = due  # save before a due evaluation, because the evaluation may fail
             self.save()
         if due:
             self._evaluate_due()
         self._beat()
 
     def _check(self) -> None:
-        """Compare the replicas, unless this step's have been, or `train.check_every` says never."""
+        """Compare the replicas, unless this step was already checked or `train.check_every` is 0."""
         if self.built.settings.train.check_every and self._checked != self.cursor.step:
             self.settle()
             check_replicas(self.built, step=self.cursor.step)
             self._checked = self.cursor.step
 
     def _evaluate_due(self) -> None:
-        """Evaluate, unless asked to stop before or meanwhile: then it is done first when the run goes on."""
+        """Evaluate, unless a stop is requested before or during it; the resumed run then evaluates first."""
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.stopping else self._evaluate(stop=lambda: self._stop.requested)
         if event is None:
@@ -293,7 +296,7 @@ class Loop:
             self._record_verdict(best)
 
     def _record_verdict(self, best: bool) -> None:
-        """Have on disk what came of an evaluation: of a step that is saved the marks, else save where it matters."""
+        """Write an evaluation's outcome to disk: amend this step's checkpoint, or save one where it matters."""
         if self._saver.last_saved == self.cursor.step:
             self._saver.amend(extra=self.progress.as_json(), best=best)
             if best:
@@ -310,13 +313,13 @@ class Loop:
         return verdict.best
 
     def is_over(self) -> bool:
-        """Whether nothing is left to do, by its length or by the rule for stopping early."""
+        """Return True once the run has reached its length or early stopping has ended it."""
         return self._judge.is_over or self._length.reached(
             self.cursor, tokens=self.progress.tokens, total=self.total_steps
         )
 
     def beat_over(self) -> None:
-        """Say that no step comes any more; what the script does now takes as long as it takes."""
+        """Report over the heartbeat that no more steps follow, so that the script may take as long as it needs."""
         self._beat(phase="over")
 
     def _beat(self, *, phase: str = "step") -> None:
@@ -327,5 +330,5 @@ class Loop:
 
 
 def kept_batches(built: TrainingSetup) -> int:
-    """Of how many steps the loop keeps the batch: until it is known that none of its gradients is bad."""
+    """Return for how many steps the loop keeps the batch: until none of its gradients can still prove non-finite."""
     return _KEPT if built.plan.rule.has_servers else 2 + built.step.lag

@@ -1,7 +1,7 @@
-"""A worker of a parameter server: lease a share, compute its gradient on the weights that came with it, push, again.
+"""A parameter server worker: lease a share, compute its gradient on the weights that came with it, push, repeat.
 
-It has no loop, no optimizer state and no say. What it holds can be lost at any moment: a share that was not pushed
-whole is given to another, or to this one started anew.
+It has no loop and no optimizer state, and takes no decisions. It can be lost at any moment: a share that was not
+pushed completely is given to another worker, or to this one after a restart.
 """
 
 import os
@@ -35,11 +35,11 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 from paceline.trainer.setup.prepare import PreparedJob
 
 _TRIES = 3
-_ANSWER_SECONDS = 30.0  # of a server that runs already
+_ANSWER_SECONDS = 30.0  # the wait for a server that is already running
 
 
 class WorkerFinished(SystemExit):
-    """A worker's process ends where the loop of a server's begins."""
+    """The exit of a worker process, which has no training loop of its own."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -47,7 +47,7 @@ class WorkerFinished(SystemExit):
 
 
 def run_worker(ready: PreparedJob) -> int:
-    """Until the server says that it is over; the process's exit code.
+    """Compute shares until the server says that the run is over, and return the process's exit code.
 
     Raises:
         MachineError: the server has gone.
@@ -57,7 +57,7 @@ def run_worker(ready: PreparedJob) -> int:
 
 
 def compute(ready: PreparedJob, built: TrainingSetup, entrance: WorkerEntrance) -> int:
-    """The same with a model that is built."""
+    """Compute shares on an already built model until the server says that the run is over, and return the exit code."""
     hand, seconds = ParameterServerWorker(ready, built), ready.settings.train.timeout_seconds
 
     def lines() -> list[Connection]:
@@ -77,10 +77,10 @@ def compute(ready: PreparedJob, built: TrainingSetup, entrance: WorkerEntrance) 
 
 
 def _within(seconds: float, ask: Callable[[], list[Connection]]) -> list[Connection]:
-    """What it gives; a store whose process is stopped takes a question, and never answers.
+    """Return the result of `ask`, called in a thread, since a store whose process is stopped never answers.
 
     Raises:
-        MachineError: nothing came.
+        MachineError: no result came within `seconds`.
     """
     found: list[list[Connection] | BaseException] = []
 
@@ -101,7 +101,7 @@ def _within(seconds: float, ask: Callable[[], list[Connection]]) -> list[Connect
 
 
 class ParameterServerWorker:
-    """One worker's."""
+    """The state of one worker: its model, loader and connections to the servers."""
 
     def __init__(self, ready: PreparedJob, built: TrainingSetup) -> None:
         self._built = built
@@ -124,7 +124,7 @@ class ParameterServerWorker:
         self._pulse = Pulse(folder / f"pulse-{place.rank}", patience=patience) if folder else None
 
     def serve(self, lines: Sequence[Connection], *, rank: int) -> None:
-        """Lease after lease, from the first server; each has its own part of the weights and of the gradient.
+        """Compute one lease after another from the first server; each server holds its part of weights and gradient.
 
         Raises:
             LineLost: a server has gone, or has given this worker up.
@@ -144,7 +144,7 @@ class ParameterServerWorker:
                 other.line.send(message)
 
     def _lease(self, message: Message, first: "_Server", others: "Sequence[_Server]") -> None:
-        """A push counts when the first server has it: by then the others have their parts."""
+        """Compute and push one lease. The first server's push comes last, because only then does the lease count."""
         words = message.words
         versions = [first.put(message)]
         for other in others:
@@ -161,7 +161,7 @@ class ParameterServerWorker:
         self.num_pushed += 1
 
     def _met(self, line: Connection, message: Message) -> "_Server":
-        """What nothing updates is the server's too."""
+        """Copy the server's frozen tensors and buffers, and return the server with the weights it holds."""
         fixed = fixed_tensors(self._parts.model)
         if message.row is not None:
             for tensor, value in zip(fixed, flat_of(fixed).views(message.row), strict=True):
@@ -171,7 +171,7 @@ class ParameterServerWorker:
         return _Server(line, [mine[name] for name in message.words["names"]])
 
     def _share(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave the gradient of a share in every `.grad`; what it came to."""
+        """Compute the gradient of a share into every `.grad`, and return its loss terms."""
         cursor = Cursor.from_json(words["cursor"])
         stop_flag.renew()
         self._break(cursor.step + 1)
@@ -192,13 +192,16 @@ class ParameterServerWorker:
         return {**told, "terms": terms, "divided_by": by, "stop": stop_flag.requested}
 
     def _break(self, step: int) -> None:
-        """The faults that were asked for until this step: it may be another worker that gets a share of theirs."""
+        """Fire the injected faults up to this step, even if another worker gets the share of that step."""
         while self._broken < step:
             self._broken += 1
             self._faults.fire("step", step=self._broken)
 
     def _counts(self, given: StepInput, *, whole: Any) -> dict[str, Tensor] | None:
-        """Where the job gives them before the forward: of the whole batch where it is one update, else of the share."""
+        """Return the counts, if the job gives them before the forward.
+
+        They are those of the whole batch if it is one update, else of the share.
+        """
         if not self._parts.contract.counts_first:
             return None
         if self._joins and len(given.micro) < given.num_micro:
@@ -209,7 +212,7 @@ class ParameterServerWorker:
     def _gradients(
         self, given: StepInput, *, step: int, counts: dict[str, Tensor] | None
     ) -> dict[int, dict[str, tuple[float, float]]]:
-        """Forward and backward of each microbatch; what each came to."""
+        """Run forward and backward of each microbatch, and return its loss terms."""
         parts = self._parts
         parts.model.train()
         parts.reducer.begin()
@@ -225,7 +228,7 @@ class ParameterServerWorker:
         return told
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
-        """Raises JobError: what a forward writes here nobody else would ever see."""
+        """Raise a JobError if the forward writes to parameters or buffers, which nobody else would ever see."""
         pairs = zip(self._parts.model.named_parameters(), before, strict=False)
         for name in [name for (name, parameter), old in pairs if tensor_version(parameter) != old]:
             raise writes_to(name)
@@ -240,7 +243,7 @@ class ParameterServerWorker:
 
 
 class _Server:
-    """One server's end, and which of this worker's weights it has."""
+    """The connection to one server, and the weights of this worker that it holds."""
 
     def __init__(self, line: Connection, weights: Sequence[Tensor]) -> None:
         self.line = line
@@ -249,7 +252,7 @@ class _Server:
         self.row = self._flat.row()
 
     def put(self, message: Message) -> int:
-        """Take over the values that were pulled; their version."""
+        """Copy the pulled values into the weights, and return their version."""
         if message.row is not None:
             for tensor, value in zip(self.weights, self._flat.views(message.row), strict=True):
                 tensor.data.copy_(value)
@@ -261,7 +264,7 @@ def _sent(gradient: Tensor | None) -> Tensor | None:
 
 
 def _answer(line: Connection) -> Message:
-    """What comes of having said who one is, once the servers begin."""
+    """Return the reply to this worker's hello, once the servers begin."""
     while (message := line.receive()).kind is MessageKind.WAIT:
         pass
     return message

@@ -1,4 +1,4 @@
-"""A batch that is read out of turn: a worker's shares, and what a server, which reads no samples, wants to look at."""
+"""Random access to batches: for a worker's shares, and for a server, which otherwise reads no samples."""
 
 from paceline.config.settings import Settings
 from paceline.data.leased_loader import RandomAccessLoader
@@ -9,7 +9,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> RandomAccessLoader:
-    """Reads any share of any batch of this job."""
+    """Return a loader that reads any share of any batch of this job."""
     return RandomAccessLoader(
         data=job.train_data,
         collate=job.collate,
@@ -22,7 +22,7 @@ def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> Rand
 
 
 def whole_batch(given: StepInput, built: TrainingSetup) -> StepInput:
-    """The same batch with all its samples, whoever had computed which."""
+    """Return the same batch with all its samples, regardless of which rank computed them."""
     plan, settings = built.plan, built.settings
 
     def read() -> StepInput:

@@ -1,4 +1,4 @@
-"""`pl.Run`: the loop in the user's own hands, the same file under python, torchrun and srun."""
+"""`pl.Run`: a training loop that the user writes. The same script runs under python, torchrun and srun."""
 
 import os
 import sys
@@ -60,9 +60,9 @@ from paceline.trainer.setup.prepare import PreparedJob, held_folder, is_worker, 
 
 
 class Run:
-    """A run of `job`. Started by plain Python with `ranks > 1`, the script starts again as that many workers.
+    """A run of `job`. Under plain Python with `ranks > 1`, the script is started again as that many workers.
 
-    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`; `run_dir=` wins over theirs.
+    `settings` uses dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`. `run_dir=` overrides the settings.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Run:
         raise_all(refuse_unknown_allowances(tuple(allow)))
         asked = parse_layout(layout) if layout is not None else None
         rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
-        own = asked and asked.ranks and asked.ranks + rule.servers  # as the command has it
+        own = asked and asked.ranks and asked.ranks + rule.servers  # the same rule as on the command line
         count = ranks or own or world_size(os.environ) or here or 1
         script = Path(sys.argv[0]).stem or "run"
         given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
@@ -126,7 +126,7 @@ class Run:
 
     @classmethod
     def worker(cls, task: Task) -> Self:
-        """A run inside a worker that the command started."""
+        """Return a run inside a worker process that the command started."""
         run = cls.__new__(cls)
         run._task = task
         run._session = None
@@ -141,15 +141,15 @@ class Run:
     _was_open = False
     _hook: UncaughtHook | None = None
     _chooses = False
-    _words: Sequence[str] = ()  # of the script, in a process that was started for it
+    _words: Sequence[str] = ()  # the script's command line, in a process that was started for it
     _ready: PreparedJob | None = None
     _hold: RunLock | None = None
     _listens = False
-    _asked_before: int | None = None  # of the kernel, for when the launcher dies, before this run has asked it
-    _threads = 0  # of torch, before this run has set them
+    _asked_before: int | None = None  # the parent-death signal before `die_with_launcher` set it
+    _threads = 0  # torch's thread count before this run set it
 
     def open(self) -> Session:
-        """Join the others, and give what is behind this run; whoever asks also closes it."""
+        """Join the other ranks and return the session of this run. The caller must also close it."""
         self.__enter__()
         return self._live
 
@@ -197,10 +197,10 @@ class Run:
             self._hook.remove_but_for(error)
 
     def _hand_back(self, session: Session) -> None:
-        """To the script: only where a signal asked for the end it goes no further."""
+        """Return control to the script, or exit if a signal stopped the run."""
         started_by_us = attempt_folder(os.environ) is not None
         by_signal = bool(self.exit_code) and session.loop.reason == "signal"
-        if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # which says it itself
+        if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # our launcher reports it
             stands = "Stopped and saved." if by_signal else f"The run stands at {session.loop.place}, saved."
             print_line(f"{stands} Go on: {self._go_on(session.run.path)}", sys.stderr)
         if by_signal:
@@ -212,15 +212,15 @@ class Run:
         return script_again(joined, words=self._words or sys.orig_argv, change=change)
 
     def batches(self) -> Iterator[StepInput]:
-        """This replica's share of each global batch, until the run is over or asked to stop."""
+        """Yield this replica's share of each global batch, until the run is over or a stop is requested."""
         return self._live.loop.batches()
 
     def step(self, batch: StepInput) -> StepResult:
-        """Forward, backward, reduce, clip, update; log, evaluate and save when it is time."""
+        """Run forward, backward, reduction, clipping and update; log, evaluate and save when due."""
         return self._live.loop.step(batch, is_shown=self._ready is None)
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
-        """Exact metrics of the present weights; every rank calls this."""
+        """Return exact metrics of the current weights. Every rank must call this."""
         if split not in ("eval", "test") or getattr(self.job, f"{split}_data") is None:
             raise UsageError(
                 f"run.evaluate(split={split!r}): the job has no {split}_data."
@@ -231,15 +231,15 @@ class Run:
         return self._live.loop.evaluate(split=split)
 
     def save(self) -> None:
-        """Save now; every rank calls this."""
+        """Save a checkpoint now. Every rank must call this."""
         self._live.loop.save()
 
     def stop(self) -> None:
-        """End after this step, saved; every rank calls this."""
+        """Stop after this step and save. Every rank must call this."""
         self._live.loop.request_stop()
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
-        """Continue token ids `[batch, length]`; every rank calls this and gets the same, of sites their mean's."""
+        """Continue token ids `[batch, length]`; sites use their mean. Every rank must call this; results are equal."""
         prompt = prompt.to(self._live.world.device)
         forward = partial(self._live.built.step.passes.call, self.model)
         with self._live.loop.at_rest():
@@ -272,7 +272,7 @@ class Run:
         return self._session
 
     def _let_go(self) -> None:
-        """Leave the process as it was, whichever way the run is left: the next one in it begins afresh."""
+        """Restore the process state on every way out of the run, so that the next run in this process starts clean."""
         if self._hold is not None:
             self._hold.close()
         if self._listens:
@@ -284,9 +284,9 @@ class Run:
         self._listens, self._asked_before, self._threads = False, None, 0
 
     def _join_or_start(self) -> None:
-        """In a worker, or one process: go on. In a plain process with several ranks: start them and leave.
+        """Continue in a worker or a single process; in a plain process with several ranks, start the workers and exit.
 
-        So also in exact mode: its kernels are chosen by a variable that is read before torch is there.
+        Exact mode also starts the script again: its kernels are chosen by a variable that is read when torch loads.
         """
         if self._ready is not None:
             return
@@ -323,7 +323,7 @@ class Run:
 
     @staticmethod
     def _refuse_second() -> None:
-        """The processes that were started for a Run, their folder and their meeting point are that Run's."""
+        """Raise if this process, which was started for one `Run` with its folder and rendezvous, opens a second."""
         if Run._was_open:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",
@@ -337,7 +337,7 @@ class Run:
             self._task = replace(self._task, run=str(folder.resolve()))
         begin = resolve(
             "paceline.measured_planning.script_launcher:start_scripts"
-        )  # brings the planner, which ranks need not
+        )  # imports the planner, which the ranks do not need
         outcome, more = begin(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
             print_line(last_words(outcome, go_on=self._go_on(folder), more=more), sys.stderr)

@@ -1,4 +1,4 @@
-"""The script of a `pl.Run`: how it was started, how its ranks start it again, and what they take over of its task."""
+"""The script of a `pl.Run`: how it was started, how its ranks start it again, and which task fields they take over."""
 
 import os
 import shlex
@@ -20,21 +20,21 @@ from paceline.planner.layout.execution_plan import Resources, settle_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.run_folder.run_folder import run_of
 
-CROSSING = ("run", "attempt", "resume")  # of the task, from the script that starts the ranks to these
-CHOSEN = ("layout", "settings", "origins", "options")  # where the layout is auto
+CROSSING = ("run", "attempt", "resume")  # task fields that the ranks take over from the script that starts them
+CHOSEN = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 
 
 def script_to_start(*, ranks: int) -> list[str]:
-    """What a worker runs as `__main__`: the file and its words, or `-m`, a module and its words.
+    """Return what a worker runs as `__main__`: a file and its arguments, or `-m`, a module and its arguments.
 
     Raises:
-        UsageError: it came through the standard input or `python -c`, or is a notebook.
+        UsageError: the script came through the standard input or `python -c`, or is a notebook.
     """
     main = sys.modules["__main__"]
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
         return ["-m", spec.name, *sys.argv[1:]]
-    place = Path(getattr(main, "__file__", None) or "")  # absolute, wherever the script has gone since
+    place = Path(getattr(main, "__file__", None) or "")  # absolute, so a later change of directory does not matter
     if spec is not None:  # a folder or an archive with a __main__.py
         place = place.parent
     if place == Path() or sys.argv[0] in ("", "-", "-c") or not place.exists():
@@ -48,10 +48,10 @@ def script_to_start(*, ranks: int) -> list[str]:
 
 
 def begin_again(*, was_open: bool) -> NoReturn:
-    """Replace this process by itself, with exact mode's kernels: the same words and number, which no launcher sees.
+    """Replace this process by the same command in exact mode. The process id stays the same, so no launcher notices.
 
     Raises:
-        UsageError: what it did so far, as a run that `was_open`, can't be done again.
+        UsageError: what the process did so far, such as a run that `was_open`, cannot be done again.
     """
     script = sys.argv[0]
     if was_open or (dist.is_available() and dist.is_initialized()):
@@ -65,7 +65,7 @@ def begin_again(*, was_open: bool) -> NoReturn:
 
 
 def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:
-    """What the script says otherwise of its `pl.Run`, that goes on in `folder` and not back to a checkpoint there."""
+    """Return the `pl.Run` arguments to change so that the script resumes in `folder`, not from an old checkpoint."""
     start = Path(resume or "")
     goes_back = start.name.startswith("step-") and run_of(start).path.resolve() == folder.resolve()
     if is_named and not goes_back:
@@ -74,19 +74,19 @@ def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:
 
 
 def script_again(joined: JoinedWorld | None, *, words: Sequence[str], change: str) -> str:
-    """The script's own command line; with `change`, what to write into it to go on, and begin nothing anew."""
+    """Return the command line of the script; with `change`, also the edit that makes it resume the run."""
     if joined is not None and joined.kind == "torchrun":
-        words = [word for word in words[1:] if word != "-u"]  # which torchrun has put there
+        words = [word for word in words[1:] if word != "-u"]  # torchrun adds -u
     line = shlex.join([*(joined.launcher if joined is not None else []), *words])
     return f"{line}, with pl.Run(..., {change})" if change else line
 
 
 def processes_of(task: Task) -> int:
-    """How many make its ranks."""
+    """Return how many processes run the ranks of a task."""
     return parse_layout(task.layout).processes(ranks=task.ranks)
 
 
 def threads_of(task: Task, *, exact: bool) -> int:
-    """Of one rank."""
+    """Return how many threads each rank uses."""
     cluster = Resources(ranks=task.ranks, cores=usable_cores())
     return settle_threads(cluster=cluster, one=exact, asked=task.settings.get("train.threads"))

@@ -1,4 +1,4 @@
-"""One rank's session: from a task to a loop that is ready to run, and back out."""
+"""The session of one rank, which builds a ready-to-run loop from a task, and closes it."""
 
 import math
 import os
@@ -67,7 +67,7 @@ from paceline.trainer.setup.prepare import PreparedJob, as_first_cut
 
 
 class Session:
-    """Everything between joining and leaving."""
+    """Everything one rank holds between joining and leaving the process group."""
 
     def __init__(self, ready: PreparedJob, *, world: World, target: Any = None) -> None:
         self.world = world
@@ -76,7 +76,7 @@ class Session:
         self.run = RunFolder(Path(folder))
         start = Path(self._resume or "")
         self._start = start if start.name.startswith("step-") else None
-        if ready.task.verb == "evaluate":  # in the microbatches of the run, so that no layout changes what is added
+        if ready.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
             ready = as_first_cut(ready, folder=self.run.path, world=world)
         if self._resume is not None:
             begun = run_of(self._start) if self._start is not None else self.run
@@ -115,7 +115,7 @@ class Session:
         return [Note(text=text, level="warning") for text in found]
 
     def finish(self) -> int:
-        """Save, consolidate, and answer with the exit code."""
+        """Save, consolidate the final weights, and return the exit code."""
         code = int(self.loop.finish())
         self.loop.against.remember()
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
@@ -130,7 +130,7 @@ class Session:
         return code
 
     def _tell_best(self) -> None:
-        """Where another step than the last is the best: how to have its weights."""
+        """Tell the user how to get the best step's weights, if the best step is not the last one."""
         best = pointed_checkpoint(self.run.checkpoints, BEST)
         asked = self.ready.job.best is not None or self.ready.job.early_stopping is not None
         if asked and best is not None and step_of(best) != self.loop.cursor.step:
@@ -141,7 +141,7 @@ class Session:
             self.stream.emit(Note(text=text))
 
     def _add_late_modules(self) -> None:
-        """Modules that the job has loaded since it began, in its loss or model, are code of this run too."""
+        """Add modules that the job's loss or model imported after the start to the code recorded in `env.json`."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             env = read_json(self.run.path / "env.json")
             known = env["job"]["modules"]
@@ -150,7 +150,7 @@ class Session:
                 write_json(self.run.path / "env.json", {**env, "job": {**env["job"], "late_modules": late}})
 
     def close(self) -> None:
-        """Leave."""
+        """Close the data feed, the event stream, the model and the process group."""
         self.loop.beat_over()
         self._feed.close()
         self.stream.close()
@@ -158,7 +158,7 @@ class Session:
         self.world.close()
 
     def _foretold(self) -> FallbackLayout | None:
-        """As rank 0 finds it."""
+        """Return the forecast that rank 0 finds for this run, shared with all ranks."""
         if not can_be_foretold(self.ready):
             return None
         found = None
@@ -168,7 +168,7 @@ class Session:
         return None if shared is None else FallbackLayout(**shared)
 
     def _parameters(self) -> int:
-        """Trainable ones of all ranks, not of this one."""
+        """Return the number of trainable parameters on all ranks together."""
         kept = self.built.kept
         return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
 
@@ -178,7 +178,7 @@ class Session:
         return find_checkpoint(self.run.checkpoints, asked=self._start, world=self.world)
 
     def _branched(self, loaded: OpenCheckpoint) -> list[Event]:
-        """What comes after an older checkpoint of this run is kept apart, once the run does go on from it."""
+        """Set aside what this run saved after the older checkpoint that it resumes from."""
         goes_back = self._start is not None and loaded.is_in(self.run.checkpoints)
         if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
             return []
@@ -187,7 +187,7 @@ class Session:
         return [] if aside is None else [Note(text=f"what came after {loaded.path.name} was set aside in {aside}")]
 
     def _look_at_data(self) -> DatasetProperties | None:
-        """The facts of indexed data, the same on every rank; of a stream none."""
+        """Return the properties of indexed data, checked to be equal on every rank; None for a stream."""
         source, seed = self.built.data.train, self.ready.settings.seed
         if not source.is_indexed:
             return None
@@ -223,7 +223,7 @@ class Session:
             return EventBus()
         to = self.ready.settings.watch.to
         if self.ready.task.verb == "evaluate":
-            to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # what tells how the run was trained
+            to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # these record the training only
         sinks, left_out = make_sinks(to, run=self.run)
         stream = EventBus(sinks)
         for note in left_out:
@@ -271,7 +271,7 @@ class Session:
         return Pulse(folder / f"pulse-{self.world.rank}", patience=patience) if folder else None
 
     def _announce(self, cursor: Cursor, loaded: OpenCheckpoint | None, events: Sequence[Event]) -> None:
-        if not self.world.is_main or self.ready.task.verb == "evaluate":  # which leaves the run's own story alone
+        if not self.world.is_main or self.ready.task.verb == "evaluate":  # evaluation leaves the run's records alone
             return
         task, plan = self.ready.task, self.ready.plan
         private = holds_secret(self.ready.asked.values)
@@ -348,7 +348,7 @@ class Session:
 
 
 def _told(facts: DatasetProperties | None) -> dict[str, Any]:
-    """The facts as a checkpoint holds them."""
+    """Return the data properties in the form that a checkpoint stores."""
     if facts is None:
         return {"num_samples": None, "data": "stream"}
     return {"num_samples": facts.num_samples, "data": f"{facts.fingerprint:08x}"}

@@ -1,4 +1,4 @@
-"""What came of the steps: checked, counted and logged, once it can be looked at without waiting."""
+"""Log, count and check finished steps. Results are read `lag` steps late, so logging never synchronises the device."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ from paceline.trainer.setup.duration import Clock, Pace, Progress, peak_gib
 
 
 class StepLogger:
-    """Results in the order of their steps, on every rank alike. `stops`: some rank has asked to."""
+    """A log of step results in step order, the same on every rank. `stops` is True once any rank has asked to stop."""
 
     def __init__(self, *, built: TrainingSetup, feed: BatchLoader, stream: EventBus, progress: Progress) -> None:
         self.clock = Clock()
@@ -31,17 +31,17 @@ class StepLogger:
         self._pace = Pace()
 
     def record(self, result: StepResult, *, cursor: Cursor) -> None:
-        """A step was taken, or begun, that ends at `cursor`: then those are heard that lie far enough behind it."""
+        """Add a step that ends at `cursor`, and process the results that are at least `lag` steps old."""
         self._under_way.append((result, cursor))
         self._take(result)
         self._hear(leave=self._built.step.lag)
 
     def flush(self) -> None:
-        """No step is half done."""
+        """Process all outstanding results; no step may be in flight."""
         self._hear(leave=0)
 
     def log_last(self) -> None:
-        """The last step's numbers, whatever its number is."""
+        """Log the last step, whether or not it falls on `log.every`."""
         if self.last is not None and self._logged != self.last.step:
             self._log(self.last)
 
@@ -60,7 +60,7 @@ class StepLogger:
                 self._log(result)
 
     def _take(self, result: StepResult) -> None:
-        """Steps count when they are taken: those that are heard late are heard several at a time."""
+        """Add a step to the clock when it is taken, because late results arrive several at a time."""
         clock = self.clock
         clock.steps += 1
         clock.samples += result.samples
@@ -107,7 +107,7 @@ class StepLogger:
         self._warn(first=result.step == 1)
 
     def _warn(self, *, first: bool) -> None:
-        """What the user would want to know and has not asked."""
+        """Emit warnings that the user should see without asking for them."""
         text = unused_parameters_note(self._built.named) if first else ""
         parts = self._built.step.parts
         mean = parts.contract.note if first else ""

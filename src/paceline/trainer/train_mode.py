@@ -1,4 +1,4 @@
-"""Training mode, from the first step on: a loop that calls `model.train()` begins in it too."""
+"""Training mode from the first step on, just as in a loop that calls `model.train()`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def put_into_training(models: Sequence[nn.Module]) -> list[str]:
-    """Call `train()` of each copy of a model; return what to say of a part that `model=` put into eval mode."""
+    """Call `train()` on each copy of a model, and return a warning about parts that `model=` had put into eval mode."""
     first = models[0]
     resting = [name for name, module in first.named_modules() if first.training and not module.training]
     for model in models:

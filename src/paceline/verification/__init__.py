@@ -1,1 +1,1 @@
-"""`paceline verify`: does a layout give the training of one process?"""
+"""`paceline verify`: check that a layout computes the same training as one process."""

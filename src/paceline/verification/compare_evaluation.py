@@ -1,4 +1,4 @@
-"""Compares the layout's evaluation of equal weights with that of one process: each sample once, sums over counts."""
+"""Compare the layout's evaluation with that of one process at equal weights: each sample once, sums over counts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ from paceline.verification.reference.reference import Reference
 _EVALUATED_BATCHES = 4
 _METRIC = 1e-6
 _RUNS = 3
-_UNITS = 4.0  # of the precision that the forward runs in, that the arithmetic of a layout may move every weight by
+_UNITS = 4.0  # machine epsilons of the forward's precision by which a layout's arithmetic may move every weight
 
 
 def evaluated_by(built: TrainingSetup) -> EvaluatedSplit | None:
-    """The layout's own evaluation of a few batches."""
+    """Return the layout's own evaluation of a few batches; None for data that cannot be cut."""
     data = _some(built.job.eval_data, built)
     if data is None:
         return None
@@ -50,10 +50,10 @@ def judge_evaluation(
     steps: int,
     theirs: Mapping[str, Tensor],
 ) -> None:
-    """One process evaluates the layout's own weights."""
+    """Compare the layout's evaluation with one process that evaluates the layout's own weights."""
     with torch.no_grad():
         for name, tensor in tensors_of(reference.model).items():
-            if name in theirs:  # a tied one under its first name
+            if name in theirs:  # a tied parameter is stored under its first name
                 copy_into(tensor, theirs[name])
     by_hand = _ByHand(built, reference)
     right = by_hand.metrics()
@@ -79,7 +79,7 @@ def judge_evaluation(
 
 
 class _ByHand:
-    """One process's evaluation, which can be done again with weights moved a little. `draws`: it draws numbers."""
+    """An evaluation by one process, which can be repeated with disturbed weights. `draws`: it draws random numbers."""
 
     def __init__(self, built: TrainingSetup, reference: Reference) -> None:
         self._built, self._reference = built, reference
@@ -94,12 +94,12 @@ class _ByHand:
         self._right: dict[str, float] = {}
 
     def metrics(self) -> dict[str, float]:
-        """Every metric that is a quotient of sums."""
+        """Return every metric that is a quotient of sums."""
         self._right = self._run()
         return self._right
 
     def floors(self) -> dict[str, float]:
-        """How far each metric goes where the weights move by what the precision of the forward rounds."""
+        """Return how far each metric moves when the weights move by the rounding of the forward's precision."""
         start, floors = ModelSnapshot(self._reference.model), dict.fromkeys(self._right, 0.0)
         kind = self._reference.spec.autocast
         for run in range(_RUNS):
@@ -138,7 +138,7 @@ class _ByHand:
 def _batches_of(
     data: Any, size: int, collate: Callable[[list[Any]], Any], *, seed: int
 ) -> tuple[list[tuple[Any, int]], bool]:
-    """Every batch of a small split, with how many samples it has; and whether reading them draws random numbers."""
+    """Return every batch of a small split with its number of samples, and whether reading draws random numbers."""
     found, draws = [], False
     for start in range(0, len(data), size):
         part = range(start, min(start + size, len(data)))
@@ -150,7 +150,7 @@ def _batches_of(
 
 
 def _apart(found: float, right: float) -> float:
-    """How far a metric is off; none where it is beyond rounding of the sums alone."""
+    """Return how far a metric is off; 0 if the rounding of the sums alone explains it."""
     none = not math.isfinite(found) and not math.isfinite(right)
     if none or math.isclose(found, right, rel_tol=_METRIC, abs_tol=_METRIC):
         return 0.0
@@ -158,7 +158,7 @@ def _apart(found: float, right: float) -> float:
 
 
 def _some(data: Any, built: TrainingSetup) -> Any:
-    """A part of the split that does not divide by the ranks; of a DataLoader, what it reads from and its collation."""
+    """Return a subset of the split that is not divisible by the number of ranks; a DataLoader keeps its collation."""
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
     if isinstance(data, DataLoader):

@@ -1,4 +1,4 @@
-"""The second rung: the layout beside one process, step by step, from equal weights each time."""
+"""The second rung: compare the layout with one process step by step, each time from equal weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Lockstep:
-    """Runs on every rank; rank 0 holds the reference and judges."""
+    """A lock-step comparison that runs on every rank; rank 0 holds the reference and judges."""
 
     def __init__(self, *, built: TrainingSetup, reference: Reference | None, say: Say) -> None:
         self._built = built
@@ -39,7 +39,7 @@ class Lockstep:
         self._reference = reference
         self._say = say
         self._last: Mapping[str, Tensor] = {}
-        self._moved: dict[str, bool] = {}  # of those with a gradient, whether its rate was ever more than 0
+        self._moved: dict[str, bool] = {}  # for parameters with a gradient: whether the rate was ever above 0
         self._has_stepped = self._has_moved = self._was_zero = False
         self.finding = RungResult()
 
@@ -59,7 +59,7 @@ class Lockstep:
         return found
 
     def _untested(self, reference: Reference, *, steps: int) -> str:
-        """What these steps have not put to the test."""
+        """Return what the compared steps did not test."""
         if not self._has_stepped:
             return "gradients and weights: no compared step has a finite gradient in one process"
         moved = self._moved if self._has_moved else dict.fromkeys(self._moved, False)
@@ -68,7 +68,7 @@ class Lockstep:
         return unmoved_weights_note(moved, steps=steps, rises=rises)
 
     def _compare_start(self) -> None:
-        """Weights and buffers as they were built, on every rank."""
+        """Compare the initial weights and buffers on every rank."""
         wanted = {} if self._reference is None else _state(self._reference.model)
         found = differing_parts(self._mine(), wanted, holding=self._built.weights, world=self._world)
         for name, far in found.items() if self._reference is not None else ():
@@ -77,7 +77,7 @@ class Lockstep:
             return
 
     def _unequal(self, name: str, ranks: Sequence[int]) -> str:
-        """What a tensor that is not as one process built it may come from."""
+        """Return the likely cause of a tensor that differs from the one that one process built."""
         here = ", ".join(map(str, ranks))
         if name not in self._built.weights.parameters:
             return (
@@ -135,7 +135,7 @@ class Lockstep:
         self._see_forward(given, judge)
 
     def _read(self, mine: list[Any]) -> list[Any]:
-        """What every replica has read; its ranks must have read the same."""
+        """Return the microbatches that every replica read; report ranks of one replica that read different ones."""
         found: dict[int, list[Any]] = {}
         for rank, (replica, rows) in enumerate(self._world.gather_json([self._built.worlds.data.rank, mine])):
             if found.setdefault(replica, rows) != rows:
@@ -144,7 +144,7 @@ class Lockstep:
         return [row for rows in found.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
-        """What `train` refuses explains whatever gradient comes of it; every rank has the same counts."""
+        """Report counts that `train` refuses, since they explain the gradient; every rank has the same counts."""
         try:
             result.agreed.check_counts()
         except JobError as error:
@@ -153,7 +153,7 @@ class Lockstep:
     def _see_own(
         self, given: StepInput, judge: StepComparison | None, gradients: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """What nothing explains yet, on each rank by itself."""
+        """Compute gradients that nothing explains yet on each rank alone."""
         names, known = self._world.share_json(None if judge is None else (judge.unexplained, judge.known)) or ((), None)
         if not names or not can_replay(self._built):
             return
@@ -168,7 +168,7 @@ class Lockstep:
             judge.see_own(own, gradients, replicas=self._world.world_size)
 
     def _see_forward(self, given: StepInput, judge: StepComparison | None) -> None:
-        """Where the forward parts first, if nothing explains it yet and the forward is cut or run again."""
+        """Find where the forward first differs, if nothing explains it yet and the forward is cut or recomputed."""
         plan, worlds = self._built.plan, self._built.worlds
         remat = plan.asked.remat != "none"
         asks = self._world.share_json(judge is not None and bool(judge.unexplained))
@@ -183,7 +183,7 @@ class Lockstep:
             judge.see_forward(found, remat=remat)
 
     def _see_quiet(self, given: StepInput, judge: StepComparison | None) -> None:
-        """Once more with every dropout rate at zero, on both sides."""
+        """Run the step again on both sides with every dropout rate at zero."""
         models = [*self._built.models] if self._reference is None else [*self._built.models, self._reference.model]
         with without_dropout(models):
             self._take_over()
@@ -205,7 +205,7 @@ class Lockstep:
         return gather_all_copies(mine, holding=self._built.weights, world=self._world, names=names)
 
     def _mine(self) -> dict[str, Tensor]:
-        """What this rank's model holds of every parameter and buffer."""
+        """Return this rank's part of every parameter and buffer."""
         held = self._built.weights.mine.values()
         return {one.name: one.tensor for one in held if one.tensor is not None}
 
@@ -217,7 +217,7 @@ class Lockstep:
                 value = broadcast_tensor(name, source.get(name), holding=self._built.weights, world=self._world)
                 if held.tensor is not None and value is not None:
                     copy_into(held.tensor, value)
-        self._built.step.parts.buffers.begin()  # it was not a forward that has written to them
+        self._built.step.parts.buffers.begin()  # this copy, not a forward, wrote the buffers
 
     def _given(self, cursor: Cursor) -> StepInput:
         feed = feed_of(self._built, cursor)
@@ -227,7 +227,7 @@ class Lockstep:
             feed.close()
 
     def _update(self, right: Mapping[str, Tensor], judge: StepComparison | None, step: int) -> None:
-        """The same gradient into both optimizers; then the weights must be equal, on every rank."""
+        """Apply the same gradient in both optimizers; then the weights must be equal on every rank."""
         names = set(self._world.share_json(sorted(right)))
         kept, weights = self._built.kept, self._built.weights
         before = (
@@ -240,7 +240,7 @@ class Lockstep:
         }
         for member in self._built.named:
             member.parameter.grad = values.get(member.name)
-        scaler, self._built.update.scaler = self._built.update.scaler, None  # what is given to both is not scaled
+        scaler, self._built.update.scaler = self._built.update.scaler, None  # this gradient is not scaled
         norm, _ = self._built.update.commit(step=step + 1, loss=0.0)
         self._built.update.scaler = scaler
         norms = self._world.gather_json(None if norm is None else float(norm))
@@ -263,10 +263,10 @@ class Lockstep:
 
 
 def unmoved_weights_note(moved: Mapping[str, bool], *, steps: int, rises: bool) -> str:
-    """What to say of weights that have a gradient and stayed where they were: their update was not tested.
+    """Return a note about weights that have a gradient but did not move, so that their update was not tested.
 
-    Of single ones it may be rounding (a gradient of almost nothing), so all of them are asked for, or a rate of 0.
-    `rises`: the rate of some was 0, and is more in the next step.
+    A few may stay because of rounding (a gradient near zero), so the note needs all of them unmoved, or a rate of 0.
+    `rises`: the rate of some was 0 and is above 0 in the next step.
     """
     still = [name for name, has in moved.items() if not has]
     if not still:
@@ -277,7 +277,7 @@ def unmoved_weights_note(moved: Mapping[str, bool], *, steps: int, rises: bool) 
 
 
 def feed_of(built: TrainingSetup, cursor: Cursor) -> BatchLoader:
-    """The layout's own feed, from this place on."""
+    """Return the layout's own loader, starting at `cursor`."""
     settings = built.settings
     return feed_for(
         built.data,

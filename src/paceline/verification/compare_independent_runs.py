@@ -1,4 +1,4 @@
-"""The third rung: both run freely for some steps, then what came out is compared, and evaluated."""
+"""The third rung: the layout and one process run freely for some steps; then weights and evaluation are compared."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.tensor_distance import eps_of, euclidean_distance, euclidean_norm
 
 _RUNS = 6
-Contents = dict[tuple[int, int], int]  # by step and microbatch
+Contents = dict[tuple[int, int], int]  # checksums by step and microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDrift:
-    """How far weights may be apart, as a share of the way that training has gone, and what more would come from."""
+    """The allowed drift of weights, as a share of how far training moved them, and the likely cause of more."""
 
     share: float = 1e-3
     cause: str = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
@@ -77,7 +77,7 @@ def run_free(
 
 
 def first_batches(built: TrainingSetup, steps: int, contents: Contents) -> Any:
-    """The run's first batches, one after another; what is in them is noted in `contents`."""
+    """Yield the run's first batches, and record checksums of their data in `contents`."""
     feed = feed_of(built, Cursor())
     try:
         for given in islice(iter(feed), steps):
@@ -88,7 +88,7 @@ def first_batches(built: TrainingSetup, steps: int, contents: Contents) -> Any:
 
 
 def _see_contents(finding: RungResult, built: TrainingSetup, mine: Contents, right: Contents) -> None:
-    """Only here does a feed go on from batch to batch, with whatever its data workers hold."""
+    """Compare the data of consecutive batches. Only a free run exposes state that data workers keep between batches."""
     rows = built.world.gather_json([[*place, content] for place, content in mine.items()])
     found = {(step, index): content for row in rows for step, index, content in row}
     for (step, index), content in sorted(right.items()):
@@ -102,7 +102,7 @@ def _see_contents(finding: RungResult, built: TrainingSetup, mine: Contents, rig
 
 
 def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Contents | None = None) -> list[float]:
-    """One process; it ends before a step that has no finite gradient, or a term without a target."""
+    """Run one process and return its losses; stop before a non-finite gradient or a term without a target."""
     at, losses = RunPosition(step=0, epoch=0, position=0), []
     for _ in range(steps):
         pieces = reference.pieces(at)
@@ -118,9 +118,9 @@ def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Conte
 
 
 def _disturbed(reference: Reference, steps: int, seed: int) -> dict[str, Tensor]:
-    """What comes of the run from weights moved by rounding, with the microbatches the other way round.
+    """Return the tensors after a run from weights moved by rounding, with the microbatches in reverse order.
 
-    Buffers are those of a run that takes them in their order: of running statistics it counts.
+    Buffers come from a run in the usual order, because running statistics depend on it.
     """
     found: dict[str, Tensor] = {}
     for backwards in (True, False) if _buffers(reference) else (True,):
@@ -141,10 +141,10 @@ def judge_drift(
     steps: int,
     drift: WeightDrift,
 ) -> None:
-    """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all.
+    """Judge the drift against that of disturbed runs, and against how far training has moved the tensor.
 
-    Before anything is called different there are more disturbances: an element whose gradient is almost zero goes up or
-    down by a whole step under rules like Adam's, and one of them may have left it alone.
+    More disturbed runs precede a verdict of different: under rules such as Adam's, an element whose gradient is almost
+    zero moves up or down by a whole step, and a single disturbance may leave it unchanged.
     """
     right = kept_by(reference)
     apart = {name: euclidean_distance(tensor, right[name]) for name, tensor in found.items()}
@@ -184,13 +184,13 @@ def _rounded(tensor: Tensor, right: Tensor, steps: int) -> float:
 
 
 def trained_tensors(reference: Reference) -> dict[str, Tensor]:
-    """Weights, and their averages, which are what is evaluated and handed over."""
+    """Return the weights and their averages, which are evaluated and handed over."""
     average = reference.average.tensors
     return reference.weights() | dict(zip(averaged_names(list(average)), average.values(), strict=True))
 
 
 def kept_by(reference: Reference) -> dict[str, Tensor]:
-    """Those, and the buffers."""
+    """Return the reference's weights, averages and buffers."""
     return trained_tensors(reference) | _buffers(reference)
 
 
@@ -199,7 +199,7 @@ def _buffers(reference: Reference) -> dict[str, Tensor]:
 
 
 def buffers_of(built: TrainingSetup) -> dict[str, Tensor]:
-    """The layout's buffers, whole. Those of sites are each site's own, and are compared where they have met."""
+    """Return the layout's whole buffers; none for sites, whose own buffers are compared where they meet."""
     if sites_of(built) is not None:
         return {}
     holding = built.weights
@@ -208,7 +208,7 @@ def buffers_of(built: TrainingSetup) -> dict[str, Tensor]:
 
 
 def of_layout(built: TrainingSetup) -> dict[str, Tensor]:
-    """Weights and their averages, whole."""
+    """Return the layout's whole weights and their averages."""
     holding, ema = built.weights, built.update.ema
     mine = {name: held.tensor for name, held in holding.mine.items() if name in holding.parameters}
     found = {name: holding.whole(name, tensor) for name, tensor in mine.items()}
@@ -225,7 +225,7 @@ def of_layout(built: TrainingSetup) -> dict[str, Tensor]:
 
 
 def _of_sites(own: Mapping[str, Tensor], built: TrainingSetup, sites: OuterOptimizer) -> dict[str, Tensor]:
-    """Every site's, and what they have agreed on."""
+    """Return every site's weights, and the weights that the sites agreed on."""
     found: dict[str, Tensor] = {}
     for name, tensor in own.items():
         for site in range(sites.peers.world_size):
@@ -237,7 +237,7 @@ def _of_sites(own: Mapping[str, Tensor], built: TrainingSetup, sites: OuterOptim
 
 
 def state_dict_tensors(built: TrainingSetup) -> dict[str, Tensor]:
-    """What the `state_dict` lists, whole; of experts a rank's own lists some."""
+    """Return the whole tensors that any rank's `state_dict` lists; with expert parallelism each lists only some."""
     holding = built.weights
     told = {name for names in built.world.gather_json(list(tensors_of(built.model))) for name in names}
     return {name: holding.whole(name, holding.mine[name].tensor) for name in holding.names if name in told}

@@ -1,4 +1,4 @@
-"""Rank 0 beside the reference: is this step's gradient, loss, data and state what one process has?"""
+"""Comparison of one step on rank 0 with the reference: data, loss, gradients, buffers and update."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -20,11 +20,11 @@ from paceline.verification.reference.dropout_isolation import has_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.tensor_distance import eps_of, euclidean_distance, euclidean_norm, to_double
 
-_UNITS, _UNITS_OF_HALF = 64.0, 2.0  # of the last place, that two optimizers may make of one gradient
+_UNITS, _UNITS_OF_HALF = 64.0, 2.0  # units in the last place by which two updates from one gradient may differ
 
 
 class StepComparison:
-    """Judges one step: `see` what the layout did, then `update` once both optimizers have run on `right`."""
+    """The comparison of a step: `see` judges what the layout did, `update` both optimizers' updates with `right`."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class StepComparison:
 
     @property
     def is_finite(self) -> bool:
-        """Whether one process could take this step."""
+        """True if the gradient of one process is finite."""
         return all(bool(torch.isfinite(value).all()) for value in self.right.values())
 
     @property
     def wants_quiet(self) -> bool:
-        """Whether running again without dropout would tell more."""
+        """True if a second run without dropout would tell more."""
         return bool(self._inquiry.unexplained) and has_dropout(self._reference.model)
 
     def see(self, seen: ObservedStep) -> None:
-        """Judge data, gradients, loss and buffers, and blame the first that is wrong."""
+        """Judge data, gradients, loss and buffers, and report the first that is wrong."""
         data = read_otherwise(seen, pieces=self._inquiry.pieces, places=self._places)
         if data is not None:
             self._finding.blame(step=self._at.number, parameter="(data)", cause=data)
@@ -76,7 +76,7 @@ class StepComparison:
         folded = {f"{name}." for name, _ in norms_with_statistics(self._reference.model)}
         kept = {name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded))}
         self._losses = seen.losses
-        self._see_buffers(seen.buffers, kept)  # the forward may read them: before the gradients
+        self._see_buffers(seen.buffers, kept)  # judged before the gradients, because the forward may read them
         self._see_gradients(seen, is_data_right=data is None)
         self._see_losses(seen.losses)
         if self._inquiry.is_blurred:
@@ -86,7 +86,7 @@ class StepComparison:
         self._see_buffers(seen.buffers, {name for name, _ in self._reference.model.named_buffers()} - kept)
 
     def _see_nothing(self, everywhere: Sequence[Tensors]) -> None:
-        """One process has no finite gradient here (a count of 0, an overflow); then no rank may have one."""
+        """Report a rank with a finite gradient where one process has none (a count of 0, an overflow)."""
         for rank, parts in enumerate(everywhere):
             if all(bool(torch.isfinite(value).all()) for value in parts.values()):
                 of = of_copy(next(iter(self.right)), rank, places=self._places)
@@ -101,18 +101,18 @@ class StepComparison:
 
     @property
     def unexplained(self) -> list[str]:
-        """The parameters to run again on each rank by itself, the worst first."""
+        """The parameters to compute again on each rank alone, worst first."""
         return self._inquiry.unexplained[:MOST_NAMES]
 
     @property
     def known(self) -> dict[str, float] | None:
-        """The joint counts, where the job gives them before the forward."""
+        """The joint counts, if the job gives them before the forward."""
         return self._inquiry.known
 
     def see_own(
         self, own: Mapping[int, torch.Tensor], gradients: Sequence[Tensors], *, replicas: int | None = None
     ) -> None:
-        """Every rank has run its microbatches by itself: did the fault arise there, or in adding them up?"""
+        """Decide from every rank's separately computed gradients whether the fault arose there or in the reduction."""
         names, first = self.unexplained, self._finding.first_difference
         like = dict(self._reference.model.named_parameters())
         found = (
@@ -125,11 +125,11 @@ class StepComparison:
             first["cause"] = f"{cause} ({share})"
 
     def watched(self, microbatches: int) -> ModuleOutputs:
-        """What every module of one process gives."""
+        """Return the outputs of every module in one process."""
         return watch_reference(self._inquiry, model=self._reference.model, microbatches=microbatches)
 
     def see_forward(self, found: Mapping[str, Any] | None, *, remat: bool) -> None:
-        """The module whose output differs first, or that none does."""
+        """Report the first module whose output differs, or that none differs."""
         first = self._finding.first_difference
         if first is None or found is None:
             return
@@ -141,7 +141,7 @@ class StepComparison:
         first["cause"] = f"{cause} ({len(self._bad)} of {len(self.right)} parameters)"
 
     def see_quiet(self, gradients: Sequence[Tensors]) -> None:
-        """Both have run again without dropout: if they agree now, random numbers are the cause."""
+        """Report random numbers as the cause if the gradients agree once both sides run without dropout."""
         quiet = self._inquiry.again().total
         apart = [
             name
@@ -160,7 +160,7 @@ class StepComparison:
             )
 
     def norms(self, norms: Sequence[float | None]) -> None:
-        """The norm of the same gradient, as each rank measured it to clip by."""
+        """Compare the gradient norms that the ranks measured for clipping."""
         largest = math.hypot(*(euclidean_norm(value) for value in self.right.values()))
         shared = None if self._places is None else self._places.counted(self.right)
         cause = norm_cause(norms, largest, shared=shared)
@@ -170,7 +170,7 @@ class StepComparison:
     def update(
         self, *, before: Tensors, after: Tensors, where: str = "", weights: RankNames | None = None, copy: int = 0
     ) -> None:
-        """The weights after both optimizers took the same gradient."""
+        """Compare the weights after both optimizers applied the same gradient."""
         wanted = {name: p.detach() for name, p in self._reference.model.named_parameters()}
         bad: dict[str, float] = {}
         for name, weight in after.items():
@@ -213,14 +213,14 @@ class StepComparison:
         self._finding.blame(step=self._at.number, parameter=names[0], cause=cause + where)
 
     def _case(self, copies: Sequence[Tensors], names: Sequence[str]) -> GradientCase | None:
-        """What the placing itself may tell, where ranks are more than replicas."""
+        """Return the evidence about placement, or None if ranks are plain replicas."""
         if self._places is None or self._places.is_replicas:
             return None
         floors = {name: self._inquiry.floor(name) for name in names}
         return GradientCase(places=self._places, right=self.right, copies=copies, bad=names, floors=floors)
 
     def _see_presence(self, everywhere: Sequence[Tensors]) -> None:
-        """A gradient of zeros is not the same as none: weight decay and momentum act on it."""
+        """Report a gradient of zeros where the other has none: weight decay and momentum act on zeros."""
         for rank, parts in enumerate(everywhere):
             for name in sorted(set(parts) ^ set(self.right)):
                 there, here = ("zeros", "none") if name in parts else ("none", "zeros")
@@ -230,7 +230,7 @@ class StepComparison:
                 return
 
     def _differing(self, parts: Tensors) -> list[str]:
-        """The parameters beyond their floor, worst first."""
+        """Return the parameters whose distance exceeds their floor, worst first."""
         worst = {}
         for name in sorted({*parts, *self.right}):
             if name not in self.right or name not in parts:
@@ -251,7 +251,7 @@ class StepComparison:
     def _see_losses(self, losses: Sequence[float]) -> None:
         for rank, loss in enumerate(losses):
             wanted = self._inquiry.gradient.loss
-            none = not math.isfinite(loss) and not math.isfinite(wanted)  # of a sum that overflows, however it is told
+            none = not math.isfinite(loss) and not math.isfinite(wanted)  # both overflow, whether to inf or NaN
             apart = 0.0 if loss == wanted or none else abs(loss - wanted)
             floor = self._inquiry.floors.loss if apart else 0.0
             if verdict_of_distance(apart, floor) == DIFFERENT:

@@ -1,19 +1,19 @@
-"""What a rung found: a verdict, the worst distance, and the first difference with its likely cause."""
+"""The result of a rung: a verdict, the worst distance, and the first difference with its likely cause."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 BITWISE, ROUNDING, DIFFERENT = "bitwise", "rounding", "different"
 VERDICTS = (BITWISE, ROUNDING, DIFFERENT)
-FLOOR = 1e-4  # relative, of what two runs recorded
+FLOOR = 1e-4  # relative distance between two recorded runs
 
 
 @dataclass(kw_only=True)
 class RungResult:
-    """What one rung found. Plain JSON, so that rank 0 can tell the others.
+    """The result of one rung. Plain JSON, so that rank 0 can share it with the other ranks.
 
-    `left_out`: what the verdict does not speak of, though the user would think so. `by_micro`: the job was not shown to
-    be the same in other microbatches.
+    `left_out`: what the verdict does not cover, although the user would expect it. `by_micro`: the job was not shown to
+    give the same results with other microbatches.
     """
 
     verdict: str = BITWISE
@@ -27,29 +27,29 @@ class RungResult:
     compared: dict[str, int] = field(default_factory=dict)
 
     def note(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:
-        """Remember the worst: the distance that stands out most from its own floor."""
+        """Record a verdict, and keep the distance that exceeds its own floor the most."""
         self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
         if _excess(difference, floor) > _excess(self.max_difference, self.noise_floor):
             self.max_difference, self.noise_floor = difference, floor
 
     def blame(self, *, step: int, parameter: str, cause: str) -> None:
-        """Remember the first difference."""
+        """Record a difference; only the first one is kept."""
         self.verdict = DIFFERENT
         if self.first_difference is None:
             self.first_difference = {"step": step, "parameter": parameter, "cause": cause}
 
     def leave_out(self, what: str) -> None:
-        """Remember what the verdict does not speak of."""
+        """Record something that the verdict does not cover."""
         if what and what not in self.left_out:
             self.left_out = f"{self.left_out}; {what}" if self.left_out else what
 
     def count(self, kind: str, number: int) -> None:
-        """Remember how many things of a kind were compared."""
+        """Record how many things of a kind were compared."""
         self.compared[kind] = self.compared.get(kind, 0) + number
 
 
 def verdict_of_distance(apart: float, floor: float) -> str:
-    """The verdict on one distance; NaN is different from everything."""
+    """Return the verdict on one distance; NaN is different from everything."""
     if apart == 0.0:
         return BITWISE
     return ROUNDING if apart <= floor else DIFFERENT

@@ -1,4 +1,4 @@
-"""What all ranks have of a set of tensors, as whole ones: one set for each copy that the layout keeps."""
+"""Gather tensors from all ranks as whole tensors, one set for each copy that the layout keeps."""
 
 import hashlib
 import math
@@ -16,9 +16,9 @@ from paceline.verification.tensor_distance import euclidean_distance
 def gather_all_copies(
     mine: Mapping[str, Tensor], *, holding: ShardedTensors, world: World, names: Sequence[str] | None = None
 ) -> list[dict[str, Tensor]]:
-    """Every copy's tensors, whole; only what differs from the first copy's travels. Right on rank 0 at least.
+    """Return the whole tensors of every copy, valid on rank 0. Only copies that differ from the first are sent.
 
-    A tensor that its holders have not (a gradient that did not come) is absent from their copy.
+    A tensor that its holders lack (a gradient that did not come) is absent from their copy.
     """
     told = world.gather_json(tensor_digests(mine))
     names = holding.names if names is None else names
@@ -34,7 +34,7 @@ def gather_all_copies(
             if number and seen[copy] == seen[0] and name in found[0]:
                 parts[name] = found[0][name]
             elif len({digest for digests in seen for digest in digests}) == 1 and len(copies) == world.world_size:
-                parts[name] = mine[name]  # everybody has all of it, and the same
+                parts[name] = mine[name]  # every rank holds the same whole tensor
             else:
                 parts[name] = holding.whole(name, mine.get(name), copy=copy)
     return found
@@ -43,7 +43,7 @@ def gather_all_copies(
 def differing_parts(
     mine: Mapping[str, Tensor], right: Mapping[str, Tensor], *, holding: ShardedTensors, world: World
 ) -> dict[str, dict[int, float]]:
-    """Names whose parts differ in a bit from those of the whole tensors `right` (rank 0's): how far on which rank."""
+    """Return by name how far each rank's part is from rank 0's whole tensors `right`, where any bit differs."""
     found: dict[str, dict[int, float]] = {}
     for name in holding.names:
         whole = broadcast_tensor(name, right.get(name), holding=holding, world=world)
@@ -56,7 +56,7 @@ def differing_parts(
 
 
 def broadcast_tensor(name: str, whole: Tensor | None, *, holding: ShardedTensors, world: World) -> Tensor | None:
-    """Rank 0's whole tensor to everybody; each rank keeps its part."""
+    """Broadcast rank 0's whole tensor; each rank keeps its own part."""
     held = holding.mine[name]
     sent = whole.detach().to(world.device, held.dtype).contiguous() if whole is not None else None
     if sent is None:
@@ -65,12 +65,12 @@ def broadcast_tensor(name: str, whole: Tensor | None, *, holding: ShardedTensors
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of the bytes, by name."""
+    """Return the digest of each tensor's bytes, by name."""
     return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bytes."""
+    """Return the BLAKE2b digest of the tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return hashlib.blake2b(raw, digest_size=16).hexdigest()

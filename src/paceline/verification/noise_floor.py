@@ -1,9 +1,9 @@
-"""How far two right answers may be apart: a floor per tensor, measured and not assumed.
+"""Noise floors: how far two correct results may differ, measured for each tensor.
 
 One process computes the same step again with every weight moved by one unit in the last place, and with the
-microbatches added in reverse. What moves by that is rounding; a tensor whose true gradient is zero has its own
-floor, far above its size. A job that gives something else when nothing was moved at all has no floor: that is no
-rounding, and neither is what depends on the order of the microbatches.
+microbatches added in reverse. Whatever changes is rounding; a tensor whose true gradient is zero gets its own
+floor, far above its size. A job that gives another result although nothing was moved has no floor: that is not
+rounding, and neither is a result that depends on the order of the microbatches.
 """
 
 import math
@@ -19,10 +19,10 @@ from paceline.verification.reference.reference import Gradient, Micro, Reference
 from paceline.verification.tensor_distance import eps_of, euclidean_distance, euclidean_norm
 
 MARGIN = 16.0
-_MARGIN_OF_HALF = 4.0  # what is measured in 8 or 11 bits is no small share of a gradient: 16 times it would hide faults
+_MARGIN_OF_HALF = 4.0  # with 8 or 11 bits the noise is a large share of a gradient: 16 times it would hide faults
 MOST_ROUNDING = 4096.0
 _MOST_SHARE = 0.02
-_LEAST_UNITS = 16.0  # of bfloat16 these are more than that share
+_LEAST_UNITS = 16.0  # for bfloat16 this exceeds _MOST_SHARE
 _OTHER_ARITHMETIC = 16.0
 _RUNS = 3
 _ULPS = 4.0
@@ -30,10 +30,10 @@ _ULPS = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseFloors:
-    """What is rounding in one step: Euclidean norms by name, and of the loss.
+    """The rounding of one step: Euclidean norms by tensor name, and that of the loss.
 
-    `repeats`: the same step from the same weights and buffers gives the same again. `any_order`: also backwards.
-    `blurred`: in half precision rounding alone makes another gradient of it.
+    `repeats`: the same step from the same weights and buffers gives the same result. `any_order`: so does the reverse
+    order. `blurred`: in half precision, rounding alone changes the gradient beyond recognition.
     """
 
     gradients: dict[str, float]
@@ -45,10 +45,10 @@ class NoiseFloors:
 
 
 class ModelSnapshot:
-    """A model's weights and buffers at one moment, and the numbers among its modules' attributes.
+    """A copy of a model's weights, buffers and its modules' numeric attributes.
 
-    A forward may move a momentum or count its calls: a step that is run again starts from the same numbers. Rates of
-    dropout are left alone, which may be zero for a while (`dropout.quiet`).
+    A forward may change a momentum or count its calls, so a step that is run again starts from the same numbers.
+    Dropout rates are excluded, because they may be set to zero for a while.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +57,7 @@ class ModelSnapshot:
         self._numbers = ModuleNumbers(model, but=_rates)
 
     def put_back(self) -> None:
-        """Give them back to the model."""
+        """Restore the copied values in the model."""
         with torch.no_grad():
             for name, tensor in _tensors(self._model).items():
                 tensor.copy_(self.tensors[name])
@@ -69,14 +69,14 @@ def _rates(module: nn.Module) -> set[str]:
 
 
 def margin_of(value: Tensor) -> float:
-    """How many times what was measured two right answers may be apart."""
+    """Return the factor by which the measured noise is multiplied to give the floor."""
     return _MARGIN_OF_HALF if value.is_floating_point() and value.dtype.itemsize < 4 else MARGIN
 
 
 def measure_floors(
     reference: Reference, gradient: Gradient, *, at: RunPosition, pieces: Sequence[Micro], start: ModelSnapshot
 ) -> NoiseFloors:
-    """The largest change over disturbed runs, with a margin; `start` is the state before the step."""
+    """Return the largest change over disturbed runs, with a margin; `start` is the state before the step."""
     ended = ModelSnapshot(reference.model)
     start.put_back()
     repeats = is_rounding(gradient, reference.gradient(at, pieces=pieces), reference)
@@ -92,7 +92,7 @@ def measure_floors(
         moved = reference.gradient(at, pieces=pieces)
         is_like = is_rounding(gradient, moved, reference)
         blurred = blurred or (is_coarse(reference) and not is_like)
-        if is_like or blurred:  # else a decision has flipped (round, argmax, top-k): no rounding
+        if is_like or blurred:  # otherwise a discrete decision flipped (round, argmax, top-k), which is not rounding
             others.append(moved)
             buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
     ended.put_back()
@@ -116,7 +116,7 @@ def measure_floors(
 
 
 def is_rounding(one: Gradient, other: Gradient, reference: Reference) -> bool:
-    """Whether two gradients of the same weights and samples can be apart by the arithmetic alone."""
+    """Return True if arithmetic alone can explain the distance of two gradients of the same weights and samples."""
     first = next(iter(one.total.values()), torch.zeros(()))
     eps = max(eps_of(first), 0.0 if reference.spec.autocast is None else torch.finfo(reference.spec.autocast).eps)
     whole = math.hypot(*(euclidean_norm(value) for value in one.total.values()))
@@ -129,7 +129,7 @@ def is_rounding(one: Gradient, other: Gradient, reference: Reference) -> bool:
 def nudge_weights(model: nn.Module, *, seed: int, least: float = 0.0) -> None:
     """Move every trained weight by one unit in the last place, up or down, or by `least` of its size.
 
-    A small one is moved by that of its tensor's usual size.
+    A small weight is moved relative to its tensor's root mean square.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -142,19 +142,19 @@ def nudge_weights(model: nn.Module, *, seed: int, least: float = 0.0) -> None:
 
 
 def is_coarse(reference: Reference) -> bool:
-    """Whether slices are computed in half precision: there a decision that flips is rounding too, on every rank."""
+    """Return True if slices are computed in half precision, where a flipped discrete decision counts as rounding."""
     halves = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in reference.model.parameters())
     return reference.spec.is_cut and (halves or reference.spec.autocast is not None)
 
 
 def disturb_reference(reference: Reference, *, seed: int) -> None:
-    """Do it to the reference: by the autocast's unit where slices of a product are each rounded to it."""
+    """Move the reference's weights, by the autocast type's epsilon if slices of a product are each rounded to it."""
     kind = reference.spec.autocast if reference.spec.is_cut else None
     nudge_weights(reference.model, seed=seed, least=0.0 if kind is None else torch.finfo(kind).eps)
 
 
 def can_disturb(reference: Reference, *, at: RunPosition, seed: int) -> bool:
-    """Whether that moves the gradient by rounding only; the reference is left as it was."""
+    """Return True if disturbing the weights changes the gradient only by rounding; restore the reference afterwards."""
     if is_coarse(reference):
         return True
     start = ModelSnapshot(reference.model)

@@ -1,4 +1,4 @@
-"""The job in a precision of the comparison's own, and its model placed as the plan says."""
+"""The job in the precision of a comparison, with its model placed as the plan says."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -20,13 +20,13 @@ LOSS_SCALE = 1024.0
 
 
 def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
-    """A function that gives every floating tensor of a batch this type, a complex one its complex type."""
+    """Return a function that casts floating tensors of a batch to this type, and complex ones to its complex type."""
 
     return _as_it_is if dtype is None else lambda batch: map_tensors(batch, lambda tensor: as_type(tensor, dtype))
 
 
 def job_in(job: Job, dtype: torch.dtype | None) -> Job:
-    """The job with its model in this precision, and with its loss, where that is a module (class weights)."""
+    """Return the job with its model in this precision, and also its loss if that is a module (class weights)."""
     if dtype is None:
         return job
     loss = in_type(deepcopy(job.loss), dtype) if isinstance(job.loss, nn.Module) else job.loss
@@ -36,7 +36,7 @@ def job_in(job: Job, dtype: torch.dtype | None) -> Job:
 def built_in(
     ready: PreparedJob, world: World, dtype: torch.dtype | None, *, scale: float = LOSS_SCALE
 ) -> TrainingSetup:
-    """This rank's share of it; `scale` is what fp16 multiplies the loss by."""
+    """Return this rank's share of the run in this precision; `scale` is the fp16 loss scale."""
     settings = ready.settings
     job = job_in(ready.job, dtype)
     if dtype is not None:
@@ -44,7 +44,7 @@ def built_in(
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     built = build_training_setup(job=job, settings=settings, plan=ready.plan, world=world)
     built.refuse_training()
-    if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
+    if built.update.scaler is not None:  # a low constant scale: after an overflow there is nothing to compare
         options = {"init_scale": scale, "growth_interval": 1 << 30}
         built.update.scaler = make_scaler(built.kept, world, **options)
     return built

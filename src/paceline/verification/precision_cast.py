@@ -1,6 +1,6 @@
-"""A model in another precision, that is the same model: complex numbers stay complex, and what is one memory stays one.
+"""Cast a model to another precision, keeping complex numbers complex and shared memory shared.
 
-`model.to(dtype)` gives each parameter a memory of its own, and makes complex numbers real.
+In contrast, `model.to(dtype)` gives each parameter its own memory and makes complex numbers real.
 """
 
 import torch
@@ -10,14 +10,14 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return it in this type, a complex one in its complex type, whole numbers as they are."""
+    """Return the tensor in this type; a complex tensor in its complex type, an integer tensor unchanged."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the model, every floating or complex parameter and buffer in this type."""
+    """Cast every floating or complex parameter and buffer of the model, and return the model."""
     tensors = [*model.parameters(), *model.buffers()]
     shared = _shared(tensors)
     if not shared and not any(tensor.is_complex() for tensor in tensors):
@@ -45,7 +45,7 @@ def in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _shared(tensors: list[Tensor]) -> dict[int, Tensor]:
-    """Memories that several of them lie in, whole, by their address."""
+    """Return whole storages that several tensors share, by address."""
     found: dict[int, Tensor] = {}
     shared: dict[int, Tensor] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
@@ -56,6 +56,6 @@ def _shared(tensors: list[Tensor]) -> dict[int, Tensor]:
 
 
 def _pointer(tensor: Tensor) -> int:
-    """The address of its memory; 0 where it has none that can be shared."""
+    """Return the storage address of a tensor; 0 if it has no storage that can be shared."""
     plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.device.type != "meta"
     return tensor.untyped_storage().data_ptr() if plain else 0

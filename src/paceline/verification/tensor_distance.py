@@ -1,11 +1,11 @@
-"""How large a tensor is, and how far two are apart, whatever their type: in double precision."""
+"""Norms and distances of tensors of any type, computed in double precision."""
 
 import torch
 from torch import Tensor
 
 
 def to_double(value: Tensor) -> Tensor:
-    """Return it in double precision: a complex one as its two parts, a sparse one as a whole."""
+    """Return the tensor in double precision: complex values as two real parts, sparse tensors as dense."""
     value = value.detach()
     if value.layout != torch.strided:
         value = value.to_dense()

@@ -10,7 +10,7 @@ from paceline.verification.finding import DIFFERENT, VERDICTS, RungResult
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One rung: its name, what it rules out, what it found."""
+    """A rung of the verification: its name, what it rules out, and its result."""
 
     name: str
     rules_out: str
@@ -18,7 +18,7 @@ class Rung:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """For the answer."""
+        """Return the rung as JSON for the answer."""
         found = self.finding
         return {
             "name": self.name,
@@ -45,7 +45,7 @@ def verify_answer(
     compress: str = "none",
     micro_batch_size: int = 0,
 ) -> dict[str, Any]:
-    """The whole answer; the verdict is the worst of all rungs."""
+    """Return the whole answer; its verdict is the worst of all rungs."""
     findings = [rung.finding for rung in rungs]
     worst = max(findings, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""
@@ -68,7 +68,7 @@ def verify_answer(
 
 
 def verdict_table(value: dict[str, Any]) -> list[str]:
-    """The answer as a small table and one sentence."""
+    """Return the answer as a small table and one sentence."""
     rows = [("", "rung", "verdict", "apart", "floor", "compared")]
     for rung in value["rungs"]:
         mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] or rung["left_out"] else "✓"
@@ -92,7 +92,7 @@ def _sentence(value: dict[str, Any]) -> str:
     meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
     ranks = plural(value["ranks"], "rank")
     process = f"one process{_of(value)}"
-    if value["by_micro"]:  # another process, with other microbatches, may be another training
+    if value["by_micro"]:  # with other microbatches, one process may train differently
         process += f" in microbatches of {value['micro_batch_size']}"
     same = f"{value['layout']} on {ranks} is the same training as {process}: {value['verdict']} ({meaning})"
     if any(rung["warning"] for rung in value["rungs"]):

@@ -1,4 +1,4 @@
-"""The first rung: one process against itself. What fails here no layout can mend."""
+"""The first rung: one process compared with itself. No layout can correct what fails here."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _START = RunPosition(step=0, epoch=0, position=0)
 
 
 def run_single(make: Callable[[], Reference]) -> RungResult:
-    """The same batch twice, then in halves: is the job deterministic, and is its loss a sum?"""
+    """Run the same batch twice, then in halves, to test that the job is deterministic and its loss a sum."""
     finding = RungResult(by_micro=True)
     _twice(make, finding)
     _halves(make(), finding)
@@ -64,7 +64,7 @@ def _twice(make: Callable[[], Reference], finding: RungResult) -> None:
 
 
 def _untrained(reference: Reference, piece: Micro) -> str:
-    """Parameters that a backward reaches and that are none of the model's: no optimizer can hold them."""
+    """Return a note on parameters that receive a gradient but are not the model's, so no optimizer holds them."""
     found = reference.strangers(piece)
     if not found:
         return ""
@@ -76,7 +76,7 @@ def _untrained(reference: Reference, piece: Micro) -> str:
 
 
 def _fewer_rows(pieces: Sequence[Micro]) -> str:
-    """A collation that leaves samples out; one that packs them all into one row is taken for what it is."""
+    """Return a note about a collation that leaves samples out; one that packs all samples into one row is accepted."""
     for index, piece in enumerate(pieces):
         rows, samples = num_rows(piece.data), len(piece.samples)
         if 1 < rows < samples:
@@ -108,13 +108,13 @@ def _compare(
 
 
 def _halves(reference: Reference, finding: RungResult) -> None:
-    """Parts of a microbatch must add up to it, where samples do not see each other.
+    """Check that parts of a microbatch add up to it, if samples do not see each other.
 
-    Halves alone may hold equally many targets by chance, so one sample against the rest is tried too.
+    Halves may hold equally many targets by chance, so one sample against the rest is tried too.
     """
     if finding.verdict == DIFFERENT:
         return
-    if reference.spec.autocast is not None:  # half precision would hide what is looked for
+    if reference.spec.autocast is not None:  # half precision would hide the difference
         reference = reference.with_spec(autocast=None)
     if reference.job.loss_over == "batch":
         finding.detail += " The loss is over the whole batch: parts need not add up to it."
@@ -156,7 +156,7 @@ def _halves(reference: Reference, finding: RungResult) -> None:
 
 
 def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_samples: bool) -> tuple[str, str]:
-    """Why the parts do not add up, and what to do that the job does not do yet."""
+    """Return why the parts do not add up, and what the job could do about it."""
     if reference.job.loss is None:
         return "", "give loss=(sum, count) instead of the model's own loss"
     if abs(factor - 2.0) < _TWICE:
@@ -170,9 +170,9 @@ def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_sam
 
 
 def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, bool]:
-    """How far, relatively, the gradient of a microbatch is from that of its two parts; NaN counts as infinite.
+    """Return the relative distance of a microbatch's gradient from that of its two parts; NaN counts as infinite.
 
-    Then how often it fits into that of the parts, and whether it is divided by the number of samples.
+    Also return the factor between the two gradients, and whether the gradient is divided by the number of samples.
     """
     read = reference.reading.read
     parts = [
@@ -181,7 +181,7 @@ def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, boo
     ]
     right, found = reference.gradient(_START, pieces=[piece]), reference.gradient(_START, pieces=parts)
     whole, apart = _size(right), _apart(right, found)
-    if not math.isfinite(whole):  # a microbatch without a target has no mean, in whatever parts
+    if not math.isfinite(whole):  # a microbatch without a target has no mean, however it is cut
         return 0.0, 1.0, False
     ratio = apart / whole if whole else apart
     both = right.total.keys() & found.total.keys()
@@ -191,7 +191,7 @@ def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, boo
 
 
 def _again(reference: Reference, piece: Micro, *, stream: int) -> float:
-    """How far, relatively, the gradient of a microbatch is from its own a second time, with this stream's numbers."""
+    """Return the relative distance of two gradients of one microbatch, the second with random stream `stream`."""
     one = reference.gradient(_START, pieces=[piece])
     other = reference.gradient(_START, pieces=[piece], stream=lambda _: stream)
     whole, apart = _size(one), _apart(one, other)
@@ -203,7 +203,7 @@ def _size(one: Gradient) -> float:
 
 
 def _apart(one: Gradient, other: Gradient) -> float:
-    """The distance of two gradients; where one has none of a parameter, that is zero."""
+    """Return the distance of two gradients; a missing parameter counts as zero."""
     names = {**one.total, **other.total}
     pairs = [(one.total.get(n, v * 0), other.total.get(n, v * 0)) for n, v in names.items()]
     return math.hypot(*(euclidean_distance(left, right) for left, right in pairs))

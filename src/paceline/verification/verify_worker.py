@@ -1,4 +1,4 @@
-"""What each rank runs for `verify`: rungs, each ruling something out, and one verdict."""
+"""The worker of `paceline verify`: it runs the rungs, each of which rules something out, and forms one verdict."""
 
 import os
 import time
@@ -44,7 +44,7 @@ _START = RunPosition(step=0, epoch=0, position=0)
 
 
 def verify(payload: Mapping[str, Any]) -> int:
-    """Run the rungs; rank 0 writes the answer."""
+    """Run all rungs; rank 0 writes the answer."""
     task = Task.from_json(payload)
     ready = prepare(task)
     task = ready.task
@@ -61,10 +61,10 @@ def verify(payload: Mapping[str, Any]) -> int:
 
 
 def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, Any]:
-    """All rungs on a world that is there; the answer is the same on every rank."""
+    """Run all rungs on an existing world, and return the answer, which is the same on every rank."""
     refuse_joined(ready.plan.wire, buffers=ready.settings.train.buffers)
     errands = WorkerInstructions(world)
-    guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
+    guard_hooks()  # before the first model is built: the reference's has the same class and no hooks
     scale = _fitting_scale(ready, world)
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
@@ -104,7 +104,7 @@ def _is_replayed(ready: PreparedJob) -> bool:
 def _served(
     ready: PreparedJob, world: World, steps: int, single: RungResult, errands: WorkerInstructions
 ) -> Iterator[Rung]:
-    """Workers come and go as they can: they run freely, and one process does it again in the order that was taken."""
+    """Yield the rungs for parameter servers: workers run freely, and one process replays the order they took."""
     rules_out = "samples, gradients, weights of another version, loss, optimizer or evaluation that differ"
     for dtype, name in _precisions(ready, world, single):
         rung = _rung(f"done again in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
@@ -114,7 +114,7 @@ def _served(
 
 
 def _freely(ready: PreparedJob, world: World, steps: int, single: RungResult, scale: float) -> Iterator[Rung]:
-    """Steps that depend on all before have nothing to be compared alone: they run freely, in each precision."""
+    """Yield free runs in each precision, for rules whose steps depend on earlier steps and cannot be compared alone."""
     for dtype, name in _precisions(ready, world, single):
         rules_out, drift = apart_by(ready.plan, is_double=dtype is torch.float64)
         rung = _rung(
@@ -132,7 +132,7 @@ def reference(
     make: Callable[..., Reference] = Reference,
     scale: float = LOSS_SCALE,
 ) -> Reference:
-    """The one-process oracle of this job, in this precision; `make` makes that of another rule."""
+    """Return the one-process reference of this job in this precision; `make` constructs that of another update rule."""
     plan, settings = ready.plan, ready.settings
     is_joined = settings.train.buffers == "sync_bn"
     spec = ReferenceConfig(
@@ -160,7 +160,7 @@ def reference(
 
 
 def compared_steps(ready: PreparedJob, steps: int) -> list[Cursor]:
-    """The first steps of an epoch, and as the last one its short last batch, where there is one."""
+    """Return the first steps of an epoch, and last its short final batch, if there is one."""
     size = ready.plan.global_batch_size
     reading = reference(ready, None).reading
     total = reading.num_samples(0)
@@ -179,7 +179,7 @@ def compared_steps(ready: PreparedJob, steps: int) -> list[Cursor]:
 
 
 def _places(ready: PreparedJob, world: World, steps: int, single: RungResult) -> list[Cursor]:
-    """The steps to compare; the short last batch only where one process can run it at all."""
+    """Return the steps to compare; the short final batch is included only if one process can run it at all."""
     found = compared_steps(ready, steps)
     last, problem = found[-1], ""
     if world.is_main:
@@ -202,7 +202,7 @@ def _places(ready: PreparedJob, world: World, steps: int, single: RungResult) ->
 
 
 def _fitting_scale(ready: PreparedJob, world: World) -> float:
-    """What fp16 multiplies the loss by: so much less than usual that one process's first step does not overflow."""
+    """Return the fp16 loss scale, reduced until the first step of one process does not overflow."""
     if ready.settings.train.precision != "fp16":
         return LOSS_SCALE
     scale = LOSS_SCALE
@@ -217,7 +217,7 @@ def _fitting_scale(ready: PreparedJob, world: World) -> float:
 def _is_finite(alone: Reference) -> bool:
     try:
         return all(bool(torch.isfinite(value).all()) for value in alone.gradient(_START).total.values())
-    except Exception:  # the first rung says it
+    except Exception:  # the first rung reports it
         return True
 
 
@@ -232,7 +232,7 @@ def _rung(name: str, rules_out: str, climb: Callable[[], RungResult]) -> Rung:
 
 
 def _say(world: World, what: str) -> Callable[[str], None]:
-    """A sign of life on the console's rank."""
+    """Return a function that prints progress on rank 0."""
 
     def say(text: str) -> None:
         if world.is_main:
@@ -251,7 +251,7 @@ def _single(ready: PreparedJob, world: World) -> RungResult:
 
 
 def _precisions(ready: PreparedJob, world: World, single: RungResult) -> list[tuple[torch.dtype | None, str]]:
-    """float64 first, where the model can do it; then the job's own."""
+    """Return the precisions to compare in: float64 first, if the model supports it, then the job's own."""
     problem = ""
     if world.is_main:
         try:
@@ -289,7 +289,7 @@ def _lockstep(
 
 @contextmanager
 def _comparable(ready: PreparedJob, built: TrainingSetup, alone: Reference | None) -> Iterator[str]:
-    """Without dropout where its numbers can't be the same."""
+    """Disable dropout where one process cannot draw the same random numbers, and yield a note about it."""
     if ready.settings.train.buffers != "sync_bn" or not has_dropout(built.model):
         yield ""
         return

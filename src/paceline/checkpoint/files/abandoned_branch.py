@@ -1,4 +1,4 @@
-"""Going on from an older checkpoint: the later ones belong to another branch, and are kept apart."""
+"""Abandoned branches: checkpoints after the one that a run resumes from are kept in a folder of their own."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from paceline.filesystem.atomic_files import sync_folder, write_text
 
 
 def set_aside(folder: Path, *, start: Path) -> Path | None:
-    """Move the checkpoints after `start` into a folder of their own; returns it, or None where there are none.
+    """Move the checkpoints after `start` into a folder of their own; return it, or None if there are none.
 
-    From the last to the first, so that what a kill leaves is an ordinary run. `best` goes with them if it is one of
-    them: which of the rest was best is not known.
+    They are moved from the last to the first, so that a kill leaves an ordinary run. `best` goes with them if it is one
+    of them: which of the others was best is not known.
     """
     later = [path for path in all_steps(folder) if step_of(path) > step_of(start)]
     if not later:

@@ -1,7 +1,7 @@
-"""Checkpoints that can't lie: a digest for everything, written aside, flushed, renamed, then `latest`.
+"""Checkpoint folders: everything has a digest, and is written aside, flushed, renamed, then named in `latest`.
 
-A folder `step-00000100` exists only once it is whole. Its manifest names every file and tensor with a digest,
-and carries its own, so that no flipped bit loads silently.
+A folder `step-00000100` exists only once it is whole. Its manifest names every file and tensor with a digest, and
+carries its own, so that no flipped bit loads silently.
 """
 
 import os
@@ -27,7 +27,7 @@ _MOST_MARK_BYTES = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
-    """A checkpoint that was opened: what it says of the run, and its tensors by kind, to be read when needed."""
+    """An opened checkpoint: the run's state, and the tensors by kind, which are read on demand."""
 
     path: Path
     step: int
@@ -35,7 +35,7 @@ class OpenCheckpoint:
     files: dict[str, StoredTensors]
 
     def is_in(self, folder: Path) -> bool:
-        """Whether it is one of a run's own checkpoints, and not what a branch begins from."""
+        """Return whether this is one of a run's own checkpoints, and not one that a branch starts from."""
         return self.path.resolve().parent == folder.resolve()
 
 
@@ -48,12 +48,12 @@ class UnusableCheckpoint:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step."""
+    """Return the name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def load(path: Path) -> OpenCheckpoint:
-    """Open a checkpoint. Its tensors are read, and compared with their digests, when they are asked for.
+    """Open a checkpoint. Its tensors are read, and compared with their digests, on demand.
 
     Raises:
         CheckpointError: the manifest or a file is missing, cut off, changed or foreign.
@@ -78,7 +78,7 @@ def verify(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> ManifestForm:
-    """The manifest's body, once its digest was found right, and its step the one that the folder's name says.
+    """Return the manifest's body after checking its digest, and its step against the folder's name.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format or step.
@@ -95,7 +95,7 @@ def read_manifest(path: Path) -> ManifestForm:
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
-    """The newest checkpoint that is whole, and the newer ones that are not."""
+    """Return the newest checkpoint that is whole, and the newer ones that are not."""
     _put_back(folder)
     refused = [
         UnusableCheckpoint(path=path, reason="the save was interrupted")
@@ -116,12 +116,12 @@ def newest_good(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
 
 
 def was_saved(folder: Path) -> bool:
-    """Whether a run has saved here, or was about to."""
+    """Return whether a run has saved here, or was about to."""
     return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{ASIDE}*"))
 
 
 def _put_back(folder: Path) -> None:
-    """A kill between the two renames of a step that is saved again leaves the older save aside: it is good still."""
+    """Restore an older save that a kill left aside between the two renames of a step that was saved twice."""
     for path in folder.glob(f"{ASIDE}old-step-*"):
         final = folder / path.name.removeprefix(f"{ASIDE}old-").rpartition("-")[0]
         if not final.exists() and not _is_saving(path):
@@ -130,37 +130,36 @@ def _put_back(folder: Path) -> None:
 
 
 def all_steps(folder: Path) -> list[Path]:
-    """Every checkpoint folder, oldest first."""
+    """Return every checkpoint folder, oldest first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Return the step in a checkpoint folder's name; -1 if it names none."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def mark_best(folder: Path, path: Path) -> None:
-    """Remember which checkpoint was best: by name, and by the digest of the name, so that damage to one is mended by
-    the other."""
+    """Record the best checkpoint by its name and the name's digest, so that one can repair damage to the other."""
     write_text(folder / BEST, f"{path.name}\n{digest(path.name.encode())}\n")
 
 
 def pointed_checkpoint(folder: Path, mark: str) -> Path | None:
-    """What `latest` or `best` points to, if that is a checkpoint here."""
+    """Return the checkpoint that `latest` or `best` points to, or None if it is not here."""
     name = _said(folder, mark)
     path = folder / name
     return path if name and path.is_dir() else None
 
 
 def is_mark_lost(folder: Path, mark: str) -> bool:
-    """Whether there is a mark that names no step, or a step that is not here."""
+    """Return whether a mark exists that names no step, or a step that is not here."""
     return os.path.lexists(folder / mark) and pointed_checkpoint(folder, mark) is None
 
 
 def _said(folder: Path, mark: str) -> str:
-    """The step that a mark names; empty where it can't be read. A digest of a step's name is believed first."""
+    """Return the step name in a mark, or an empty string; a digest of an existing step's name takes precedence."""
     try:
         data = read_regular(folder / mark, most_bytes=_MOST_MARK_BYTES)
     except (OSError, ValueError):
@@ -171,9 +170,9 @@ def _said(folder: Path, mark: str) -> str:
 
 
 def prune(folder: Path, *, keep: int) -> list[Path]:
-    """Remove all but the last `keep` and the best, and never the only good one; returns what went.
+    """Remove all but the last `keep` and the best, and never the only good one; return the removed paths.
 
-    Where the mark of the best can't be read nothing is removed: each of them may be it. A step that is a link is kept.
+    If the mark of the best can't be read, nothing is removed: each of them may be it. A step that is a link is kept.
     """
     steps = all_steps(folder)
     kept = set(steps[-max(keep, 1) :]) | {pointed_checkpoint(folder, BEST), pointed_checkpoint(folder, LATEST)}
@@ -193,7 +192,7 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what interrupted saves of processes that are gone have left."""
+    """Remove the leftovers of interrupted saves whose processes have ended."""
     _put_back(folder)
     for path in folder.glob(f"{ASIDE}*"):
         if not _is_saving(path):

@@ -1,6 +1,6 @@
-"""The folder that other programs open: plain safetensors, several files and an index where one would be large.
+"""Model folders for other programs: plain safetensors, split into several files with an index if large.
 
-Names and index as Hugging Face writes them: https://huggingface.co/docs/safetensors/metadata_parsing
+Names and index follow Hugging Face: https://huggingface.co/docs/safetensors/metadata_parsing
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _STEM, _ENDING = "model", ".safetensors"
 
 
 def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most_bytes: int = MOST_BYTES) -> None:
-    """Write aside, flush, and replace the files of a model in `folder`, or in what it links to.
+    """Write aside, flush, and replace the model files in `folder`, or in the folder it links to.
 
     Other files there (a tokenizer, a README) stay. Tensors are made and written in their order.
     """
@@ -50,7 +50,7 @@ def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most
 
 
 def _keep_others(before: Path, folder: Path) -> None:
-    """Leave in `folder` what `before` has that is no file of a model, and nothing in `before`."""
+    """Move the files of `before` that belong to no model into `folder`, and empty `before`."""
     if not before.is_dir():
         return
     if not folder.exists():
@@ -71,7 +71,7 @@ def _is_of_a_model(path: Path) -> bool:
 
 
 def digest_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of a written folder; folders in it are somebody else's.
+    """Return the SHA-256 of every file of a written folder; subfolders are skipped.
 
     Raises:
         OSError: one can't be read.
@@ -90,7 +90,7 @@ def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
     """Compare every file of a written folder with its digest.
 
     Raises:
-        CheckpointError: one is missing, is there in addition, or is not what was written.
+        CheckpointError: one is missing, was added, or is not what was written.
     """
     try:
         found = digest_files(folder)
@@ -109,16 +109,17 @@ def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def seal(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `weights.json` says, with the digest of its own text."""
+    """Return the content of `weights.json` with the digest of its own text added."""
     return {**said, _SEAL: hashlib.sha256(json.dumps(said).encode()).hexdigest()}
 
 
 def check_consolidated(folder: Path) -> bool:
-    """Compare the final model with what `weights.json` beside it says; False where nothing says it: the run
-    was killed meanwhile, or an older version wrote no digests.
+    """Compare the final model with `weights.json` next to it; return False if that is missing or has no digests.
+
+    It is missing if the run was killed meanwhile; an older version wrote no digests.
 
     Raises:
-        CheckpointError: a file of it, or what is said of it, is not what was written.
+        CheckpointError: a model file, or `weights.json`, is not what was written.
     """
     file = folder.parent / WEIGHTS
     if not file.exists():
@@ -137,7 +138,7 @@ def check_consolidated(folder: Path) -> bool:
 
 
 def _files(tensors: Iterable[Writable], *, most_bytes: int) -> dict[str, list[Writable]]:
-    """A tensor larger than a file has one of its own."""
+    """Return the tensors by file; a tensor larger than a file has one of its own."""
     cut: list[list[Writable]] = [[]]
     held = 0
     for tensor in tensors:

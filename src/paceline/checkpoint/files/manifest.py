@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: it names every file and tensor with a digest, and carries its own.
 
 Format 1 has one file of each kind. In format 2 every rank has written a file of what it holds
-(`model.rank-0003.safetensors`), and a tensor that is in pieces has an entry for each: where it begins, and the shape
-of the whole.
+(`model.rank-0003.safetensors`), and a tensor that is in pieces has an entry for each: its offset, and the shape of the
+whole.
 """
 
 import json
@@ -28,19 +28,19 @@ Listed = Mapping[str, Mapping[str, Any]]
 
 
 def rank_file(kind: str, rank: int) -> str:
-    """The file of one rank: `model.rank-0003.safetensors` for `model.safetensors`."""
+    """Return the file name of one rank: `model.rank-0003.safetensors` for `model.safetensors`."""
     stem, dot, ending = kind.rpartition(".")
     return f"{stem}.rank-{rank:04d}{dot}{ending}"
 
 
 def kind_of(file: str) -> str:
-    """What a file holds, whoever wrote it."""
+    """Return the kind of a file, without the rank that wrote it."""
     match = _RANK_FILE.fullmatch(file)
     return file if match is None else match[1] + match[2]
 
 
 def write_files(aside: Path, files: Files) -> dict[str, Any]:
-    """Write and flush files of tensors; returns what the manifest says of them."""
+    """Write and flush files of tensors; return their entries for the manifest."""
     listed = {}
     for name, tensors in files.items():
         entries = write_tensors(aside / name, tensors)
@@ -54,7 +54,7 @@ def write_files(aside: Path, files: Files) -> dict[str, Any]:
 
 
 def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], step: int) -> None:
-    """Write it and flush it.
+    """Write and flush the manifest.
 
     Raises:
         CheckpointError: an element of a tensor is in no file, or in two.
@@ -74,7 +74,7 @@ def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], ste
 
 
 def amend_state(path: Path, **changes: Any) -> None:
-    """Replace parts of the state of a checkpoint that is whole, at once: a reader sees the old ones or the new.
+    """Replace parts of a whole checkpoint's state atomically: a reader sees the old ones or the new.
 
     Raises:
         CheckpointError: its manifest can't be read.
@@ -90,7 +90,7 @@ def _write_body(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def read_body(path: Path) -> ManifestForm:
-    """Return the manifest's body, once its digest was found right and every part of the right type.
+    """Return the manifest's body after checking its digest and the type of every part.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format.
@@ -119,7 +119,7 @@ def read_body(path: Path) -> ManifestForm:
 
 
 def _body_text(data: bytes) -> str | None:
-    """Return the text that a manifest carries; None where one byte of the file is not what `write_manifest` wrote."""
+    """Return the text that a manifest carries; None if one byte of the file is not what `write_manifest` wrote."""
     outer = _OUTER.fullmatch(data)
     if outer is None:
         return None
@@ -130,7 +130,7 @@ def _body_text(data: bytes) -> str | None:
 
 
 def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
-    """Tell a damaged checkpoint from one that can't be read now and should not be replaced by an older one."""
+    """Return the error for a manifest: damaged, or unreadable now and not to be replaced by an older checkpoint."""
     if isinstance(error, FileNotFoundError):
         cause = "it is no checkpoint of Paceline's"
         return CheckpointError(f"{path.name} has no {MANIFEST}.", where=str(path), cause=cause)
@@ -140,7 +140,7 @@ def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
 
 
 def unreadable_file_error(file: Path, error: OSError) -> MachineError:
-    """Return the error of a file that is there and can't be read now: it says nothing of what is in it."""
+    """Return the error for a file that exists and can't be read now, which says nothing about its content."""
     return MachineError(
         f"{file.parent.name}/{file.name} can't be read: {error.strerror}.",
         where=str(file),
@@ -150,7 +150,7 @@ def unreadable_file_error(file: Path, error: OSError) -> MachineError:
 
 
 def stored_files(path: Path, listed: Listed) -> dict[str, StoredTensors]:
-    """What there is of each kind, once every file was found to be there, of its size, with its header.
+    """Return the stored tensors of each kind, after checking every file's presence, size and header.
 
     Raises:
         CheckpointError: a file is missing, cut off or foreign, or an element of a tensor is in none of them.
@@ -169,7 +169,7 @@ def stored_files(path: Path, listed: Listed) -> dict[str, StoredTensors]:
 
 
 def _check_file(path: Path, name: str, listed: FileForm) -> None:
-    """Refuse a file that is missing, cut off or foreign."""
+    """Raise an error for a file that is missing, cut off or foreign."""
     file = path / name
     if Path(name).name != name or name == ".." or "\0" in name:
         raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))

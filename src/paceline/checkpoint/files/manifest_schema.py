@@ -1,7 +1,7 @@
-"""The form of a manifest: what every part of it must be. Whatever is not of this form can't be loaded.
+"""The schema of a manifest: the required type of every part. A manifest of another form can't be loaded.
 
-A digest shows that the text is the one that was written, not that it is one that a run can use: a stranger's file, or
-one that was edited together with its digest, has a right digest too.
+A digest shows that the text is the one that was written, not that a run can use it: a stranger's file, or one that was
+edited together with its digest, has a right digest too.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class FileForm(msgspec.Struct, kw_only=True):
-    """What a manifest says of one file."""
+    """The manifest's entry for one file."""
 
     header: str
     bytes: Count
@@ -25,7 +25,7 @@ class FileForm(msgspec.Struct, kw_only=True):
 
 
 class CursorForm(msgspec.Struct, kw_only=True):
-    """How far the run had come in its data."""
+    """The run's position in its data."""
 
     epoch: Count
     position: Count
@@ -34,14 +34,14 @@ class CursorForm(msgspec.Struct, kw_only=True):
 
 
 class OptimizerForm(msgspec.Struct, kw_only=True):
-    """What a state says of one optimizer beside its tensors."""
+    """The manifest's entry for one optimizer, without its tensors."""
 
     kind: str
     groups: list[dict[str, Any]]
 
 
 class ProgressForm(msgspec.Struct, kw_only=True):
-    """What the loop remembers beside the cursor."""
+    """The training loop's own progress, in addition to the cursor."""
 
     tokens: float = 0.0
     best: float | None = None
@@ -53,7 +53,7 @@ class ProgressForm(msgspec.Struct, kw_only=True):
 
 
 class StateForm(msgspec.Struct, kw_only=True):
-    """What a resume reads of a run's state; a part that not every run has may be absent."""
+    """The part of a run's state that a resume reads; parts that not every run has may be absent."""
 
     identity: dict[str, Any]
     cursor: CursorForm
@@ -88,7 +88,7 @@ def parse_manifest(text: str) -> ManifestForm:
 
 
 def parse_files(listed: Mapping[str, Any]) -> dict[str, tuple[FileForm, list[TensorEntry]]]:
-    """Return what a manifest says of each file and of its tensors.
+    """Return a manifest's entries for each file and its tensors.
 
     Raises:
         ValueError: it is of another form, or sizes do not belong together.
@@ -98,7 +98,7 @@ def parse_files(listed: Mapping[str, Any]) -> dict[str, tuple[FileForm, list[Ten
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Refuse a state that no run can go on from.
+    """Raise an error for a state that no run can resume from.
 
     Raises:
         ValueError: naming the part.

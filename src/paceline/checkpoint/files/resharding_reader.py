@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces over several files, read a box at a time by whoever needs them."""
+"""Resharding reads: tensors stored in pieces over several files are read box by box where they are needed."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ Place = tuple[Shape, Shape, Shape]  # where it begins in the whole tensor, where
 
 @dataclass(frozen=True, kw_only=True)
 class StoredShard:
-    """One entry of one file: a whole tensor, or a box of it."""
+    """An entry of one file: a whole tensor, or a box of it."""
 
     file: Path
     entry: TensorEntry
 
     @property
     def at(self) -> Shape:
-        """Where it begins in the whole."""
+        """The offset of the box in the whole tensor."""
         return self.entry.at or (0,) * len(self.entry.shape)
 
     @property
@@ -37,7 +37,7 @@ class StoredShard:
         return self.entry.shape if self.entry.whole is None else self.entry.whole
 
     def read(self) -> TensorBytes:
-        """Its bytes, compared with their digest.
+        """Return the shard's bytes, compared with their digest.
 
         Raises:
             CheckpointError: they are not those that were written.
@@ -59,7 +59,7 @@ def check_pieces(pieces: Iterable[StoredShard]) -> None:
 
 
 class StoredTensors(Mapping[str, TensorBytes]):
-    """The tensors of one kind by name. Nothing is read before it is asked for, and nothing is kept."""
+    """A mapping from name to the stored tensors of one kind. Nothing is read before it is requested, nor cached."""
 
     def __init__(self, pieces: Sequence[StoredShard]) -> None:
         self._pieces: dict[str, list[StoredShard]] = {}
@@ -69,7 +69,7 @@ class StoredTensors(Mapping[str, TensorBytes]):
             check_cover(name, [piece.entry for piece in found])
 
     def __getitem__(self, name: str) -> TensorBytes:
-        """The whole tensor.
+        """Return the whole tensor.
 
         Raises:
             CheckpointError: its bytes are not those that were written.
@@ -87,23 +87,23 @@ class StoredTensors(Mapping[str, TensorBytes]):
         return name in self._pieces  # without reading it, as the mapping's own way would
 
     def shape(self, name: str) -> Shape:
-        """The whole tensor's."""
+        """Return the whole tensor's shape."""
         return self._pieces[name][0].whole
 
     def dtype(self, name: str) -> str:
-        """As the file names it."""
+        """Return the tensor's type as the file names it."""
         return self._pieces[name][0].entry.dtype
 
     def pieces(self, name: str) -> Sequence[StoredShard]:
-        """Where it lies."""
+        """Return the stored pieces of a tensor."""
         return self._pieces[name]
 
     def every_piece(self) -> Iterator[StoredShard]:
-        """Return where all of them lie."""
+        """Return the stored pieces of all tensors."""
         return chain.from_iterable(self._pieces.values())
 
     def part(self, name: str, *, shape: Shape, boxes: Sequence[Place]) -> TensorBytes:
-        """A tensor of `shape`, put together from `boxes` of the whole one; only pieces that meet them are read.
+        """Return a tensor of `shape`, assembled from `boxes` of the whole one; only pieces that overlap them are read.
 
         Raises:
             CheckpointError: a piece's bytes are not those that were written.
@@ -123,7 +123,7 @@ class StoredTensors(Mapping[str, TensorBytes]):
 
 
 def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
-    """Refuse pieces that leave out an element of the tensor or hold one twice.
+    """Check that the pieces hold each element of the tensor exactly once.
 
     Raises:
         CheckpointError: naming the tensor.
@@ -148,9 +148,9 @@ def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
 
 
 def _held_twice(boxes: Sequence[tuple[Shape, Shape, str]]) -> str:
-    """Return the key of a box that overlaps another, or nothing.
+    """Return the key of a box that overlaps another, or an empty string.
 
-    Boxes are swept along the dimension in which most of them begin at different places, so that few lie beside each
+    Boxes are swept along the dimension in which most of them begin at different places, so that few lie next to each
     other: pieces of one row, or of one column, take linear time.
     """
     dims = range(len(boxes[0][0]) if boxes else 0)
@@ -176,7 +176,7 @@ def copy_box(
     at: tuple[Shape, Shape],
     to: tuple[Shape, Shape],
 ) -> None:
-    """Copy `size` elements of `item` bytes; `at` and `to` are the shape of each side and where the box begins in it."""
+    """Copy `size` elements of `item` bytes; `at` and `to` are each side's shape and the box's offset in it."""
     dims = len(size)
     while dims and size[dims - 1] == at[0][dims - 1] == to[0][dims - 1]:
         dims -= 1  # whole rows on both sides: one run of bytes
@@ -196,7 +196,7 @@ def _offset(side: tuple[Shape, Shape], index: Shape) -> int:
 
 
 def _met(piece: StoredShard, box: Place) -> Place | None:
-    """What a piece has of a box: where it begins in the piece, where in what is asked for, and its size."""
+    """Return the overlap of a piece and a box: its offset in the piece, its offset in the result, and its size."""
     whole, local, size = box
     found = _overlap(piece.at, piece.entry.shape, whole, size)
     if found is None:

@@ -36,7 +36,7 @@ _Sizes = Annotated[tuple[_Size, ...], Meta(max_length=64)]  # torch has no tenso
 
 
 class _EntryForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a manifest says of one tensor, as it is written; an absent key is no `null`."""
+    """The manifest's entry for one tensor, as it is written; an absent key is not `null`."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class _EntryForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class _Laid:
-    """Type and shape of a tensor, or of the piece of one of shape `whole` that begins at `at`."""
+    """The type and shape of a tensor, or of the piece at offset `at` of a tensor of shape `whole`."""
 
     name: str
     dtype: str
@@ -60,16 +60,16 @@ class _Laid:
 
     @property
     def key(self) -> str:
-        """What it is called in its file: a piece is never mistaken for the tensor."""
+        """The tensor's name in its file: a piece is never mistaken for the whole tensor."""
         return self.name if self.at is None else f"{self.name}@{'.'.join(map(str, self.at))}"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """The number of bytes of its elements."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def laid(self) -> dict[str, Any]:
-        """The same, to make another of."""
+        """Return these fields as keyword arguments for another class."""
         return {each.name: getattr(self, each.name) for each in fields(_Laid)}
 
 
@@ -86,13 +86,13 @@ class TensorBytes(_Laid):
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor(_Laid):
-    """A tensor whose bytes are made when they are written, and let go of then."""
+    """A tensor whose bytes are made when they are written, and released afterwards."""
 
     make: Callable[[], memoryview]
 
     @property
     def data(self) -> memoryview:
-        """Its bytes, made now."""
+        """The tensor's bytes, made on access."""
         return self.make()
 
 
@@ -101,22 +101,22 @@ Writable = TensorBytes | LazyTensor
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry(_Laid):
-    """What a manifest says of one tensor, or of one piece."""
+    """The manifest's entry for one tensor, or for one piece."""
 
     start: int
     stop: int
     digest: str
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the entry as a dict for the manifest."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "TensorEntry":
-        """From a manifest; checks types, and that sizes belong together.
+        """Return the entry that a manifest's dict describes, after checking types and sizes.
 
         Raises:
-            ValueError: naming what does not.
+            ValueError: naming what does not fit.
         """
         form = msgspec.convert(value, _EntryForm)
         if form.dtype not in ITEM_BYTES:
@@ -134,14 +134,14 @@ class TensorEntry(_Laid):
 
 
 def digest(data: bytes | memoryview) -> str:
-    """SHA-256, which processors compute in hardware."""
+    """Return the SHA-256, which processors compute in hardware."""
     return hashlib.sha256(data).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Sequence[Writable]) -> list[TensorEntry]:
-    """Write one safetensors file and flush it to disk; a tensor's digest is computed while it is written.
+    """Write one safetensors file and flush it to disk; each tensor's digest is computed while it is written.
 
-    Of tensors whose bytes are made later, one at a time is in memory.
+    Only one lazy tensor at a time is in memory.
     """
     entries, header = _plan(tensors)
     with ThreadPoolExecutor(max_workers=1) as pool, path.open("xb") as file:
@@ -165,7 +165,7 @@ def _written(file: BinaryIO, data: memoryview, pool: ThreadPoolExecutor) -> str:
 
 
 def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorBytes]:
-    """Read tensors and compare each with its digest.
+    """Yield tensors after comparing each with its digest.
 
     Raises:
         CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
@@ -182,7 +182,7 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
 
 
 def check_tensors(path: Path, entries: Sequence[TensorEntry]) -> None:
-    """Compare each tensor with its digest; no more than a block of one is in memory at a time.
+    """Compare each tensor with its digest; at most one block of a tensor is in memory at a time.
 
     Raises:
         CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
@@ -239,7 +239,7 @@ def header_digest(path: Path) -> tuple[int, str]:
     Raises:
         OSError: it can't be read.
         ValueError: it is no regular file.
-        CheckpointError: it is too short for what it says of itself.
+        CheckpointError: it is shorter than its header says.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")

@@ -1,7 +1,7 @@
-"""A checkpoint is written aside, flushed, renamed; then it is the latest.
+"""Two-phase commit: a checkpoint is written aside, flushed and renamed; then it is the latest.
 
-One process does it with `save`. Where the ranks hold parts, one begins, every rank writes its files into the folder
-that nobody reads yet, and one writes the manifest and commits: a kill at any moment leaves the older checkpoint.
+One process does it with `save`. If the ranks hold shards, one begins, every rank writes its files into the folder that
+nobody reads yet, and one writes the manifest and commits: a kill at any moment leaves the older checkpoint.
 """
 
 import os
@@ -38,12 +38,12 @@ def save(folder: Path, *, step: int, files: Files, state: Mapping[str, Any]) -> 
 
 
 def bytes_of(files: Files) -> int:
-    """What the tensors take."""
+    """Return the total size of the tensors in bytes."""
     return sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
 
 
 def begin(folder: Path, *, step: int, num_bytes: int) -> Path:
-    """Make the folder that the checkpoint of `step` is written into.
+    """Create the folder that the checkpoint of `step` is written into.
 
     Raises:
         SaveError: less than `num_bytes` are free, or no permission.
@@ -58,7 +58,7 @@ def begin(folder: Path, *, step: int, num_bytes: int) -> Path:
 
 
 def discard(aside: Path) -> None:
-    """Remove what was begun."""
+    """Remove a folder made by `begin`."""
     with suppress(OSError):
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -69,7 +69,7 @@ def write_part(aside: Path, *, files: Files, state: Mapping[str, Any], step: int
 
 
 def commit(folder: Path, aside: Path, *, step: int) -> Path:
-    """Make a written folder the checkpoint of its step, then the latest."""
+    """Rename a written folder to the checkpoint of its step, and make it the latest."""
     final = folder / step_name(step)
     sync_folder(aside)
     if final.exists():

@@ -1,1 +1,1 @@
-"""Which samples are in which microbatch, as a pure function of seed, epoch and position. No torch."""
+"""The data order: maps seed, epoch and position to the samples of each microbatch as a pure function. No torch."""

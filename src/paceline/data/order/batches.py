@@ -1,4 +1,4 @@
-"""The global batches of an epoch and their microbatches: the same for any number of ranks."""
+"""Global batches of an epoch and their microbatches: the same for any number of ranks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from paceline.data.order.cursor import Cursor
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Positions `start` to `stop` of the epoch's order; `index` is its place in the global batch."""
+    """A microbatch at positions `start` to `stop` of the epoch's order; `index` is its place in the global batch."""
 
     index: int
     start: int
@@ -15,13 +15,13 @@ class Microbatch:
 
     @property
     def num_samples(self) -> int:
-        """How many samples it holds."""
+        """The number of samples in the microbatch."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One global batch, and where the run stands before and after it."""
+    """A global batch with the run's cursor before and after it."""
 
     cursor: Cursor
     after: Cursor
@@ -29,7 +29,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """Samples over all ranks."""
+        """The number of samples over all ranks."""
         return self.after.samples - self.cursor.samples
 
 
@@ -41,7 +41,7 @@ def next_batch(
     micro_batch_size: int,
     drop_last: bool = False,
 ) -> Batch:
-    """The batch at `cursor`. A batch never crosses an epoch; the last one may be short, down to one sample."""
+    """Return the batch at `cursor`. A batch never crosses an epoch; the last one may be short, down to one sample."""
     left = num_samples - cursor.position
     if left <= 0 or (drop_last and left < global_batch_size):
         cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)

@@ -1,4 +1,4 @@
-"""How far a run has come in its data: a few bytes, owned by the run and not by a rank."""
+"""The data cursor: a run's progress through its data in a few bytes, owned by the run and not by a rank."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """`position` samples of `epoch` are consumed; `samples` and `step` count from the run's start."""
+    """A data position: `position` samples of `epoch` are consumed; `samples` and `step` count from the run's start."""
 
     epoch: int = 0
     position: int = 0
@@ -14,10 +14,10 @@ class Cursor:
     step: int = 0
 
     def as_json(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Return the cursor as a dict for a checkpoint."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, int]) -> "Cursor":
-        """From a checkpoint."""
+        """Return the cursor that a checkpoint's dict describes."""
         return Cursor(**{name: int(value[name]) for name in ("epoch", "position", "samples", "step")})

@@ -1,11 +1,11 @@
-"""The books of a parameter server: which worker computes which share of which batch, on weights how old.
+"""Leases of a parameter server: track which worker computes which batch share, and on which weight version.
 
-A *version* is the number of updates taken so far. A gradient that was computed on version v and is taken when there
-are u updates is u - v updates late. The bound holds for every gradient, so it must be looked after before a share is
-given away, and not only when its gradient comes: with n gradients under way the one that is taken last is at least
-n - 1 updates late. Each share given away has a deadline, the update number v + bound; the books accept a share or
-an update only if all others that are under way can still be taken by theirs, one after another (the test by which
-jobs of length one with deadlines are scheduled: Jackson's rule, earliest deadline first).
+A *version* is the number of updates taken so far. A gradient that was computed on version v and is taken when there are
+u updates is u - v updates late. The bound holds for every gradient, so it must be checked before a share is given away,
+and not only when its gradient comes: with n gradients under way, the one that is taken last is at least n - 1 updates
+late. Each share given away has a deadline, the update number v + bound; a share or an update is accepted only if all
+others that are under way can still be taken by theirs, one after another (the feasibility test for scheduling jobs of
+length one with deadlines: Jackson's rule, earliest deadline first).
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShare:
-    """Part `number` of `of` of the batch of step `step`, which counts from 0."""
+    """A share of a batch: part `number` of `of` of step `step`, which counts from 0."""
 
     step: int
     number: int
@@ -25,7 +25,7 @@ class BatchShare:
 
 @dataclass(kw_only=True, eq=False)
 class Lease:
-    """A share in a worker's hands, with the version of the weights that it was given."""
+    """A share that a worker computes, with the version of the weights it was given."""
 
     number: int
     share: BatchShare
@@ -35,7 +35,10 @@ class Lease:
 
 
 class Leases:
-    """What is free, under way, and taken. With bound 0 the shares of a batch are one update; else each is one."""
+    """The shares that are free, under way, and taken. With bound 0 a batch's shares form one update.
+
+    With any other bound each share is an update.
+    """
 
     def __init__(self, *, bound: float) -> None:
         self.version = 0
@@ -48,30 +51,30 @@ class Leases:
 
     @property
     def joins(self) -> bool:
-        """Whether all shares of a batch are one update."""
+        """Return whether all shares of a batch are one update."""
         return self._bound == 0
 
     @property
     def num_free(self) -> int:
-        """Shares that nobody computes."""
+        """The number of shares that no worker computes."""
         return len(self._free)
 
     @property
     def num_out(self) -> int:
-        """Shares that were given away and are not taken yet."""
+        """The number of shares that were given away and are not taken yet."""
         return len(self._out)
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest lease that is not taken yet; of the next one where there is none."""
+        """The number of the oldest lease that is not taken yet, or of the next lease if there is none."""
         return min((lease.number for lease in self._out), default=self._given + 1)
 
     def offer(self, shares: Iterable[BatchShare]) -> None:
-        """A batch's shares may be given away."""
+        """Add a batch's shares to those that may be given away."""
         self._free += shares
 
     def grant(self, worker: int) -> Lease | None:
-        """The oldest free share, for weights as they are now; None where there is none, or the bound forbids one."""
+        """Return a lease on the oldest free share, or None if no share is free or the bound forbids it."""
         if not self._free or not self._may_grant(self._free[0]):
             return None
         self._given += 1
@@ -80,13 +83,13 @@ class Leases:
         return lease
 
     def push(self, lease: Lease) -> None:
-        """Its gradient has come, whole."""
+        """Record that the whole gradient of a lease has arrived."""
         assert lease in self._out and not lease.pushed
         lease.pushed = True
         self._pushed.append(lease)
 
     def lose(self, worker: int) -> list[BatchShare]:
-        """A worker has gone: what it had not pushed is free again, before all that is younger."""
+        """Free the shares that a lost worker had not pushed, ahead of all later ones, and return them."""
         gone = [lease for lease in self._out if lease.worker == worker and not lease.pushed]
         self._out = [lease for lease in self._out if lease not in gone]
         back = sorted((lease.share for lease in gone), key=lambda share: (share.step, share.number))
@@ -94,7 +97,7 @@ class Leases:
         return back
 
     def ready(self) -> Sequence[Lease]:
-        """What the next update is made of, if it may be taken now: in the order in which it is added up."""
+        """Return the leases of the next update in the order of summation; empty if it may not be taken yet."""
         if self.joins:
             return self._ready_batch()
         for lease in self._pushed:
@@ -103,7 +106,7 @@ class Leases:
         return ()
 
     def take(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
-        """These have become an update; `counts` is False for one that was left out, which makes no new version."""
+        """Record that these leases became an update; with `counts` False it is skipped and makes no new version."""
         for lease in leases:
             self._out.remove(lease)
             self._pushed.remove(lease)
@@ -124,7 +127,7 @@ class Leases:
         return self._fits(self._out, version=self.version, more=1)
 
     def _fits(self, leases: Sequence[Lease], *, version: int, more: int = 0) -> bool:
-        """Whether all of these, and `more` of this version, can be taken from here on, none too late."""
+        """Return whether all these leases, and `more` of this version, can be taken in turn, none of them too late."""
         if math.isinf(self._bound):
             return True
         versions = [*sorted(lease.version for lease in leases), *[version] * more]

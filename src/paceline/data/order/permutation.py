@@ -1,8 +1,8 @@
-"""A shuffle in which any position can be asked for alone: a pure function of (seed, epoch, index).
+"""A shuffle that can be evaluated at any single position: a pure function of (seed, epoch, index).
 
-A Feistel network over the next even power of two is a bijection; positions that fall outside are walked on
-until they fall inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Time and memory do
-not depend on where in the epoch one starts, so a resume is as cheap as a start.
+A Feistel network over the next even power of two is a bijection; positions that fall outside are walked on until they
+fall inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Time and memory do not depend on where
+in the epoch one starts, so a resume is as cheap as a start.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ Positions = NDArray[np.int64]
 
 
 class Permutation:
-    """The order of one epoch. `permutation[a:b]` gives the sample indices at positions a to b."""
+    """The sample order of one epoch. `permutation[a:b]` returns the sample indices at positions a to b."""
 
     def __init__(self, *, num_samples: int, seed: int, epoch: int) -> None:
         if num_samples < 1:
@@ -44,7 +44,7 @@ class Permutation:
         return self.at(np.arange(start, stop, dtype=np.int64))
 
     def at(self, positions: Positions) -> Positions:
-        """The indices at these positions, uncached."""
+        """Return the sample indices at these positions, uncached."""
         values = self._encrypt(positions.astype(np.uint64))
         outside = values >= self.num_samples
         while outside.any():
@@ -74,7 +74,7 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     result: NDArray[np.uint64] = values ^ (values >> np.uint64(31))

@@ -1,8 +1,8 @@
-"""Which virtual shard of a stream gives which sample: a pure function of the batch's size and the shards' lengths.
+"""Assignment of a stream's samples to batches by virtual shard: a function of batch size and shard lengths only.
 
 A global batch is cut into as many blocks as there are shards that still have samples; block k comes from the k-th of
-them. Neither the number of ranks nor the size of a microbatch enters. A shard that runs out inside its block gives
-what it has; the others share the rest, so that every batch of an epoch is full, but the last.
+them. Neither the number of ranks nor the microbatch size matters. A shard that runs out inside its block gives what it
+has; the others share the rest, so that every batch of an epoch but the last is full.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ MOST_SHARDS = 16
 
 
 def choose_shards(*, asked: int | None, real: int | None, global_batch_size: int) -> int:
-    """How many virtual shards: as many as the data has, at most 16 and one for each sample of a batch.
+    """Return the number of virtual shards: as many as the data has, at most 16 and at most one per sample of a batch.
 
-    It does not depend on the number of ranks, since the order of samples follows from it. One means that the
-    stream is not split, as also where more are asked for than the data has (`real`; None means any number).
+    It does not depend on the number of ranks, since the order of samples follows from it. One means that the stream is
+    not split; this is also the result if more are requested than the data has (`real`; None means any number).
 
     Raises:
         UsageError: more shards than samples in a global batch, or less than one.
@@ -33,15 +33,15 @@ def choose_shards(*, asked: int | None, real: int | None, global_batch_size: int
 
 
 def block_sizes(size: int, parts: int) -> list[int]:
-    """`size` cut into `parts` nearly equal pieces."""
+    """Return the sizes of `parts` nearly equal pieces of `size`."""
     return [(k + 1) * size // parts - k * size // parts for k in range(parts)]
 
 
 def samples_per_shard(*, have: Sequence[int], ended: Sequence[bool], size: int) -> list[int] | None:
-    """How many samples each shard gives to the next batch of `size`.
+    """Return how many samples each shard gives to the next batch of `size`.
 
-    `have` counts samples that are known to be left, and `ended` says that there are no more. None means that more
-    must be known: what is answered never depends on how far somebody has read ahead.
+    `have` counts samples that are known to be left, and `ended` says that there are no more. None means that more must
+    be known: the result never depends on how far a replica has read ahead.
     """
     taken = [0] * len(have)
     while (wanted := size - sum(taken)) > 0:

@@ -1,4 +1,4 @@
-"""A dataset's own state as JSON and back, exactly, or not at all."""
+"""Lossless conversion of a dataset's own state to JSON and back; other states are refused."""
 
 import base64
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ _TAG = "__kind__"
 
 
 class CannotBeWritten(Exception):
-    """The state holds something that has no exact form in JSON; the message names it."""
+    """The error for a state with a value that has no exact form in JSON; the message names it."""
 
 
 def to_json(value: Any) -> Any:
-    """JSON from which `from_json` makes an equal value.
+    """Return JSON from which `from_json` makes an equal value.
 
     Raises:
         CannotBeWritten: for anything but numbers, text, bytes, lists, tuples, mappings, arrays and tensors.
@@ -42,7 +42,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value again."""
+    """Return the value that `to_json` converted."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""One epoch of a split stream on one replica: what each batch takes, and the samples that this replica needs of it."""
+"""An epoch of a split stream on one replica: plans each batch's samples per shard, and reads those it needs."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,11 @@ Agree = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamReading:
-    """What all epochs of a feed share. `agree` tells every replica every replica's value; without it, or where
-    nothing is split, a replica reads all shards itself."""
+    """The settings that all epochs of a loader share.
+
+    `agree` gathers a value from every replica; without it, or if the stream is not split, a replica reads all shards
+    itself.
+    """
 
     split: StreamSharding
     source: Source
@@ -38,18 +41,18 @@ class StreamReading:
 
     @property
     def shares(self) -> bool:
-        """Whether the replicas share the reading."""
+        """Return whether the replicas share the reading."""
         return self.agree is not None and self.split.shards > 1 and self.cut.replicas > 1
 
     def needs(self, takes: Sequence[int], replica: int) -> frozenset[int]:
-        """The shards that a replica's microbatches take samples from."""
+        """Return the shards that a replica's microbatches take samples from."""
         if not self.shares:
             return frozenset(shard for shard in range(len(takes)) if takes[shard])
         return _needs(self.cut, tuple(takes))[replica]
 
 
 class Epoch:
-    """`next_batch` says what the next batch takes from each shard; `give` hands out the samples."""
+    """An epoch of a stream. `next_batch` plans how many samples of each shard come next; `give` returns the samples."""
 
     def __init__(self, *, reads: StreamReading, number: int, saved: Mapping[str, Any] | None = None) -> None:
         self._reads = reads
@@ -79,7 +82,7 @@ class Epoch:
 
     @property
     def notes(self) -> list[str]:
-        """What the readers have to say, once."""
+        """The readers' messages, each returned once."""
         found = [note for held in self._held.values() for note in held.notes]
         for held in self._held.values():
             held.notes.clear()
@@ -87,18 +90,18 @@ class Epoch:
 
     @property
     def checksum(self) -> int:
-        """What must be equal on all replicas."""
+        """The checksum that must be equal on all replicas."""
         whole = self._held.get(0)
         return whole.checksum if self._reads.split.shards == 1 and whole is not None else sum(self.read)
 
     def next_batch(self) -> list[int] | None:
-        """What the next batch takes, in the order of shards; None at the end of the epoch."""
+        """Return how many samples the next batch takes from each shard; None at the end of the epoch."""
         while not self._planned and not self._over:
             self._plan()
         return self._planned[0] if self._planned else None
 
     def give(self) -> list[Any]:
-        """The batch's samples by position, None for those that other replicas read."""
+        """Return the batch's samples by position, None for those that other replicas read."""
         takes = self._planned.popleft()
         needed = self._reads.needs(takes, self._reads.cut.replica)
         self._catch_up(sorted(needed - set(self._held)))
@@ -116,7 +119,7 @@ class Epoch:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """Where every shard stands, as JSON; every replica calls this."""
+        """Return the position of every shard as JSON; every replica calls this."""
         records = self._gather_records()
         ended = [done and shard not in records for shard, done in enumerate(self._ended)]
         return {"read": list(self.read), "ended": ended, "records": {str(k): v for k, v in records.items()}}
@@ -127,7 +130,7 @@ class Epoch:
             pool.close()
 
     def _hold(self, shards: Sequence[int]) -> None:
-        """Start to read these shards, in data workers where there are any."""
+        """Start to read these shards, in data workers if there are any."""
         reads = self._reads
         wishes = [
             ShardRequest(stand=self._stand(shard), portion=max(1, self._spread[shard]), record=self._records.get(shard))
@@ -151,7 +154,7 @@ class Epoch:
                 raise _shorter(shard)
 
     def _refuse_other(self, agree: Agree, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
-        """Say why two ranks have other samples; all read some more, and twice.
+        """Raise the error that explains why two ranks have different samples; every replica reads some more, twice.
 
         Raises:
             DataError: always.
@@ -165,7 +168,7 @@ class Epoch:
         raise other_stream([first for first, _ in everybody], [again for _, again in everybody], ranks, where=where)
 
     def _first(self, shard: int, samples: int = FIRST) -> list[int]:
-        """The checksums of the first samples of a shard that others read."""
+        """Return the checksums of the first samples of a shard that other replicas read."""
         reader = ShardReader(split=self._reads.split, stand=self._stand(shard))
         return [row.crc for row in reader.chunk(samples).rows]
 
@@ -173,7 +176,7 @@ class Epoch:
         return ShardPosition(shard=shard, epoch=self._number, seed=self._reads.seed)
 
     def _plan(self) -> None:
-        """Read ahead, agree with the other replicas on what is left, and settle the next batches."""
+        """Read ahead, agree with the other replicas on what is left, and plan the next batches."""
         size, ahead = self._reads.cut.global_batch_size, 1 if not self._reads.shares else AHEAD
         while not self._planned and not self._over:
             have = self._agreed(ahead)
@@ -193,7 +196,7 @@ class Epoch:
         self._share_records()
 
     def _agreed(self, ahead: int) -> list[int]:
-        """How many samples of each shard are known to be left; the same on all replicas."""
+        """Return how many samples of each shard are known to be left; the same on all replicas."""
         for shard, held in self._held.items():
             held.ensure(ahead * max(1, self._spread[shard]) + 1)
         mine = {str(s): [h.have, h.ended, h.read, h.checksum] for s, h in self._held.items()}
@@ -210,7 +213,7 @@ class Epoch:
         return have
 
     def _share_records(self) -> None:
-        """Where a shard changes hands in the batches to come, tell every replica where each stands."""
+        """Gather every shard's record on all replicas if a shard changes its reader in the planned batches."""
         if not self._reads.shares:
             return
         needs = [self._last_needs]
@@ -231,9 +234,9 @@ class Epoch:
         return self._reads.agree(mine) if self._reads.shares and self._reads.agree is not None else [mine]
 
     def _compare_first(self) -> None:
-        """Compare the first samples, which every replica also reads of the next replica's shards.
+        """Compare the first samples; each replica also reads those of the next replica's shards.
 
-        Where the stream is read whole, every replica has read the same ones.
+        If the stream is read whole, every replica has read the same ones.
         """
         if self._reads.agree is None:
             return
@@ -261,7 +264,7 @@ class Epoch:
 
 @lru_cache(maxsize=64)
 def _needs(cut: BatchPartition, takes: tuple[int, ...]) -> list[frozenset[int]]:
-    """The shards that each replica's microbatches take samples from; nearly every batch takes the same."""
+    """Return the shards that each replica's microbatches take samples from; cached, as most batches take the same."""
     size, found = sum(takes), []
     bounds = [sum(takes[:shard]) for shard in range(len(takes) + 1)]
     micro = -(-size // cut.micro_batch_size)

@@ -1,7 +1,8 @@
-"""Data that can only be iterated. What can be split is split into virtual shards, and a replica reads those that it
-needs; any other stream is read whole by every replica, which keeps its own microbatches (exact, costs reading).
+"""The loader of iterable datasets.
 
-Checksums find a stream that gives other samples when it is read again: between replicas, and on resume.
+A stream that can be split is split into virtual shards, and a replica reads those that it needs; any other stream is
+read whole by every replica, which keeps its own microbatches (exact, costs reading). Checksums detect a stream that
+gives other samples when it is read again: between replicas, and on resume.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ __all__ = ["IterableLoader", "checksum"]
 
 
 class IterableLoader:
-    """The feed over an iterable. `agree` gathers every replica's value, in the order of replicas."""
+    """A loader over an iterable. `agree` gathers every replica's value, in the order of replicas."""
 
     num_samples: int | None = None
 
@@ -54,11 +55,11 @@ class IterableLoader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner."""
+        """The loader's lines for the banner."""
         return (*self._source.notes, describe_stream(self._split, replicas=self._cut.replicas, kind="data"))
 
     def __iter__(self) -> Iterator[StepInput]:
-        """Endless: the stream is read again for each epoch."""
+        """Yield step inputs without end: the stream is read again for each epoch."""
         cursor = self._cursor
         self._collator = self._collator or Collator(self._source)
         epoch = self._resumed()
@@ -80,14 +81,14 @@ class IterableLoader:
                 epoch = self._opened(cursor.epoch)
 
     def state(self) -> Mapping[str, Any]:
-        """Where each shard stands, of use on any number of replicas; every replica calls this."""
+        """Return the position of each shard, valid for any number of replicas; every replica calls this."""
         found: dict[str, Any] = {"shards": self._split.shards, "epoch": self._cursor.epoch}
         if self._epoch is not None and self._cursor.position:
             found |= self._epoch.state()
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state, with its shards.
+        """Resume from a state returned by `state`, with its number of shards.
 
         Raises:
             ResumeError: the stream can't be split as it was, or another number of shards is asked for.
@@ -140,7 +141,7 @@ class IterableLoader:
         return self._epoch
 
     def _resumed(self) -> Epoch:
-        """From the saved records in constant time; without them, by reading from the start of the epoch."""
+        """Return the resumed epoch: from saved records in constant time, else by reading from the epoch's start."""
         cursor, saved = self._cursor, self._saved
         known = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
         if saved is not None and known and sum(saved["read"]) == cursor.position:
@@ -162,7 +163,7 @@ class IterableLoader:
 
 
 def describe_stream(split: StreamSharding, *, replicas: int, kind: str) -> str:
-    """One line: how the stream is read."""
+    """Return one line that says how the stream is read."""
     if split.shards == 1:
         resume = "; a resume goes on from its state" if split.keeps_place else ""
         return (

@@ -1,4 +1,4 @@
-"""Samples of a stream made into microbatches: in the rank, or where it has data workers in one more of those."""
+"""Collation of a stream's samples into microbatches: in the rank, or in one more process if it has data workers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.torch_internals.rng import seed_all
 
 
 class Collator:
-    """Collates the samples of one stream, whose shards several data workers read."""
+    """The collator of one stream, whose shards several data workers read."""
 
     def __init__(self, source: Source) -> None:
         self._collating = _Collating(collate=source.collate or default_collate)
@@ -24,7 +24,7 @@ class Collator:
             self._process = DataProcess(source, make=lambda: self._collating)
 
     def microbatch(self, rows: list[Any], *, index: int, start: int, seed: int | None = None) -> LocalMicro:
-        """Return one microbatch of samples from position `start` on.
+        """Return one microbatch of the samples from position `start` on.
 
         Raises:
             DataError: the collation raised.
@@ -37,7 +37,7 @@ class Collator:
         return LocalMicro(index=index, num_samples=len(rows), data=raise_worker_error(data), indices=indices)
 
     def close(self) -> None:
-        """End its process."""
+        """End the collation process."""
         if self._process is not None:
             self._process.close()
 

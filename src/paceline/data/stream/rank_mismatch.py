@@ -1,7 +1,7 @@
-"""Why ranks read other samples of one stream, in words: each has its own part, another order, or new samples each time.
+"""Diagnosis of ranks that read different samples of a stream: a part each, another order, or new ones each time.
 
-A run deals the samples of a stream out by itself. A stream that takes its own part of them by rank as well is divided
-twice: of what a rank reads, only its own microbatches are used, and the rest of every part is lost.
+A run assigns a stream's samples to ranks by itself. A stream that also takes its own part by rank is divided twice: of
+what a rank reads, only its own microbatches are used, and the rest of every part is lost.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _SORT_IT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on eve
 def other_stream(
     firsts: Sequence[Sequence[int]], again: Sequence[Sequence[int]], ranks: tuple[int, int], *, where: str
 ) -> DataError:
-    """Return the error for two ranks that have other samples, from checksums of every rank's first ones, read twice.
+    """Return the error for two ranks with different samples, from checksums of every rank's first ones, read twice.
 
-    Ranks that have no sample in common have each a part of the stream, as far as it was read.
+    Ranks that have no sample in common each have a part of the stream, as far as it was read.
     """
     one, other = ranks
     what = f"{where} gives other samples on rank {other} than on rank {one}"

@@ -1,4 +1,4 @@
-"""A shard as one replica holds it: what was read ahead, what was used, and the record to go on from."""
+"""A buffer of one shard on one replica: samples read ahead, counts of those used, and the record to resume from."""
 
 from collections import deque
 from typing import Any
@@ -10,7 +10,7 @@ from paceline.data.stream.shard_workers import InProcessShards, WorkerShards
 
 
 class ShardBuffer:
-    """Samples are used in order. `read` and `checksum` are about those that were used in this epoch."""
+    """A buffer whose samples are used in order. `read` and `checksum` cover those that were used in this epoch."""
 
     def __init__(self, *, shard: int, pool: InProcessShards | WorkerShards, record: Record | None = None) -> None:
         self.shard = shard
@@ -28,16 +28,16 @@ class ShardBuffer:
 
     @property
     def have(self) -> int:
-        """Samples that were read ahead."""
+        """The number of samples that were read ahead."""
         return len(self._rows)
 
     @property
     def ended(self) -> bool:
-        """Whether there are no more than those."""
+        """Return whether the shard has no samples beyond those."""
         return self._over
 
     def ensure(self, samples: int) -> None:
-        """Read ahead until there are so many, or no more; a failing sample fails when it is needed."""
+        """Read ahead until `samples` are buffered or the shard ends; a failing sample raises only when it is needed."""
         while self.have < samples and not self._over and self._trouble is None:
             chunk = self._pool.chunk(self.shard)
             self._rows += chunk.rows
@@ -45,16 +45,16 @@ class ShardBuffer:
             self.notes += chunk.notes
 
     def fail(self) -> None:
-        """Raise what reading ahead has met, if anything."""
+        """Raise the error that reading ahead has met, if any."""
         raise_worker_error(self._trouble)
 
     def first(self, samples: int) -> list[int]:
-        """The checksums of the next samples, which stay."""
+        """Return the checksums of the next samples without using them."""
         self.ensure(samples)
         return [row.crc for row, _ in zip(self._rows, range(samples), strict=False)]
 
     def take(self, samples: int) -> list[Any]:
-        """Use so many samples; fewer only where the shard is not what it was said to be."""
+        """Use and return `samples` samples; fewer only if the shard is shorter than expected."""
         self.ensure(samples)
         if samples > self.have:
             self.fail()
@@ -73,12 +73,12 @@ class ShardBuffer:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Where to go on, as JSON: the oldest kept state, and what was read since, to know it again."""
+        """Return the record to resume from, as JSON: the oldest kept state, and a checksum of what was read since."""
         found: dict[str, Any] = {"read": self.read, "checksum": self.checksum}
         if self._anchors and self._anchors[0]["read"] <= self.read - READ_AGAIN:
             found["anchor"] = dict(self._anchors[0])
         return found
 
     def drop(self) -> None:
-        """Hold it no longer."""
+        """Release the shard."""
         self._pool.drop(self.shard)

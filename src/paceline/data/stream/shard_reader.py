@@ -1,4 +1,4 @@
-"""One virtual shard, read in order, from its start or from where a record says."""
+"""A reader of one virtual shard, in order, from its start or from a record."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSample:
-    """One sample with its checksum; every so often with the shard's state right after it, as JSON."""
+    """A sample with its checksum; every `ANCHOR_EVERY` samples it has the shard's state right after it, as JSON."""
 
     sample: Any = field(repr=False)
     crc: int
@@ -28,7 +28,7 @@ class StreamSample:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardChunk:
-    """Some rows of one shard; `ended` or `worker_error` come after the last of them."""
+    """A chunk of consecutive rows of one shard; `ended` or `trouble` applies after the last of them."""
 
     rows: list[StreamSample]
     ended: bool = False
@@ -38,7 +38,7 @@ class ShardChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPosition:
-    """Which shard of which epoch; `seed` is None where samples are not seeded."""
+    """A shard of an epoch; `seed` is None if samples are not seeded."""
 
     shard: int
     epoch: int
@@ -46,7 +46,7 @@ class ShardPosition:
 
 
 class ShardReader:
-    """Reads one shard. A record is trusted only after some samples that it remembers were read again."""
+    """A reader of one shard. It trusts a record only after it has read some recorded samples again."""
 
     def __init__(self, *, split: StreamSharding, stand: ShardPosition, record: Record | None = None) -> None:
         self._split = split
@@ -59,7 +59,7 @@ class ShardReader:
         self._writable = True
 
     def chunk(self, size: int) -> ShardChunk:
-        """The next `size` rows, fewer at the end."""
+        """Return the next `size` rows, fewer at the end."""
         rows: list[StreamSample] = []
         try:
             if self._samples is None:
@@ -95,7 +95,7 @@ class ShardReader:
             )
 
     def _again(self, anchor: Record, read: int) -> bool:
-        """Whether the samples after the anchor are those that were read before."""
+        """Return whether the samples after the anchor are those that were read before."""
         self._open(anchor)
         return self._total(read - int(anchor["read"])) == int(anchor["checksum"])
 

@@ -1,4 +1,4 @@
-"""Where a replica's shards are read: in this process when asked, or ahead of time in data workers."""
+"""Reading of a replica's shards: in this process on request, or ahead of time in data workers."""
 
 import os
 import pickle
@@ -31,26 +31,26 @@ class ShardRequest:
 
 
 class InProcessShards:
-    """Shards read in this process."""
+    """The shards that are read in this process."""
 
     def __init__(self, *, split: StreamSharding, wishes: list[ShardRequest]) -> None:
         self._portions = {wish.stand.shard: wish.portion for wish in wishes}
         self._readers = {w.stand.shard: ShardReader(split=split, stand=w.stand, record=w.record) for w in wishes}
 
     def chunk(self, shard: int) -> ShardChunk:
-        """The next rows of a shard."""
+        """Return the next rows of a shard."""
         return self._readers[shard].chunk(self._portions[shard])
 
     def drop(self, shard: int) -> None:
-        """This shard is not needed any more."""
+        """Release a shard that is not needed any more."""
         self._readers.pop(shard, None)
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: no process runs in the background."""
 
 
 class WorkerShards:
-    """Shards read ahead by data workers, each shard by one of them."""
+    """The shards that data workers read ahead, each shard in one of them."""
 
     def __init__(self, *, split: StreamSharding, wishes: list[ShardRequest], source: Source) -> None:
         first = wishes[0].stand
@@ -76,7 +76,7 @@ class WorkerShards:
         closed_at_exit(self)
 
     def chunk(self, shard: int) -> ShardChunk:
-        """The next rows of a shard."""
+        """Return the next rows of a shard."""
         while not self._waiting[shard]:
             for number, chunk in load(next(self._rounds)):
                 if number in self._waiting:
@@ -84,18 +84,18 @@ class WorkerShards:
         return self._waiting[shard].popleft()
 
     def drop(self, shard: int) -> None:
-        """This shard is not needed any more."""
+        """Release a shard that is not needed any more."""
         self._waiting.pop(shard, None)
 
     def close(self) -> None:
-        """Stop the workers, and wait until they are gone."""
+        """Stop the workers, and wait until they have ended."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             stop_data_workers(iterator)
 
 
 class _Rounds(IterableDataset[bytes]):
-    """In a data worker: round after round, a chunk of each of its shards that still has samples."""
+    """A dataset in a data worker: each round yields a chunk of each of its shards that still has samples."""
 
     def __init__(self, *, split: StreamSharding, hands: list[list[ShardRequest]]) -> None:
         self._split = split
@@ -127,7 +127,7 @@ _LIGHT = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32,
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor on its way between two processes: small ones travel faster by value than as shared memory."""
+    """A tensor sent between two processes by value: small ones travel faster this way than as shared memory."""
 
     values: Any
 
@@ -141,14 +141,14 @@ def _unpacked(chunk: ShardChunk) -> ShardChunk:
 
 
 def as_light(value: Any) -> Any:
-    """Return a sample, or a list of them, as it travels."""
+    """Return a sample, or a list of them, in the form in which it is sent."""
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
         return _Tensor(value.numpy()) if value.dtype in _LIGHT and not value.requires_grad else value
     return _mapped(value, as_light)
 
 
 def as_full(value: Any) -> Any:
-    """Return what had travelled, with its tensors."""
+    """Return a received sample with its tensors restored."""
     if type(value) is _Tensor:
         return torch.from_numpy(np.asarray(value.values))
     return _mapped(value, as_full)

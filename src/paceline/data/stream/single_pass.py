@@ -1,5 +1,8 @@
-"""One pass over a stream, for evaluation: each sample on exactly one replica, in the same microbatches for any
-number of them. Nothing is agreed on: a microbatch holds consecutive samples of one shard."""
+"""A single pass over a stream, for evaluation: each sample goes to exactly one replica.
+
+The microbatches are the same for any number of replicas. Replicas need not communicate: a microbatch holds consecutive
+samples of one shard.
+"""
 
 from collections.abc import Iterator
 
@@ -16,7 +19,7 @@ from paceline.data.types import LocalMicro
 def stream_once(
     *, source: Source, batch_size: int, replica: int, replicas: int, seed: int, totals: dict[str, list[int]]
 ) -> Iterator[LocalMicro]:
-    """This replica's microbatches; `totals` gets samples and checksum of every shard that it has read."""
+    """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard it has read."""
     split = split_of(source, asked=None, global_batch_size=MOST_SHARDS)
     mine = [shard for shard in range(split.shards) if replica in reading_replicas(shard, split.shards, replicas)]
     pool, collator = _pool(split, mine, source, batch_size, seed), Collator(source)
@@ -41,7 +44,7 @@ def stream_once(
 
 
 def reading_replicas(shard: int, shards: int, replicas: int) -> list[int]:
-    """The replicas that read this shard, in turn where they are several."""
+    """Return the replicas that read this shard; several of them take turns."""
     if replicas <= shards:
         return [shard % replicas]
     return list(range(shard, replicas, shards))

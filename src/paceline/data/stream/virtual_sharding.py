@@ -1,4 +1,4 @@
-"""Whether and how a stream is split into virtual shards."""
+"""The decision whether and how a stream is split into virtual shards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from paceline.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSharding:
-    """A stream as `shards` virtual ones; `keeps_place` says that one can be gone on with from its state."""
+    """A stream split into `shards` virtual shards; `keeps_place` says that a shard can resume from its state."""
 
     data: Any
     shards: int = 1
@@ -20,7 +20,7 @@ class StreamSharding:
     why_whole: str = ""
 
     def open(self, *, shard: int, epoch: int) -> Any:
-        """A fresh dataset of one shard, ready to be iterated in this epoch."""
+        """Return a fresh dataset of one shard, ready to be iterated in this epoch."""
         _set_epoch(self.data, epoch)
         if not self.keeps_place:
             return self.data
@@ -33,7 +33,7 @@ class StreamSharding:
 
 
 def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> StreamSharding:
-    """How this stream is read, which follows from the data and the batch alone.
+    """Return how this stream is split, which follows from the data and the batch size alone.
 
     Raises:
         UsageError: `asked` shards are impossible.
@@ -55,7 +55,7 @@ def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> St
 
 
 def num_real_shards(data: Any) -> int | None:
-    """What the data itself says; None where it can be cut into any number."""
+    """Return the number of shards that the data reports; None if it can be cut into any number."""
     for name in ("num_shards", "n_shards"):
         value = getattr(data, name, None)
         if isinstance(value, int):
@@ -64,10 +64,10 @@ def num_real_shards(data: Any) -> int | None:
 
 
 def call_user_dataset(call: Callable[[], Any], *, doing: str) -> Any:
-    """The value of a call into the user's dataset.
+    """Return the value of a call into the user's dataset.
 
     Raises:
-        DataError: it raised; named with its line.
+        DataError: it raised; the error names the line.
     """
     try:
         return call()

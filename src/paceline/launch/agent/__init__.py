@@ -1,1 +1,1 @@
-"""The process that starts, watches and ends the ranks of one machine, and the ranks' own main function."""
+"""The agent that starts, watches and ends the ranks of one machine, and the main function of a rank."""

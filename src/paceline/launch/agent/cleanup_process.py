@@ -1,4 +1,4 @@
-"""A process that ends what a run leaves behind when nobody else is there to do it."""
+"""A cleanup process that kills what a run leaves behind when no other process is left to do it."""
 
 import os
 import select
@@ -14,11 +14,11 @@ _ENDING_SECONDS = 30.0
 
 
 def start_cleanup_process(agent: int, *, scratch: str = "") -> None:
-    """Fork what waits until `agent` or this process has ended, however it did, and then ends this process group.
+    """Fork a process that waits until `agent` or this process has ended, and then kills this process group.
 
-    Ranks die with this process. What the job has started beside them, with `Popen`, `os.fork` or multiprocessing, is of
-    the same group and would live on. `scratch`, a folder of the group, is removed too. Where the kernel has no handles
-    of processes nothing is forked.
+    Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
+    the same process group and would live on. `scratch`, a folder of the group, is removed too. Nothing is forked where
+    the kernel does not support pidfds.
     """
     leader = os.getpid()
     if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:
@@ -46,7 +46,7 @@ def _wait_and_end(agent: int, leader: int) -> None:
 
 
 def _remove(scratch: str, leader: int) -> None:
-    """Once nobody of the group is there to write to it."""
+    """Remove `scratch` once no process of the group is left to write to it."""
     until = time.monotonic() + _ENDING_SECONDS
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < until:

@@ -1,8 +1,8 @@
-"""Where workers are born: one fresh, single-threaded process that has torch imported and forks them.
+"""The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
 
-`python -m paceline.launch.agent.forkserver REQUEST.json PARENT` is started by the agent in a session of its own. It
-imports no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent
-reads, and ends when all its workers have.
+The agent starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT` in a session of its own. It imports
+no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent reads,
+and ends when all its workers have.
 """
 
 import gc
@@ -77,9 +77,9 @@ def main(argv: list[str]) -> int:
 
 
 def _scratch() -> str:
-    """Make the one folder in which multiprocessing of all ranks and their data workers has its sockets.
+    """Create the one folder in which multiprocessing of all ranks and their data workers puts its sockets.
 
-    A data worker that has a folder of its own leaves it behind when it is killed.
+    A data worker with a folder of its own would leave it behind when it is killed.
     """
     with suppress(OSError):  # no place to write: whoever needs one says so
         return short_temporary_folder()
@@ -87,7 +87,7 @@ def _scratch() -> str:
 
 
 def prepare(entry: str = "") -> Callable[..., NoReturn]:
-    """Import what workers would each import: they are born with it. Answers with what makes one live."""
+    """Import what every worker would otherwise import after the fork. Return the function that runs a worker."""
     gc.disable()  # nothing of it is garbage
     with _aside():
         live: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")  # brings torch
@@ -104,7 +104,10 @@ def prepare(entry: str = "") -> Callable[..., NoReturn]:
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """What is printed meanwhile is no word for the agent: a module may be a file of the user's with its name."""
+    """Redirect standard output to standard error during imports, so that the agent does not read what a module prints.
+
+    A file of the user's may have the name of an imported module.
+    """
     telling = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -117,9 +120,10 @@ def _aside() -> Iterator[None]:
 def _become(
     rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None, held: Sequence[RunLock]
 ) -> None:
-    """What makes it this rank.
+    """Turn the forked process into the given rank: log file, environment variables and locks.
 
-    It says itself that it is born: Python forgets signals that reach a child before it is back from the fork.
+    The child itself reports that it is born, because Python drops signals that reach a child before it returns from
+    fork.
     """
     _say(f"born {rank} {os.getpid()}")
     for lock in held:
@@ -147,7 +151,7 @@ def _become(
 
 
 def _redirect(log: Path) -> None:
-    """Everything a worker and its children print goes to the rank's own log."""
+    """Redirect everything that a worker and its children print to the rank's own log."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -1,4 +1,4 @@
-"""Heartbeats: a small shared page per rank that costs about a microsecond to write and never blocks."""
+"""Heartbeats: a small shared memory page per rank. A write takes about a microsecond and never blocks."""
 
 import mmap
 import struct
@@ -19,11 +19,11 @@ class Beat:
     loss: float
     phase: str
     patience: float = 0.0
-    """After how many seconds without another one it is worth a word; 0 where it does not say."""
+    """Seconds without a new beat after which the agent reports this rank as silent; 0 if the rank sets no value."""
 
 
 class Pulse:
-    """One rank's page."""
+    """The writer of one rank's heartbeat page."""
 
     def __init__(self, path: Path, *, patience: float = 0.0) -> None:
         self._patience = patience
@@ -32,16 +32,16 @@ class Pulse:
             self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def beat(self, *, step: int, total: int = 0, loss: float = 0.0, phase: str = "step") -> None:
-        """Say where this rank is."""
+        """Write this rank's current step, phase and time to the page."""
         self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], self._patience)
 
     def close(self) -> None:
-        """Let the page go."""
+        """Unmap the page."""
         self._page.close()
 
 
 def read_pulse(path: Path) -> Beat | None:
-    """A rank's page, or None while there is none."""
+    """Return the last beat on a rank's page, or None if there is no page yet."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""A launcher that is killed can not end its ranks, so they end with it: no rank trains on in the run's folder."""
+"""Parent-death signals: ranks die with a killed launcher, so that none trains on in the run folder."""
 
 import ctypes
 import os
@@ -15,11 +15,11 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     """Ask the kernel to kill this rank when the process that launched it dies.
 
-    Only where that process is torchrun's, or a program of MPI by its name: a shell that began this process in the
-    background may end before it.
+    Only done if that process is torchrun's, or an MPI program by its name: a shell that started this process in the
+    background may end first.
 
     Returns:
-        The signal that was asked for before, 0 where none was, for `outlive_launcher`; None where nothing was changed.
+        The signal that was set before, 0 if none, for `outlive_launcher`; None if nothing was changed.
     """
     parent = os.getppid()
     if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program(parent) not in _PROGRAMS):
@@ -31,7 +31,7 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
 
 
 def outlive_launcher(before: int) -> None:
-    """Undo `die_with_launcher`: what this process does after the run is no longer the run's."""
+    """Undo `die_with_launcher`: what this process does after the run no longer belongs to the run."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, before)
 
 

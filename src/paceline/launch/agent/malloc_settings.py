@@ -1,4 +1,4 @@
-"""What a C library does with memory that was freed."""
+"""malloc settings that control whether the C library keeps freed memory."""
 
 import ctypes
 import resource
@@ -11,12 +11,13 @@ _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 def configure_malloc(environ: Mapping[str, str]) -> bool:
-    """Tell the C library to keep what is freed: a CPU's next step takes the same again, and new pages are dear.
+    """Tell the C library to keep freed memory: a CPU's next step allocates the same again, and new pages are expensive.
 
-    Whether glibc gives the heap's end back differs from process to process; where it does, a step is a tenth slower.
-    What is larger than 32 MiB comes from the system each time, as without this: kept, holes would be wasted. False
-    where it was told otherwise (`MALLOC_*`, `GLIBC_TUNABLES`), where addresses are limited (`ulimit`: each thread now
-    has 64 MiB of them, used or not), where it is another library, and with a GPU, whose memory this is not.
+    By default glibc returns the end of the heap in some processes and not in others; where it does, a step is a tenth
+    slower. Allocations larger than 32 MiB still come from the system each time, because keeping them would waste memory
+    in holes. Return False if the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`), if the address space is
+    limited (`ulimit`: each thread now takes 64 MiB of it, used or not), with another C library, and with a GPU, whose
+    memory malloc does not manage.
     """
     told = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
     limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)

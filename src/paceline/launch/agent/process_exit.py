@@ -1,7 +1,7 @@
-"""How a process of ours ends: the job's threads, exit functions and open files as Python itself would end them.
+"""Process exit: ends the job's threads, exit functions and open files as Python itself would.
 
-Python's own way down, with torch in it, also destroys torch: that takes a second, and a destructor of a process group
-may wait for a peer that is gone. So what belongs to the job is ended, and then the process leaves.
+Python's own shutdown, with torch loaded, also destroys torch: that takes a second, and a process group's destructor
+may wait for a peer that has exited. So only what belongs to the job is ended, and then the process exits.
 """
 
 import atexit
@@ -24,7 +24,7 @@ _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class RunFinish:
-    """How the last `pl.Run` of this process was finished: its exit code, or None while none was."""
+    """The result of the last finished `pl.Run` of this process: its exit code, or None if none has finished."""
 
     code: int | None = None
 
@@ -33,9 +33,9 @@ run_finish = RunFinish()
 
 
 def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
-    """Join threads, run exit functions, close the job's files, and leave with `code`.
+    """Join threads, run exit functions, close the job's files, and exit with `code`.
 
-    What takes longer than `limit_seconds` is left where it is: its stack goes to the standard error first.
+    After `limit_seconds` the process exits anyway and first writes its stacks to standard error.
     """
     threading.Thread(target=_leave_late, args=(code, limit_seconds), daemon=True).start()
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
@@ -47,7 +47,7 @@ def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Leave at once; what the job has written into files that are still open is not lost."""
+    """Exit at once, after flushing the files that the job still has open."""
     for found in gc.get_objects():
         if type(found) in _WRITERS:
             with suppress(Exception):
@@ -72,7 +72,7 @@ def _leave_late(code: int, limit_seconds: float) -> None:
 
 
 def _drop_users_modules() -> None:
-    """A file that a module of the job has left open is closed when the module goes, as at the end of any program."""
+    """Drop the job's modules from `sys.modules`, so that files they left open are closed, as when any program ends."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and is_users(file):

@@ -1,4 +1,4 @@
-"""Workers that may be lost: where servers have the weights, one that is killed is started again beside the others."""
+"""Restart of lost workers: when servers hold the weights, a killed worker is started again while the others run on."""
 
 import os
 import signal
@@ -13,12 +13,11 @@ _CLEAN = (0, 75)
 
 
 class RespawningWorkers:
-    """The processes of one attempt, of which the first ranks are servers.
+    """The worker processes of one attempt, of which the first ranks are servers.
 
-    It says `gone RANK STATUS` of an end that is everybody's, as of one that raised an error: it would come again. It
-    says `over RANK STATUS` of a worker that ends, however it does, once the servers have ended well, and
-    `again RANK STATUS` of one that was killed and is started once more, and `lost RANK STATUS` where that was its
-    last life and others go on.
+    It reports `gone RANK STATUS` for an exit that ends the run, such as one after an error, which would recur. It
+    reports `over RANK STATUS` for any exit of a worker after the servers have ended cleanly, `again RANK STATUS` for a
+    worker that was killed and is restarted, and `lost RANK STATUS` if that was its last life and others go on.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class RespawningWorkers:
         self._over_at: float | None = None
 
     def wait(self) -> None:
-        """Until all are gone."""
+        """Wait until all processes have ended."""
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             rank = self._pids.pop(pid, None)
@@ -67,11 +66,11 @@ class RespawningWorkers:
 
     @property
     def _ends_well(self) -> bool:
-        """Whether servers have begun to end, and none badly: then no worker's end matters."""
+        """Return whether a server has ended and none has failed: then the exit of a worker no longer matters."""
         return bool(self._ended) and all(status in _CLEAN for status in self._ended.values())
 
     def _end_late(self) -> None:
-        """A worker that is stopped, or was given up, has not heard that it is over."""
+        """Kill workers that still run 10 s after all servers ended: a stopped or lost worker never hears of the end."""
         if not self._ends_well or len(self._ended) < self._servers:
             return
         self._over_at = self._over_at or time.monotonic()

@@ -1,4 +1,4 @@
-"""Signals in a worker: the first asks for a clean stop, a second ends it at once."""
+"""Signal handling in a worker: the first signal asks for a clean stop, a second ends the process at once."""
 
 import ctypes
 import os
@@ -19,18 +19,18 @@ STOP_SIGNALS = (
     signal.SIGXCPU,  # a limit on processor time that a scheduler or `ulimit -t` has set
 )
 GENTLE = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
-"""These ask again without meaning more: a terminal that closes sends several, and so does a scheduler."""
+"""Signals that are ignored after the first request: a closing terminal sends several, and so does a scheduler."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def stops_here() -> list[signal.Signals]:
-    """The signals to listen for: what `nohup` told this process to pass over when it began stays so."""
+    """Return the signals to listen for; SIGHUP is left out if `nohup` made this process ignore it."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def is_main_thread() -> bool:
-    """Return whether this is the thread in which Python hears signals."""
+    """Return whether this is the main thread, the only one in which Python runs signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -43,11 +43,11 @@ def die_with(parent: int) -> None:
 
 
 class StopFlag:
-    """Whether somebody asked this rank to stop.
+    """A flag that says whether this rank was asked to stop.
 
-    The job may listen to the same signals, and so may a library that it loads, at any time: `renew` puts this flag in
-    front of what they have installed, and a signal reaches both. What the agent asks for also stands in `asked`,
-    which no handler can hide.
+    The job, or a library that it loads, may install handlers for the same signals at any time: `renew` puts this flag
+    in front of them, and a signal reaches both. A request by the agent is also read through `asked`, which no handler
+    can hide.
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,16 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """True once a signal came, or whoever started this rank has asked."""
+        """Return True once a signal came, or the process that started this rank asked it to stop."""
         return self.signal is not None or (self._asked is not None and self._asked())
 
     def install(
         self, *, ends_process: bool = True, passes_on: bool = False, asked: Callable[[], bool] | None = None
     ) -> None:
-        """Listen; outside the main thread, where Python hears no signal, whoever runs the main thread decides.
+        """Install the handlers; do nothing outside the main thread, where Python runs no signal handlers.
 
-        A second signal ends the process where `ends_process`, else it does what it did before. Processes that are
-        forked from this one do not listen, unless it `passes_on`.
+        A second signal ends the process if `ends_process`, else it has its previous effect. Processes forked from this
+        one do not listen, unless `passes_on`.
         """
         self._asked = asked or self._asked
         if not is_main_thread():
@@ -89,7 +89,7 @@ class StopFlag:
             self._theirs[number] = before
 
     def renew(self) -> None:
-        """Stand before what was installed since: a signal asks for a stop, and then goes to theirs too."""
+        """Put this handler in front of those installed since: a signal asks for a stop, and then reaches theirs too."""
         if not is_main_thread() or self._pid != os.getpid():
             return
         for number in self._before:
@@ -99,7 +99,7 @@ class StopFlag:
                 signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        """Listen no more and forget what was asked: what was there before, or was installed since, does again."""
+        """Stop listening, clear the request, and restore the previous handlers, or those installed since."""
         self.signal = None
         if not is_main_thread():
             return
@@ -129,7 +129,7 @@ class StopFlag:
             os.kill(os.getpid(), number)
 
     def _forked(self) -> None:
-        """A child that the job forks ends by a signal as any process does: a pool that is terminated waits for it."""
+        """Remove the handlers in a forked child, so that a signal ends it: a terminated pool waits for that."""
         if not self._passes_on and self._pid != os.getpid():
             self._asked = None
             self.remove()

@@ -1,4 +1,4 @@
-"""Where multiprocessing has its sockets: the address of one is a path of at most 107 characters."""
+"""The folder of multiprocessing's sockets: a socket address is a path of at most 107 characters."""
 
 import os
 import tempfile
@@ -9,12 +9,12 @@ _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def short_temporary_folder() -> str:
-    """Return the folder of this process's sockets, made at the first call; processes that it forks share it.
+    """Return the folder of this process's sockets, made at the first call; forked processes share it.
 
-    Where the path of the temporary folder is too long for a socket, it lies in another place that can be written to.
+    If the path of the temporary folder is too long for a socket, another writable place is used.
 
     Raises:
-        OSError: nowhere can a folder be made.
+        OSError: no folder can be made anywhere.
     """
     before = tempfile.tempdir
     usual = tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""The agent of one node: starts the workers, passes signals on, and says who failed first."""
+"""The agent of one node: starts the workers, forwards signals, and reports which rank failed first."""
 
 import os
 import selectors
@@ -52,7 +52,7 @@ STARTER = "PACELINE_STARTER"
 
 @dataclass
 class Attempt:
-    """The workers of one attempt as the agent sees them."""
+    """The state of one attempt's workers as the agent sees it."""
 
     folder: Path
     ranks: int
@@ -64,12 +64,12 @@ class Attempt:
 
     @property
     def killed_by_us(self) -> bool:
-        """Whether we ended the workers."""
+        """Return whether the agent killed the workers."""
         return self.killed_at is not None
 
 
 class Agent:
-    """Runs one attempt to its end. Nothing it starts outlives it."""
+    """The supervisor that runs one attempt to its end. Nothing it starts outlives it."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Agent:
         self._killed_for_memory = oom_kill_count()
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
-        """Start, wait, and answer with the exit code and the first failure; `on_tick` runs every 50 ms."""
+        """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
         numbers = stops_here() if is_main_thread() else []  # elsewhere Python hears none
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         read, write = os.pipe()
@@ -187,12 +187,12 @@ class Agent:
         return written or from_status(rank, status=status, step=step, for_memory=for_memory)
 
     def _step_of(self, rank: int) -> int:
-        """Return the step that a rank was at; 0 before it has said any."""
+        """Return the step that a rank was at; 0 before its first heartbeat."""
         beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
         return beat.step + 1 if beat and beat.monotonic_ns else 0
 
     def _after_failure(self) -> None:
-        """Give the others a moment to write down what they saw, then end them: they wait for a dead peer."""
+        """Kill the other ranks, which wait for a dead peer, after a moment in which they write down what they saw."""
         if self._failed_at is None or self._attempt.killed_by_us:
             return
         waited = any(is_timeout(failure) for failure in self._attempt.failures)
@@ -205,7 +205,7 @@ class Agent:
         self._kill()
 
     def _after_silence(self) -> None:
-        """Say who says nothing where nobody else does; end the run if all its ranks stand still."""
+        """Report silent ranks if no rank has failed; end the run if all ranks stand still."""
         if self._watcher is None or self._failed_at is not None or self._stops or self._attempt.killed_by_us:
             return
         told, failure = self._watcher.look(self._attempt.pids)
@@ -217,7 +217,7 @@ class Agent:
         self._wake_starter()
 
     def _wake_starter(self) -> None:
-        """Where all ranks have ended, let a starter that is stopped go on: it alone tells of their end."""
+        """Resume a stopped fork server once all ranks have ended, because it alone reports their exit."""
         now, pids = time.monotonic(), self._attempt.pids.values()
         if now - self._starter_looked < _WAKING_SECONDS or process_state(self._nursery) != "T":
             return
@@ -237,18 +237,18 @@ class Agent:
             self._kill()
 
     def _ask_to_stop(self, rank: int) -> None:
-        """Through memory, where no handler of the job's is in the way, and by the signal that its handler waits for."""
+        """Ask a rank to stop through shared memory, which no handler can block, and by SIGTERM if it handles that."""
         write_stop(self._slate, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only=self._attempt.pids[rank])
 
     def _after(self, number: int, before: Any) -> Any:
-        """What was there before; one that comes twice may still be on its way, and ends nobody who was to be saved."""
+        """Return the handler to restore, or SIG_IGN if a late repeat of the signal could still kill the process."""
         is_late = self._stops and number in GENTLE and before == signal.SIG_DFL
         return signal.SIG_IGN if is_late else before
 
     def _after_signal(self) -> None:
-        """Say what a signal led to; here and not in its handler, which may come in the middle of another word."""
+        """Print what a signal led to; done here because the handler may run while another line is being printed."""
         now = time.monotonic()
         if not self._stops or self._attempt.killed_by_us:
             return
@@ -272,7 +272,7 @@ class Agent:
         self._send(signal.SIGKILL)
 
     def _is_late(self) -> bool:
-        """Killed, and not gone: what would tell of it is stopped or stuck itself."""
+        """Return whether the ranks were killed over 2 s ago and the fork server, stuck itself, reports no end."""
         killed = self._attempt.killed_at
         return killed is not None and time.monotonic() - killed > _KILLING_SECONDS
 
@@ -284,7 +284,7 @@ class Agent:
                 continue
 
     def _kill_all(self, process: "subprocess.Popen[bytes]") -> None:
-        """The session is the nursery's own: what is left in it goes with it."""
+        """Kill the fork server's process group, and with it all that is left of the attempt."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -323,13 +323,16 @@ def _tail(path: Path, *, lines: int = 8) -> str:
 
 
 def _apart() -> list[str]:
-    """Keep the working folder off the module path: a file there could shadow a module of ours."""
+    """Return the Python option that keeps the working folder off the module path, where it could shadow our modules."""
     is_here = Path(__file__).resolve().parents[3] == Path.cwd()
     return [] if is_here else ["-P"]
 
 
 def nursery_command(request: Path) -> list[str]:
-    """How the nursery is started; `PACELINE_STARTER` has other words for it, as where one with torch waits already."""
+    """Return the command that starts the fork server.
+
+    `PACELINE_STARTER` overrides it, for example where a process with torch imported waits already.
+    """
     words = shlex.split(os.environ.get(STARTER, "")) or [
         sys.executable,
         *_apart(),

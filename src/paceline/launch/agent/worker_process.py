@@ -29,11 +29,11 @@ _LOOPING = ("train", "compare")
 
 
 def worker_main(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
-    """Run the entry with its payload, or the user's script, and leave with its exit code.
+    """Run the entry with its payload, or the user's script, and exit with its exit code.
 
-    An exception is written down first. Where the entry comes to its own end the slate says so: an exit code that
-    something else has left with, `os._exit` or a C library, says nothing about the run. A process that the job has
-    forked and that comes here too is not this rank.
+    An exception is written down first. If the entry reaches its own end, the shared status buffer (`slate`) records it:
+    an exit code from `os._exit` or a C library says nothing about the run. A process that the job forked, and that gets
+    here too, is not this rank.
     """
     argv: list[str] = request.get("script") or []
     rank, pid = current_rank(), os.getpid()
@@ -57,7 +57,7 @@ def worker_main(request: Mapping[str, Any], *, failures: Path, slate: int | None
 
 
 def _entered(entry: str, payload: Mapping[str, Any]) -> int:
-    """What the entry answers. A script may leave with any code; from an entry a `sys.exit` is the job's alone."""
+    """Return the entry's result. A `sys.exit` in an entry is the job's error; only a script may exit with any code."""
     job = payload.get("job")
     try:
         with script_words(split_jobref(job)[0] if isinstance(job, str) else entry):
@@ -67,7 +67,7 @@ def _entered(entry: str, payload: Mapping[str, Any]) -> int:
 
 
 def _script(argv: list[str]) -> int:
-    """As `__main__`."""
+    """Run the user's script or module as `__main__`."""
     is_module = argv[0] == "-m"
     sys.argv = list(argv[1:] if is_module else argv)
     sys.path.insert(0, str(Path.cwd() if is_module else Path(argv[0]).resolve().parent))
@@ -85,7 +85,7 @@ def _guarded(
     tell: Callable[[BaseException], None],
     asked: Callable[[], bool] | None = None,
 ) -> tuple[int, bool]:
-    """Return the exit code, and whether it is the body's own: what it answers, or what a script exits with."""
+    """Return the exit code, and whether it is the body's own: what it returns, or what a script exits with."""
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
     stop_flag.install(asked=asked)
@@ -105,7 +105,7 @@ def _guarded(
 
 
 def _watch_threads(tell: Callable[[BaseException], None]) -> None:
-    """An exception in a thread is written down too; it does not end the process by itself."""
+    """Install an excepthook for threads that writes the exception down; it does not end the process by itself."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value or args.exc_type()
@@ -122,7 +122,7 @@ def _or_none(trace: TracebackType | None) -> TracebackType | None:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedEnd:
-    """How an entry ended in a process that another launcher made; `error` is what it failed of."""
+    """The result of an entry in a process that another launcher made; `error` is the exception that ended it."""
 
     code: int
     error: BaseException | None = None

@@ -1,1 +1,1 @@
-"""Which rank failed first, which rank hangs and where, and whether memory ran out."""
+"""Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out."""

@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind before it goes: one small file, whole or not there."""
+"""Failure records: the small file that a failing rank writes before it exits, either whole or not at all."""
 
 import errno
 import json
@@ -36,9 +36,9 @@ from paceline.launch.failures.shared_status import read_slate, write_slate
 from paceline.user_code import is_users_own
 
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk says that takes no more, to whoever writes first; all else may be of the user's own doing."""
+"""Error numbers of a disk that takes no more data; any other error may have its cause in the user's code."""
 END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
-"""On a line of its own in a rank's log, which the console shows until there; no job prints that by chance."""
+"""A marker line in a rank's log; the console shows the log up to it, and no job prints it by chance."""
 STARTER = -1
 FIRST_FAILURE = "first-failure.json"
 _WIDTH = 400
@@ -47,11 +47,11 @@ _DOING = "this rank "
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception.
+    """The reason a rank ended. `kind` is the exception's name, or `signal` or `exit` if there is no exception.
 
-    `step` is the number of the step in which it was, 0 before the first. `told_by` is the rank whose log has the
-    full text where that is another one. `said` is what an error of ours says, by key. `doing` is how far the rank was.
-    `is_users_own`: the user's own code has raised it, so whatever it says it is no echo of another rank's end.
+    `step` is the number of the step in which it failed, 0 before the first. `told_by` is the rank whose log has the
+    full text if that is another one. `said` holds the fields of one of our own errors. `doing` is how far the rank was.
+    `is_users_own`: the user's own code raised it, so it is not an echo of another rank's end, whatever its message.
     """
 
     rank: int
@@ -70,12 +70,12 @@ class Failure:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Whether memory could not be had, or the kernel took this rank's."""
+        """Return whether an allocation failed, or the kernel killed this rank for memory."""
         return self.said.get("error") == OutOfMemory.__name__
 
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
-    """Write down what happened on this rank: in its file, or on the slate where a full disk takes none."""
+    """Write this rank's failure to its file, or to the shared status buffer if the disk is full."""
     failure = failure_of(error, rank=rank, step=step)
     try:
         write_text(_path(folder, rank), json.dumps(asdict(failure)))
@@ -89,7 +89,7 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
 
 
 def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
-    """What happened on this rank, and in which step."""
+    """Return the failure record of an exception on this rank."""
     step = step or step_of(error)
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     error = _in_our_words(error)
@@ -112,7 +112,7 @@ def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
 
 @contextmanager
 def at_step(number: int) -> Iterator[None]:
-    """An exception that leaves this block carries the step's number, for the screen and for its traceback."""
+    """Add the step's number to an exception that leaves this block, for the failure screen and the traceback."""
     try:
         yield
     except BaseException as error:
@@ -122,7 +122,7 @@ def at_step(number: int) -> Iterator[None]:
 
 @contextmanager
 def annotate_progress(told: Callable[[], str]) -> Iterator[None]:
-    """An exception that leaves this block carries how far this rank was, for the case that others were elsewhere."""
+    """Add to an exception that leaves this block how far this rank was, in case other ranks were elsewhere."""
     try:
         yield
     except BaseException as error:
@@ -133,25 +133,25 @@ def annotate_progress(told: Callable[[], str]) -> Iterator[None]:
 
 
 def step_of(error: BaseException) -> int:
-    """The number of the step that an exception comes from; 0 where it comes from none."""
+    """Return the number of the step that an exception comes from; 0 if it comes from none."""
     found = [re.fullmatch(r"at step (\d+)", str(note)) for note in getattr(error, "__notes__", ())]
     return next((int(match[1]) for match in found if match), 0)
 
 
 def _message(error: BaseException) -> str:
-    """What it says, and in which replica it was where a process has several."""
+    """Return the error's message, with the replica it came from if a process has several."""
     text = error.what if isinstance(error, PacelineError) else _text(error)
     where = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
     return f"{text} ({where[0]})" if where else text
 
 
 def _screen(error: PacelineError) -> str:
-    """What it says in one line, then all the rest."""
+    """Return the error's full text, beginning with a one-line summary."""
     return f"{error.what}.\n{error}" if isinstance(error, Problems) else str(error)
 
 
 def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failure | None:
-    """What a rank left, if it left something whole."""
+    """Return the failure that a rank recorded, or None if there is no complete record."""
     try:
         return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -163,7 +163,10 @@ def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failur
 
 
 def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = False) -> Failure:
-    """A failure without an exception: a signal, or an exit code. `for_memory`: the kernel has killed for that."""
+    """Return the failure of a rank that left no exception, from its signal or exit code.
+
+    `for_memory`: the kernel has killed a process because memory ran out.
+    """
     if for_memory and status == -signal.SIGKILL:
         room = tightest_room()
         error = OutOfMemory(
@@ -200,7 +203,7 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
 
 
 def without_log(rank: int, *, log: Path) -> Failure | None:
-    """Return the failure of a rank that could not make its log, which is the first thing that it does; else None."""
+    """Return the failure of a rank that could not create its log, the first thing it does; else None."""
     try:
         log.open("x").close()
     except FileExistsError:
@@ -215,7 +218,7 @@ def without_log(rank: int, *, log: Path) -> Failure | None:
 
 
 def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
-    """Return the failure of a rank that left as if all were done, or saved, without having said so."""
+    """Return the failure of a rank that exited with the code for done or saved before the run was over."""
     error = RunError(
         f"the process left with exit code {status} before the run was over.",
         cause="something in the job called os._exit, or exit() in native code; only the run itself says that it is "
@@ -229,7 +232,7 @@ def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
 
 
 def exited_early(rank: int, *, waiter: Failure) -> Failure:
-    """A rank that ended as if all were done while another still waited for it."""
+    """Return the failure of a rank that exited with code 0 while another rank still waited for it."""
     error = RunError(
         f"the process left with exit code 0 while rank {waiter.rank} still waited for it.",
         cause="only this rank left the loop, or its code called exit: every rank does the same steps",
@@ -242,7 +245,10 @@ def exited_early(rank: int, *, waiter: Failure) -> Failure:
 
 
 def starter_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
-    """The process that starts the ranks has gone before them, and took them with it; `said` is its own log's end."""
+    """Return the failure of the fork server that died before the ranks and took them with it.
+
+    `said` is the end of its own log.
+    """
     how = from_status(STARTER, status=status)
     end = f"was ended by {how.message}" if how.kind == "signal" else f"left with exit code {status}"
     what = f"the process that starts the ranks (PID {pid}) {end}; the ranks went with it."
@@ -251,9 +257,9 @@ def starter_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure
 
 
 def print_traceback(error: BaseException) -> None:
-    """The full text, for the rank's own log; the console stops before it, since the agent says it shorter.
+    """Print the full traceback to the rank's own log; the console stops before it, since the agent prints less.
 
-    The mark begins a line, whatever the job has left unfinished, and goes where no stream of the job's is in the way.
+    The marker starts a new line, whatever the job has left unfinished, and bypasses the job's own streams.
     """
     flush()
     with suppress(OSError):  # a full disk has no room for it
@@ -267,7 +273,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """What the exception says, at most a screen of it; some can't even say that."""
+    """Return the exception's text, at most a screen of it; the `str()` of some exceptions itself fails."""
     try:
         text = str(error)
     except Exception as worse:
@@ -276,9 +282,9 @@ def _text(error: BaseException) -> str:
 
 
 def _place_of(error: OSError) -> tuple[Path, str]:
-    """Return the folder that took no more, and how it is told; a file that is open already has no name.
+    """Return the folder that has no more space, and its name as printed.
 
-    Then it is the run's where that has no room, else the temporary one.
+    If the file is already open and has no name, that is the run's folder if it is full, else the temporary folder.
     """
     if error.filename:
         path = Path(os.fsdecode(error.filename))
@@ -294,8 +300,11 @@ def _place_of(error: OSError) -> tuple[Path, str]:
 
 
 def _in_our_words(error: BaseException) -> BaseException:
-    """torch tells of a dead data worker from a signal handler, wherever the rank happens to be; of memory everybody
-    tells otherwise; a limit on the size of files meets whatever is written first, as a log."""
+    """Return the error translated to one of our own classes, if it is of a kind that needs explaining.
+
+    torch reports a dead data worker from a signal handler, wherever the rank is; out-of-memory errors differ by source;
+    a limit on file size hits whatever is written first, such as a log.
+    """
     if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
         cause, hint = explain_lack(_text(error)) or (
             "it was killed, perhaps for memory, or a library in it crashed",
@@ -328,5 +337,5 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def current_rank() -> int:
-    """This process's rank, for what is written before a world exists."""
+    """Return this process's rank, for what is written before a process group exists."""
     return own_rank(os.environ)

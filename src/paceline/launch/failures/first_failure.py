@@ -1,4 +1,4 @@
-"""Who failed first, decided from what is known and from nothing else."""
+"""Selection of the failure that came first, decided only from the records at hand."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,11 +22,11 @@ _LOST = (
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
-    A lost connection is what the others see when the culprit has gone: it comes last. A signal that we did not send
-    comes before an exception, since its victim could write nothing and its end is noticed a moment later; unless the
-    exception was there well before.
+    A lost connection is what the others see after the culprit has exited: it sorts last. A signal that we did not send
+    sorts before an exception, since its victim could write nothing and its end is noticed a moment later, unless the
+    exception came well before.
     """
     if not failures:
         return None
@@ -38,7 +38,7 @@ def _when(failure: Failure) -> int:
 
 
 def is_lost_connection(failure: Failure) -> bool:
-    """Whether this is only the echo of another rank's end."""
+    """Return whether this failure is only the echo of another rank's end."""
     if failure.kind.startswith("Dist") or failure.kind == PeerError.__name__:
         return True
     if failure.is_users_own or failure.kind not in ("RuntimeError", "MachineError"):
@@ -48,7 +48,7 @@ def is_lost_connection(failure: Failure) -> bool:
 
 
 def exit_code(statuses: Mapping[int, int], first: Failure | None) -> int:
-    """Return the run's exit code: the failure's own, 75 where any rank stopped early and saved, else 0."""
+    """Return the run's exit code: the first failure's, else 75 if any rank stopped early and saved, else 0."""
     if first is not None:
         return first.exit_code
     return max(statuses.values(), default=0)

@@ -1,4 +1,4 @@
-"""A rank that the others wait for in vain: its last sign of life, and what the kernel says of its process."""
+"""Hang detection: finds the rank that the others wait for, by its last heartbeat and its process state."""
 
 import re
 import time
@@ -27,7 +27,7 @@ _STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SilentRank:
-    """A living rank of which nothing has come; `step` is the last one it finished."""
+    """A living rank that sends no heartbeats; `step` is the last one it finished."""
 
     rank: int
     pid: int
@@ -39,7 +39,7 @@ class SilentRank:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it can do nothing until somebody lets it."""
+        """Return whether the process is stopped and cannot run until it is continued."""
         return self.state in ("T", "t")
 
     def __str__(self) -> str:
@@ -49,9 +49,9 @@ class SilentRank:
 
 
 def find_silent(folder: Path, pids: Mapping[int, int], *, slate: int | None = None) -> list[SilentRank]:
-    """The ranks that stand behind: those that are stopped, else those whose last finished step is the oldest.
+    """Return the ranks that are behind: those that are stopped, else those whose last finished step is the oldest.
 
-    With a `slate` each says where it is, and of these the ranks that only wait for others are left out.
+    With a `slate`, each rank is asked for its stack, and ranks that only wait for others are left out.
     """
     found = [_look(folder, rank, pid) for rank, pid in sorted(pids.items())]
     stopped = [silent for silent in found if silent.is_stopped]
@@ -64,7 +64,7 @@ def find_silent(folder: Path, pids: Mapping[int, int], *, slate: int | None = No
 
 
 def with_place(silent: SilentRank, slate: int) -> SilentRank:
-    """Return it with the line of the job's own code that it is in, or the data worker that it waits for."""
+    """Return the rank with the line of the job's code that it is in, or the data worker that it waits for."""
     if silent.is_stopped:
         return silent
     stack = ask_stack(silent.pid, slate)
@@ -75,7 +75,7 @@ def with_place(silent: SilentRank, slate: int) -> SilentRank:
 
 
 def _worker_of(pid: int, slate: int) -> str:
-    """Which of its data workers it waits for: one that is stopped, or is in the job's code."""
+    """Return a description of the data worker that the rank waits for: one that is stopped, or is in the job's code."""
     for worker in forks_of(pid)[:_MOST_ASKED]:
         state = process_state(worker)
         stack = Stack() if state in ("T", "t") else ask_stack(worker, slate)
@@ -86,15 +86,15 @@ def _worker_of(pid: int, slate: int) -> str:
 
 
 def is_timeout(failure: Failure) -> bool:
-    """Whether this rank waited for another until its patience ended."""
+    """Return whether this rank timed out waiting for another."""
     text = failure.message.lower()
     return is_lost_connection(failure) and ("timed out" in text or "timeout" in text)
 
 
 def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> Failure:
-    """The failure of whom the others waited for, in words of ours; what the library said stays in a waiter's log.
+    """Return the failure of the rank that the others waited for; the library's own message stays in a waiter's log.
 
-    Of several exchanges that run at once only the one that timed out says after how long.
+    If several collectives ran at once, only the one that timed out names its limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
     first = silent[0]
@@ -112,7 +112,7 @@ def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> F
 
 
 def all_silent(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
-    """Return the failure of a run of which every rank has come to stand at one place of its own code."""
+    """Return the failure of a run in which every rank hangs at one place of its own code."""
     first = silent[0]
     told = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
     error = RunError(
@@ -128,7 +128,7 @@ def all_silent(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
 
 
 def divergence_failure(failures: Sequence[Failure]) -> Failure:
-    """Where every rank waited for another until the patience of one ended: they wait in different places."""
+    """Return the failure of a run in which all ranks waited for each other in different places until one timed out."""
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
     limit = _limit(waiter.message)
     told = [f"rank {failure.rank} {failure.doing}" for failure in failures if failure.doing]
@@ -145,7 +145,7 @@ def divergence_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
-    """For whoever asked to stop and sees nothing happen."""
+    """Return the message for a user who asked the run to stop and sees nothing happen."""
     if not silent:
         return f"not one rank has begun after {seconds:.0f} s; Ctrl-C again stops at once"
     again = "Ctrl-C again stops at once and loses the steps since the last save"
@@ -157,7 +157,7 @@ def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
 
 
 def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
-    """Return what to say of ranks of which nothing has come for so long, while the run goes on."""
+    """Return the message about ranks that have sent nothing for `seconds`, while the run goes on."""
     stopped = [str(one.pid) for one in silent if one.is_stopped]
     wakes = f"kill -CONT {' '.join(stopped)} lets them go on; " if stopped else ""
     return (
@@ -178,7 +178,7 @@ def _look(folder: Path, rank: int, pid: int) -> SilentRank:
 
 
 def _limit(text: str) -> float:
-    """How long it waited, from what the library says; 0 where it does not."""
+    """Return the timeout in seconds that the library's message names; 0 if it names none."""
     for pattern, unit in ((r"(\d+) ?ms\b", 1000), (r"(\d+) ?milliseconds", 1000), (r"after (\d+) seconds", 1)):
         found = re.search(pattern, text)
         if found:

@@ -1,4 +1,4 @@
-"""Memory that could not be had: what tells it from other errors, where in a step it was, and what sets the limit."""
+"""Out-of-memory detection: recognises the errors, and finds the phase of the step and the limit that was hit."""
 
 import ctypes
 import errno
@@ -32,7 +32,7 @@ _NO_LIMIT = 1 << 60  # what the first version of control groups says for none is
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """One limit on memory, and what of it is used; `is_own` where only this process uses it."""
+    """A memory limit and the bytes used under it; `is_own` if only this process counts towards it."""
 
     name: str
     limit_bytes: int
@@ -41,7 +41,7 @@ class MemoryLimit:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, of a device or of the host."""
+    """Return whether the error means that device or host memory ran out."""
     if isinstance(error, MemoryError | OutOfMemory) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -50,13 +50,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """How much was asked for in vain, where the error says so."""
+    """Return the size of the failed allocation in bytes, or None if the error does not name it."""
     found = _TRIED.search(str(error))
     return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def phase_of(trace: TracebackType | None) -> str:
-    """`forward`, `backward`, `optimizer`, or nothing where it was in none of them."""
+    """Return the phase of a step that a traceback is in: `forward`, `backward`, `optimizer`, or an empty string."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         part = next((part for folder, part in _PARTS if folder in file), "")
@@ -69,7 +69,7 @@ def phase_of(trace: TracebackType | None) -> str:
 def out_of_memory(
     error: BaseException, *, part: str = "", held: Mapping[str, int], room: MemoryLimit | None
 ) -> OutOfMemory:
-    """The same in our words, with the traceback, the step and all else that was noted on it."""
+    """Return the error as `OutOfMemory`, with the original's traceback and notes."""
     part = "reading data" if isinstance(error, DataError) else part or phase_of(error.__traceback__)
     more = requested_bytes(error)
     what = "out of memory" + (f" in {part}" if part else "")
@@ -91,7 +91,10 @@ def out_of_memory(
 
 
 def process_memory(name: str = "VmRSS") -> int:
-    """Of this process, as proc(5) has it: `VmRSS` resident, `VmSize` of the address space, `VmData`; 0 elsewhere."""
+    """Return a memory size of this process in bytes, by its name in proc(5); 0 on systems without it.
+
+    `VmRSS` is the resident memory, `VmSize` the address space, `VmData` the data segment.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
@@ -100,9 +103,9 @@ def process_memory(name: str = "VmRSS") -> int:
 
 
 def release_freed_memory() -> None:
-    """To the system what was freed here and is kept for the next who asks; the most that was resident begins anew.
+    """Return freed memory to the system and reset the peak of resident memory.
 
-    Where the kernel or the C library does not know how, nothing happens.
+    Nothing happens if the kernel or the C library does not support it.
     """
     gc.collect()
     trim_heap()
@@ -112,7 +115,7 @@ def release_freed_memory() -> None:
 
 @contextmanager
 def only_new() -> Iterator[None]:
-    """What looks for garbage passes over what is there now: with torch a million objects, 0.2 s each time.
+    """Exclude existing objects from garbage collection inside the block: with torch a million objects, 0.2 s per pass.
 
     Also a decorator.
     """
@@ -125,18 +128,18 @@ def only_new() -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """What was freed goes back to the system, where the C library knows how."""
+    """Return freed heap memory to the system, if the C library supports it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def tightest_room() -> MemoryLimit | None:
-    """Of the limits on a process's memory the one that leaves least."""
+    """Return the limit on this process's memory that leaves the least free, or None if there is no limit."""
     return min(_rooms(), key=lambda room: room.limit_bytes - room.used_bytes, default=None)
 
 
 def own_of(room: MemoryLimit | None) -> int:
-    """What this process uses of it."""
+    """Return the bytes that this process uses under a limit."""
     if room is not None and room.is_own:
         return room.used_bytes
     return process_memory()
@@ -166,8 +169,11 @@ def _rooms() -> Iterator[MemoryLimit]:
 def oom_kill_count(
     *, group: Path = _GROUP, machine: Path = Path("/proc/vmstat"), own: Path = _OWN_GROUPS
 ) -> int | None:
-    """Return how many processes the kernel has killed so far for memory: of this process's control group and of those
-    that it is in, as each of them may set the limit; where no group tells, of the machine."""
+    """Return how many processes the kernel has killed so far because memory ran out, or None if unknown.
+
+    Counts this process's control group and its parents, since each may set the limit; if no group reports it, the
+    whole machine.
+    """
     for name in ("memory.events", "memory.oom_control"):
         counts = [count for folder in _groups(group, own) if (count := _kills_in(folder / name)) is not None]
         if counts:
@@ -199,9 +205,9 @@ def _groups(group: Path = _GROUP, own: Path = _OWN_GROUPS) -> list[Path]:
 
 
 def explain_lack(text: str) -> tuple[str, str] | None:
-    """Return why data workers can't hand samples over, and what to do: open files, or shared memory, have run out.
+    """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    Of the text of an error; None where it is of something else, or may be: a bus error says nothing of its reason.
+    The argument is the text of an error. Return None if it has, or may have, another reason: a bus error names none.
     """
     words = text.lower()
     if any(word in words for word in _NO_FILES):
@@ -220,7 +226,7 @@ def explain_lack(text: str) -> tuple[str, str] | None:
 
 
 def _shared_memory() -> tuple[int, int]:
-    """Return how much of /dev/shm is free, and its size; nothing where there is none."""
+    """Return the free and the total bytes of /dev/shm; zeros if it does not exist."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
@@ -230,6 +236,6 @@ def _shared_memory() -> tuple[int, int]:
 
 _FULL = "no space left on device"
 _LITTLE_BYTES = 1 << 30
-"""With more than this free a bus error, or a mapping that fails, has another reason than a full /dev/shm."""
+"""With more free bytes than this, a bus error or a failed mapping has another reason than a full /dev/shm."""
 _NO_FILES = ("too many open files", "items of ancdata", "[errno 24]")
 _NO_SHARED_MEMORY = ("out of shared memory", "bus error", "unable to mmap", "shared memory object", "file </torch_")

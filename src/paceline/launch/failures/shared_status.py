@@ -1,4 +1,4 @@
-"""A place in memory for the ranks' last words: where the run's disk is full, no file can carry them."""
+"""A shared memory buffer for the ranks' last words: if the run's disk is full, no file can carry them."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ _TEXT_BYTES = _BYTES - _WORD_BYTES - _STOP_BYTES
 
 
 def make_failure_buffer() -> int:
-    """A handle that the agent makes and all ranks are forked with; it goes with the last of them."""
+    """Return the handle of a buffer that all ranks inherit by fork; it is freed with the last of them."""
     in_memory = getattr(os, "memfd_create", None)
     if in_memory is not None:
         return int(in_memory("paceline-last-words"))
@@ -20,7 +20,7 @@ def make_failure_buffer() -> int:
 
 
 def write_slate(slate: int, *, rank: int, text: str) -> bool:
-    """Put a rank's words in its own place; False where they are too long for it."""
+    """Write a rank's text to its own slot; return False if the text is too long."""
     data = text.encode()
     if len(data) > _TEXT_BYTES:
         return False
@@ -28,24 +28,24 @@ def write_slate(slate: int, *, rank: int, text: str) -> bool:
 
 
 def read_slate(slate: int, *, rank: int) -> str:
-    """What a rank has put there; empty where that is nothing."""
+    """Return the text in a rank's slot; an empty string if there is none."""
     return os.pread(slate, _TEXT_BYTES, rank * _BYTES).rstrip(b"\0").decode(errors="replace")
 
 
 def write_end(slate: int, *, rank: int, code: int) -> None:
-    """Record that this rank's entry came to its own end, with this exit code. No exit from elsewhere does that."""
+    """Record that this rank's entry returned by itself with this exit code. No other way to exit records this."""
     os.pwrite(slate, f"ended {code}".encode().ljust(_WORD_BYTES, b"\0"), rank * _BYTES + _TEXT_BYTES)
 
 
 def read_end(slate: int, *, rank: int) -> int | None:
-    """Return the exit code with which a rank's entry came to its own end, or None if it never did."""
+    """Return the exit code with which a rank's entry returned by itself, or None if it never did."""
     word = os.pread(slate, _WORD_BYTES, rank * _BYTES + _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
     code = word.removeprefix("ended ")
     return int(code) if word.startswith("ended ") and code.isdecimal() else None
 
 
 def write_stop(slate: int, *, rank: int) -> None:
-    """Ask this rank to stop, whatever it does with signals."""
+    """Ask this rank to stop, independent of its signal handlers."""
     os.pwrite(slate, b"s", (rank + 1) * _BYTES - _STOP_BYTES)
 
 

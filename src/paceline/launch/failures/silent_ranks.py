@@ -1,4 +1,4 @@
-"""What the agent sees of ranks that live and say nothing, where no rank waits for another and gives up."""
+"""The agent's watch over ranks that live and send no heartbeat while no rank times out waiting for another."""
 
 import time
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ DEFAULT_SECONDS = 600.0
 
 
 class Watcher:
-    """Counts for each rank how long its pulse stands still, by the agent's own looks.
+    """Counts for each rank how long its heartbeat has not changed, by the agent's own looks.
 
-    A clock would also count the time in which the whole machine, and the agent with it, was stopped.
+    A clock would also count time in which the whole machine, and the agent with it, was stopped.
     """
 
     def __init__(self, folder: Path, *, slate: int, seconds: float = DEFAULT_SECONDS) -> None:
@@ -32,10 +32,10 @@ class Watcher:
         self._last: dict[int, SilentRank] = {}
 
     def look(self, pids: Mapping[int, int]) -> tuple[str, Failure | None]:
-        """Return what there is to say, and the failure of a run of which every rank stands still in its own code.
+        """Return a message to print, and the failure of a run in which every rank hangs in its own code.
 
-        One rank alone may be slow, and is left to go on. Several that stand at the same place at two looks are not:
-        the others would have given up, had one of them been waiting.
+        A single rank may just be slow and is left alone. Several ranks at the same place at two looks are not slow: if
+        one of them had been waiting, the others would have timed out.
         """
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
@@ -72,6 +72,6 @@ class Watcher:
         return max(patience * _SHARE, patience + _LEAST_SECONDS), phases
 
     def _is_where_it_was(self, silent: list[SilentRank]) -> bool:
-        """Whether each has the same stack as at the look before; one that is stopped, or did not answer, has none."""
+        """Return whether each rank has the same stack as at the last look; a stopped or unresponsive one has none."""
         before = self._last
         return all(one.stack.frames and one.rank in before and before[one.rank].stack == one.stack for one in silent)

@@ -1,7 +1,7 @@
-"""Which rank of a world that a launcher made says why it failed: the first on its machine, for all of them.
+"""Choice of the rank that reports a failure in another launcher's world: the first on its machine, for all of them.
 
-Each of them sees an error, and no agent of ours reads what they say. They have one parent process, the launcher, so a
-file in its name is the place where the first one says that it speaks.
+Each rank sees an error, and no agent of ours reads their output. Their common parent process is the launcher, so the
+first rank to speak claims its turn with a file named after that process.
 """
 
 import json
@@ -24,20 +24,20 @@ _WIDTH = 400
 
 @dataclass(frozen=True, kw_only=True)
 class ReportTurn:
-    """What a failing process has to say: all of it, one line, or nothing, since another rank has said the same."""
+    """The share of a failing process in the report: all, one line, or nothing if another rank reports the same."""
 
     tells_all: bool = False
     tells_line: bool = False
     is_told: bool = False
-    """Whether another rank has said what happened."""
+    """True if another rank has reported what happened."""
 
 
 def claim_turn(text: str, *, environ: Mapping[str, str], is_echo: bool = False) -> ReportTurn:
-    """Return what this process has to say of a failure, which other ranks may say too.
+    """Return how much this process prints about a failure that other ranks may report too.
 
     Args:
-        text: what happened; a rank that failed of something else than the first one says so in a line.
-        is_echo: this rank only lost another one. Of those one speaks, and tells all only where no other rank did.
+        text: what happened; a rank whose failure differs from the first one's prints one line.
+        is_echo: this rank only lost another one. One of these ranks speaks, and prints all only if no other rank did.
     """
     key = _key(environ)
     if key is None:
@@ -54,7 +54,7 @@ def claim_turn(text: str, *, environ: Mapping[str, str], is_echo: bool = False) 
 
 
 def _key(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """This process's rank, and the world's name on this machine; None where it is not known who else is in it."""
+    """Return this process's rank and the world's name on this machine; None if the other ranks are unknown."""
     try:
         joined = detect(environ)
     except PacelineError:
@@ -67,9 +67,9 @@ def _key(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _claim(name: str, rank: int, text: str) -> str | None:
-    """Return None where this process is the first, else what the first one says.
+    """Return None if this process is the first, else the text of the first one.
 
-    What another process of this very rank has left there is of an earlier world: a wrapper starts one after another.
+    A file that another process of this very rank left belongs to an earlier world: a wrapper starts one after another.
     """
     told = _read(name, rank)
     if told is not None:
@@ -94,7 +94,7 @@ def _claim(name: str, rank: int, text: str) -> str | None:
 
 
 def _read(name: str, rank: int) -> str | None:
-    """What another rank of this world says there."""
+    """Return the text that another rank of this world wrote under this name, or None."""
     try:
         found = _found(home_folder() / name)
     except (OSError, PacelineError):
@@ -110,7 +110,7 @@ def _found(path: Path) -> dict[str, Any]:
 
 
 def _remove_old(home: Path) -> None:
-    """What worlds have left whose launcher is gone."""
+    """Remove the files of worlds whose launcher has ended."""
     for path in home.glob("told-*"):
         _, pid, born, *rest = [*path.name.split("-"), "", ""]
         if len(rest) > 2 and pid.isdecimal() and birth_of(int(pid)) != born:

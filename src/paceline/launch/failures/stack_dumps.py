@@ -1,7 +1,7 @@
-"""Where a process is that says nothing: each rank, and each data worker that it forks, writes its stack when asked.
+"""Stack dumps of silent processes: each rank, and each data worker that it forks, writes its stack on request.
 
-`faulthandler` does it from a signal handler in C, so that a deadlock and an endless loop answer as well. What they
-write goes behind the ranks' places on the slate, in memory that the agent reads.
+`faulthandler` writes it from a signal handler in C, so that a deadlock and an endless loop answer as well. The stacks
+go after the ranks' slots of the shared status buffer, in memory that the agent reads.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ _WAITING = ("/torch/distributed/", "/paceline/comm/process_group.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """One line of a stack."""
+    """A frame of a stack: file, line and function."""
 
     file: str
     line: int
@@ -40,42 +40,42 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The frames of a process's own thread, the innermost first; none where it did not answer."""
+    """The frames of a process's main thread, the innermost first; empty if it did not answer."""
 
     frames: tuple[Frame, ...] = ()
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """Those in the user's own code."""
+        """Return the frames in the user's own code."""
         return tuple(frame for frame in self.frames if is_users(frame.file))
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether it is inside an exchange with other ranks."""
+        """Return whether the process is inside a collective or another exchange with other ranks."""
         inside = any(part in frame.file for frame in self.frames[:12] for part in _WAITING)
         first = self.frames[0].file if self.frames else ""
         return inside or ("/paceline/" in first and "/paceline/data/" not in first and not is_users(first))
 
     @property
     def waits_for_data(self) -> bool:
-        """Whether it is where a data worker's answer is waited for."""
+        """Return whether the process waits for a data worker's answer."""
         return any(frame.file.endswith(_DATA) for frame in self.frames[:12])
 
 
 def answer_with_stack(slate: int) -> None:
-    """Write this process's stack, and those of its forks, behind the slate's places whenever the agent asks."""
+    """Register a handler that writes the stacks of this process and its forks after the buffer's slots on request."""
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.register(_SIGNAL, file=slate, all_threads=True)
 
 
 def begin_stacks(slate: int) -> None:
-    """Let what is written to the slate without a place begin behind all places; all ranks share where they are."""
+    """Move the buffer's file offset, which all ranks share, past all slots, so that stacks are written there."""
     os.lseek(slate, _PLACE, os.SEEK_SET)
 
 
 def ask_stack(pid: int, slate: int) -> Stack:
-    """Ask a process for its stack and wait for a second at most; without an answer the stack is empty."""
+    """Ask a process for its stack and wait for at most a second; without an answer the stack is empty."""
     if not _SIGNAL or not has_signal_handler(pid, _SIGNAL):
         return Stack()
     start = os.lseek(slate, 0, os.SEEK_CUR)
@@ -94,7 +94,7 @@ def ask_stack(pid: int, slate: int) -> Stack:
 
 
 def read_stack(text: str) -> Stack:
-    """Read what `faulthandler` writes: of its threads the one that got the signal, which is the main one."""
+    """Parse a `faulthandler` dump and return the stack of the thread that got the signal, the main one."""
     blocks = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text) if block.strip()]
     mine = next((block for block in blocks if block.startswith("Current thread")), blocks[-1] if blocks else "")
     found = [_FRAME.match(line) for line in mine.splitlines()]
@@ -103,7 +103,7 @@ def read_stack(text: str) -> Stack:
 
 
 def has_signal_handler(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; True where the kernel does not tell."""
+    """Return whether a process has a handler for a signal; True if the kernel does not tell."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
@@ -113,7 +113,7 @@ def has_signal_handler(pid: int, number: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does; empty where it is unknown."""
+    """Return the kernel's letter for a process's state; an empty string if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -121,7 +121,7 @@ def process_state(pid: int) -> str:
 
 
 def forks_of(pid: int) -> list[int]:
-    """Return the children of a process that would answer with their stack: its forks, as data workers are."""
+    """Return the children of a process that would answer with their stack: its forks, such as data workers."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):

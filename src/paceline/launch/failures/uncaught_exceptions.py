@@ -1,7 +1,7 @@
-"""What is said of an exception that nobody catches, around `pl.Run`, `pl.place` and the verbs as functions.
+"""Reports of uncaught exceptions, around `pl.Run`, `pl.place` and the verbs as functions.
 
-One rank tells what happened, in the user's own lines, and the others say a line at most; torchrun reads the same in
-its error file. Our own launcher needs none of it: its agent reads what each rank has left.
+One rank reports what happened, in the user's own lines, and the others print a line at most; torchrun reads the same
+in its error file. Our own launcher does not need this: its agent reads each rank's failure record.
 """
 
 import io
@@ -32,9 +32,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class UncaughtHook:
-    """Stands before the hook for uncaught exceptions that it found, which hears each of them as well.
+    """An excepthook in front of the one that it found, which still receives each exception.
 
-    Of the ranks that have nothing to tell, what that hook would print is left out. A hook of the user's own gets the
+    For ranks that have nothing to report, the previous hook's output is suppressed. A hook of the user's own gets the
     whole traceback, with our frames.
     """
 
@@ -43,7 +43,7 @@ class UncaughtHook:
         self.is_on = True
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Say it, and go on with the hook that was there before."""
+        """Report the exception, and call the hook that was there before."""
         if not (self.is_on or _has_left(error)) or not isinstance(error, Exception):
             self._before(kind, error, trace)
             return
@@ -63,13 +63,13 @@ class UncaughtHook:
                 print_line(failure_sentence(failure, turn), sys.stderr)
 
     def remove(self) -> None:
-        """Put back the hook that was there; where another stands before this one by now, this one only passes on."""
+        """Restore the previous hook; if another now stands in front of this one, this one only forwards."""
         self.is_on = False
         if sys.excepthook is self:
             sys.excepthook = self._before
 
     def remove_but_for(self, error: BaseException) -> None:
-        """Tell only this error from here on, and what comes of it: whether somebody catches it shows later."""
+        """Report only this error, and errors that follow from it, from here on: whether it is caught shows later."""
         vars(error)[_LEFT] = True
         self.is_on = False
 
@@ -88,7 +88,7 @@ def told_while_open(hook: UncaughtHook | None) -> Iterator[None]:
 
 
 def _has_left(error: BaseException | None) -> bool:
-    """Whether it has left a block of ours, or one that it came of has."""
+    """Return whether the error, or one in its cause chain, has left a block guarded by `told_while_open`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if _LEFT in vars(error):
@@ -99,9 +99,9 @@ def _has_left(error: BaseException | None) -> bool:
 
 
 def watch_uncaught() -> UncaughtHook | None:
-    """Stand before the hook that is there now, until the answer is removed.
+    """Install the hook in front of the current one, until its `remove` is called.
 
-    None where one of ours stands there already, and in a rank of our own launcher, whose agent says it.
+    Return None if a hook of ours is active already, and in a rank of our own launcher, whose agent reports.
     """
     found = sys.excepthook
     if attempt_folder(os.environ) is not None or (isinstance(found, UncaughtHook) and found.is_on):
@@ -114,7 +114,7 @@ def watch_uncaught() -> UncaughtHook | None:
 
 
 def report(error: BaseException) -> tuple[Failure, ReportTurn]:
-    """Return what happened on this rank and what it has to say of that; torchrun reads it in its error file."""
+    """Return the failure of this rank and how much it prints; also write it to torchrun's error file."""
     failure = failure_of(error, rank=current_rank())
     turn = turn_of(failure)
     write_error_file(failure, turn, whole="".join(traceback.format_exception(error)))
@@ -122,7 +122,7 @@ def report(error: BaseException) -> tuple[Failure, ReportTurn]:
 
 
 def report_exit(error: SystemExit) -> None:
-    """Say that the script left a run of several ranks by `sys.exit`, whose other ranks lose this one."""
+    """Print that the script left a run of several ranks by `sys.exit`, so that the other ranks lose this one."""
     exit_error = called_exit(error)
     where = f"rank {current_rank()} left the run: {exit_error.what}"
     if attempt_folder(os.environ) is None and claim_turn(exit_error.what, environ=os.environ).tells_all:
@@ -130,17 +130,17 @@ def report_exit(error: SystemExit) -> None:
 
 
 def is_echo(failure: Failure) -> bool:
-    """Return whether a rank of a world that others made has only lost another one."""
+    """Return whether a rank in another launcher's world has only lost another rank."""
     return failure.exit_code == ExitCode.FAILED and is_lost_connection(failure)
 
 
 def turn_of(failure: Failure) -> ReportTurn:
-    """Return what this process has to say of its failure."""
+    """Return how much this process prints about its failure."""
     return claim_turn(f"{failure.kind}: {failure.message}", environ=os.environ, is_echo=is_echo(failure))
 
 
 def failure_sentence(failure: Failure, turn: ReportTurn) -> str:
-    """Return a rank's own words; those of one that only lost another do not look as if it had failed."""
+    """Return a rank's own message; a rank that only lost another does not look as if it had failed."""
     at = f" at step {failure.step}" if failure.step else ""
     if is_echo(failure):
         if failure.kind == PeerError.__name__:
@@ -162,7 +162,7 @@ def failure_sentence(failure: Failure, turn: ReportTurn) -> str:
 
 
 def write_error_file(failure: Failure, turn: ReportTurn, *, whole: str) -> None:
-    """Leave a failure where torchrun reads it; of all ranks' it shows the one with the smallest second as the cause."""
+    """Write a failure to torchrun's error file; torchrun shows the rank with the smallest second as the cause."""
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return

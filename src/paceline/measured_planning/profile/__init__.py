@@ -1,1 +1,1 @@
-"""What a job's model computes and holds, from a few traced batches."""
+"""Profiles of a job's model: what it computes and holds, from a few traced batches."""

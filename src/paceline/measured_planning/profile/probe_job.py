@@ -1,4 +1,4 @@
-"""A job as it is looked at before it runs: its model built once; of samples that differ in size a large one first."""
+"""Preparation of a job for profiling: its model is built once, and the largest sample comes first."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ _NORMS = (
 
 
 def forecast_job(ready: PreparedJob) -> tuple[PreparedJob, tuple[str, ...]]:
-    """With that job; and what there is to say of it."""
+    """Return the job prepared for profiling, and notes to print."""
     job, note = largest_first(ready.job, ready.settings)
     found = replace(ready, job=built_once(job, seed=ready.settings.seed))
     notes = [note] if note else []
@@ -42,7 +42,7 @@ def forecast_job(ready: PreparedJob) -> tuple[PreparedJob, tuple[str, ...]]:
 
 
 def grid_of(settings: Settings, *, asked: str) -> SearchSpace:
-    """What is tried of layouts: with the microbatch that was asked for, or any.
+    """Return the search space of layouts: with the requested microbatch size, or any.
 
     Raises:
         UsageError: the settings leave nothing to choose, for what was `asked`.
@@ -57,9 +57,9 @@ def grid_of(settings: Settings, *, asked: str) -> SearchSpace:
 
 
 def largest_first(job: Job, settings: Settings) -> tuple[Job, str]:
-    """The job with every sample the largest of some that were looked at: what fits must fit for it too.
+    """Return the job with the largest of a few inspected samples as every sample: what fits must fit for it too.
 
-    Of a stream the first samples are what they are. What can't be read is told by who reads it next.
+    Streams are left as they are. A sample that can't be read is reported by whoever reads it next.
     """
     source = JobData(job, settings).train
     if not source.is_indexed:
@@ -77,7 +77,7 @@ def largest_first(job: Job, settings: Settings) -> tuple[Job, str]:
 
 
 def _sizes(source: Source, seed: int) -> dict[int, int]:
-    """How many numbers some samples have, by their place; none where one can't be read."""
+    """Return the element counts of some samples by index; empty if one can't be read."""
     total = find_length(source.data, name="train_data")
     last, few = total - 1, min(_LOOKED, total)
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)

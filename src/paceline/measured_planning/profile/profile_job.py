@@ -1,4 +1,4 @@
-"""The numbers of a job's model, for the planner: found by running it on memory without numbers."""
+"""The profile of a job's model for the planner, found by running it on fake tensors."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What one forward under a layout cost, by part."""
+    """The costs of one forward under a layout, by part."""
 
     costs: dict[str, LayerCounts]
     parameters: dict[str, int]
@@ -60,7 +60,7 @@ class _Run:
 
 
 def profile_model(job: Job, settings: Settings, *, most_ranks: int) -> ModelProfile:
-    """What the planner must know of a job. Of blocks that are alike three are looked at, none of them compiled.
+    """Return the profile that the planner needs. Three of a list of equal blocks are traced, none of them compiled.
 
     Raises:
         PacelineError: the job can't be run even so.
@@ -71,7 +71,7 @@ def profile_model(job: Job, settings: Settings, *, most_ranks: int) -> ModelProf
 
 
 def _learnt_shortly(job: Job, settings: Settings, *, most_ranks: int) -> ModelProfile:
-    """Of a model that is cut short where that will do."""
+    """Return the profile from a truncated model if that is sufficient, else from the whole one."""
     short, depths = truncate_depth(job)
     try:
         found = _learnt(short, settings, most_ranks=most_ranks)
@@ -136,7 +136,7 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
 
 
 def _sizes(job: Job, settings: Settings, split: _Run, most: int) -> dict[int, dict[str, int]]:
-    """The powers of two that can be had, with a rank's parameters; where one can't, no larger one is tried."""
+    """Return a rank's parameters for each tp size that works: powers of two, up to the first that fails."""
     found = {2: split.parameters} if most > 1 else {}
     for size in _powers(most)[1:]:
         seen = _tried(partial(_look, job, settings, "tp", size, samples=FEW), {}, "tp")
@@ -151,7 +151,7 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None) -> _Run:
-    """One forward of a few samples."""
+    """Trace one forward of a few samples."""
     found = _looked(job, settings, layout, ranks, samples=samples, length=length)
     gc.collect()  # a graph stands in circles, and what it keeps of whole numbers is there for real
     trim_heap()
@@ -204,7 +204,7 @@ def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: i
 
 
 def _state_bytes(built: TrainingSetup, terms: Any) -> int:
-    """What the optimizer keeps after an update."""
+    """Return the bytes of optimizer state after an update."""
     parts = built.step.parts
     backward(parts, torch.stack([total for total, _ in terms.values()]).sum(), last=True)
     parts.reducer.finish(divisor=1.0)
@@ -214,7 +214,7 @@ def _state_bytes(built: TrainingSetup, terms: Any) -> int:
 
 
 def _parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Of each part, a tied one where it comes first. After the last block comes what is registered later."""
+    """Return the parameters of each part, a tied one where it comes first; `LAST` has those after the blocks."""
     blocks = list(blocks_of(model))
     found: dict[str, list[nn.Parameter]] = {name: [] for name in (FIRST, *blocks, LAST)}
     seen = False
@@ -235,7 +235,7 @@ def _lookups(model: nn.Module, every: Mapping[str, Sequence[nn.Parameter]]) -> d
 
 
 def _experts(job: Job, settings: Settings) -> dict[str, int]:
-    """Elements of experts by block, and how many experts there are (`count`)."""
+    """Return the elements of experts by block, and how many experts there are (`count`)."""
     with FakeExecutionMode() as hollow, preserve_rng():
         hollow.holds = False
         model = job.model()

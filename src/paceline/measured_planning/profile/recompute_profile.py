@@ -1,4 +1,4 @@
-"""What a job's parts hold under each way of recomputation, and what tp leaves of it: seen without numbers."""
+"""Memory profiles of a job's parts under each activation checkpointing policy and tp, found on fake tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,7 +38,7 @@ _Seen = Mapping[str, ActivationUsage]
 def recompute_profiles(
     job: Job, settings: Settings, *, tp_sizes: Sequence[int]
 ) -> dict[str, dict[str, RecomputeProfile]]:
-    """By part, then by `remat`; one that the model can't have is not there."""
+    """Return the profiles by part, then by `remat`; policies that the model does not support are left out."""
     length, found = length_of(job, settings), dict[str, dict[str, RecomputeProfile]]()
     for remat in REMATS:
         with skip_unsupported():  # what can't be had is refused where it is asked for
@@ -54,7 +54,7 @@ def recompute_profiles(
 
 @contextmanager
 def skip_unsupported() -> Iterator[None]:
-    """What fails is left out, unless it is for want of memory."""
+    """Suppress an error in the block, unless memory ran out."""
     try:
         yield
     except Exception as error:
@@ -63,7 +63,7 @@ def skip_unsupported() -> Iterator[None]:
 
 
 def _splits(job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool) -> dict[int, _Seen]:
-    """On two ranks and on as many as a node mostly has, where the model can be split so."""
+    """Return traces with tp on two ranks and on as many as a node usually has, if the model can be split so."""
     found = {}
     for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _NODE)} if tp_sizes else ()):
         with skip_unsupported():
@@ -90,7 +90,7 @@ def _way(
 
 
 def _parts(left: Mapping[int, float]) -> tuple[float, float]:
-    """What stays on every rank and what is divided, as parts of one rank's alone, from what so many each have left."""
+    """Return the fractions that stay on every rank and that are divided, from what each rank has left under tp."""
     if not left:
         return 1.0, 0.0
     few, more = min(left), max(left)
@@ -105,7 +105,7 @@ def _parts(left: Mapping[int, float]) -> tuple[float, float]:
 def _lives(
     job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
 ) -> list[_Seen]:
-    """Of a microbatch of each number of samples and length, after one that has left gradients to be added to."""
+    """Trace a microbatch of each number of samples and length, after one that has left gradients to accumulate into."""
     plan = plan_of(settings, layout, ranks, samples=FEW)
     scene = SimulatedRanks(mesh=plan.mesh)
     heard: list[ActivationTracker] = []

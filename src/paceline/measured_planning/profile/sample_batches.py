@@ -1,4 +1,4 @@
-"""The few samples that a job's model is looked at with, and what their numbers say of any other."""
+"""Sample batches for profiling a model, and the scaling from them to any other batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def plan_of(settings: Settings, layout: str, ranks: int, *, samples: int) -> Exe
 
 
 def shorten_batch(batch: Any, whole: int | None, length: int) -> Any:
-    """The first positions of what is as long as the sequence."""
+    """Return the first positions of every tensor that is as long as the sequence."""
 
     def shorter(tensor: Tensor) -> Tensor:
         return tensor.narrow(1, 0, length).contiguous() if tensor.dim() > 1 and tensor.shape[1] == whole else tensor
@@ -57,9 +57,9 @@ def shorten_batch(batch: Any, whole: int | None, length: int) -> Any:
 
 
 def amount_through(values: Sequence[float], length: int | None) -> BatchScaling:
-    """Through what was counted for few and more samples, and for shorter ones: each a term of its own.
+    """Fit a scaling through counts for few and more samples, and for shorter ones: each a term of its own.
 
-    What no such sum says, since a part that all samples share grows with their length too, is right at this length.
+    A part that all samples share but that grows with their length is not of this form; it is right at this length.
     """
     each = (values[1] - values[0]) / (MORE - FEW)
     fixed = values[0] - FEW * each

@@ -1,4 +1,4 @@
-"""A job whose model is built once, and is as deep as it must be for its numbers: of like blocks three are kept."""
+"""Truncated models for profiling: built once, and of equal blocks only three are kept."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ KEPT = 3  # of like blocks
 
 
 def built_once(job: Job, *, seed: int) -> Job:
-    """The same job, whose model is a copy of one that was built on memory without numbers."""
+    """Return the job with a model that is copied from one built once on fake tensors."""
     if isinstance(job.model, PretrainedModel):
         return job
     with FakeExecutionMode() as hollow, preserve_rng():
@@ -30,19 +30,19 @@ def built_once(job: Job, *, seed: int) -> Job:
 
 
 class ModelCopies:
-    """A copy each time of a model that was built once, and what was found out of them, which are all alike."""
+    """A factory that copies a model built once, and caches what is found out about it, as all copies are equal."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.found: dict[Hashable, Any] = {}
 
     def __call__(self) -> nn.Module:
-        """Another one."""
+        """Return another copy."""
         return copy_model(self._model)
 
 
 def _copied(job: Job, model: nn.Module) -> Job:
-    """Itself where its model can't be copied."""
+    """Return the job with copies of the model; the job itself if its model can't be copied."""
     copies = ModelCopies(model)
     try:
         with FakeExecutionMode():
@@ -53,7 +53,7 @@ def _copied(job: Job, model: nn.Module) -> Job:
 
 
 def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iterator[LayerProfile]:
-    """The middle one of what was kept of a list stands for all that were left out."""
+    """Yield all layers' profiles: the middle one of the kept blocks of a list stands for all that were left out."""
     rest = list(blocks)
     for depth in depths:
         kept, rest = rest[: min(depth, KEPT)], rest[min(depth, KEPT) :]
@@ -63,7 +63,7 @@ def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iter
 
 
 def truncate_depth(job: Job) -> tuple[Job, list[int]]:
-    """The job with few of each list of like blocks, and how many there were; itself where nothing is left out."""
+    """Return the job with few of each list of equal blocks, and the old depths; the job itself if none is left out."""
     if isinstance(job.model, PretrainedModel):
         return job, []
     with FakeExecutionMode() as hollow, preserve_rng():
@@ -74,15 +74,14 @@ def truncate_depth(job: Job) -> tuple[Job, list[int]]:
 
 
 def with_blocks(job: Job, count: int) -> tuple[Job, int] | None:
-    """The job with so many blocks of the one list that it has, all alike, and how many there were; None where it has
-    others, or no more than that."""
+    """Return the job with `count` blocks in its one list of equal blocks, and the old depth; None if impossible."""
     model, depths = _shortened(job, count)
     found = _copied(job, model)
     return None if len(depths) != 1 or found is job else (found, depths[0])
 
 
 def largest_of_each(job: Job, count: int) -> int:
-    """Elements of the largest tensor that each block trains; 0 where `with_blocks` has no job of so many."""
+    """Return the elements of the largest tensor that each block trains; 0 if `with_blocks` can't shorten the job so."""
     model, depths = _shortened(job, count)
     blocks = blocks_of(model).values() if len(depths) == 1 else ()
     return min((max((p.numel() for p in b.parameters() if p.requires_grad), default=0) for b in blocks), default=0)
@@ -96,9 +95,9 @@ def _shortened(job: Job, count: int) -> tuple[nn.Module, list[int]]:
 
 
 def truncate_block_lists(model: nn.Module, most: int) -> list[int]:
-    """Leave at most so many of each list of like blocks, its first and last among them; how many there were.
+    """Keep at most `most` of each list of equal blocks, including first and last; return the original depths.
 
-    Nothing is left out, and none are told, where blocks are not alike or stand in no list of their own.
+    Nothing is left out, and an empty list returned, if blocks are not equal or are in no list of their own.
     """
     lists: dict[str, list[nn.Module]] = {}
     for name, block in blocks_of(model).items():
@@ -133,7 +132,7 @@ def _are_alike(blocks: Sequence[nn.Module]) -> bool:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The chain of blocks by name; none where there is no chain."""
+    """Return the chain of blocks by name; empty if there is no chain."""
     if not has_blocks(model):
         return {}
     try:

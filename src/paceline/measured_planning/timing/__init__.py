@@ -1,1 +1,1 @@
-"""Layouts and schedules that are timed on this machine, and the kept answers."""
+"""Timing of layouts and schedules on this machine, and a cache of the results."""

@@ -1,4 +1,4 @@
-"""What each rank runs for `compare JOB --layouts`: a few steps to time, and one more to look inside."""
+"""The worker of `compare JOB --layouts`: times a few steps, and inspects one more."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def measure(payload: Mapping[str, Any]) -> int:
-    """Steps that are timed as they are, then some under watch; rank 0 writes what every rank held and sent."""
+    """Run timed steps, then some under observation; rank 0 writes what every rank held and sent."""
     task = Task.from_json(payload)
     session = Run.worker(task).open()
     timed = int(task.options["steps"])
@@ -43,7 +43,7 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 
 def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
-    """Replicas that are threads can't be looked into while they run: for them it is what lies between steps."""
+    """Return what this rank held and sent in one step; for thread replicas, only the memory between steps."""
     built = session.built
     with ExitStack() as stack:
         sent = stack.enter_context(CommunicationCounter())
@@ -67,7 +67,7 @@ def _watch(built: TrainingSetup) -> MemoryTracker:
 
 
 def _shares(built: TrainingSetup) -> list[Tensor]:
-    """What the optimizers work on: the model's parameters, or this rank's rows of them."""
+    """Return the tensors that the optimizers update: the model's parameters, or this rank's rows of them."""
     return [member.parameter for member in built.named]
 
 

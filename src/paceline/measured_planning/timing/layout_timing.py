@@ -1,4 +1,4 @@
-"""Layouts timed where they would run: the run's own placed step, of a model that may have fewer of its like blocks."""
+"""Timing of layouts where they would run: the run's own step, on a model that may have fewer blocks."""
 
 import gc
 import os
@@ -44,9 +44,7 @@ _LIKELY = 1.2  # times as long as what is not hopeless, by the forecast: a secon
 
 @dataclass(kw_only=True)
 class _Trial:
-    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, of those that count, the first
-    of them after the time `since`.
-    """
+    """A layout at one depth, ready to step; `seconds` are this rank's counted steps, begun after the time `since`."""
 
     candidate: str
     blocks: int
@@ -59,7 +57,7 @@ class _Trial:
     clock: Clock
 
     def step(self) -> float:
-        """One, with the reading of its batch."""
+        """Run one step, including reading its batch, and return its seconds."""
         began = self.clock()
         self.built.step.run(next(self.batches))
         if self.built.world.device.type == "cuda":
@@ -67,8 +65,7 @@ class _Trial:
         return self.clock() - began
 
     def begin(self, quickest: float) -> None:
-        """Steps until its memory is laid out as in a run, and the first that count; of what is far behind the
-        `quickest` one alone, which says so."""
+        """Run warm-up steps and the first counted ones; a layout far slower than `quickest` gets a single step."""
         for far in _FAR:
             self.since = self.clock()
             self.usual = self.step()
@@ -79,7 +76,7 @@ class _Trial:
         self.visit()
 
     def visit(self) -> None:
-        """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
+        """Run some counted steps, as many on every rank; short steps get an uncounted one first to warm the caches."""
         place, share = LaunchInfo.read(os.environ), self.built.world.share_json
         if place.local_world_size < place.world_size:
             self.step()
@@ -92,7 +89,7 @@ class _Trial:
         self.seconds += [self.step() for _ in range(int(share(more)))]
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Free the model."""
         self.built.close()
         del self.built, self.batches
 
@@ -101,12 +98,12 @@ def time_layouts(
     ready: PreparedJob, tries: Sequence[TimingTrial], *, depths: Sequence[int], world: World, seconds: float,
     clock: Clock = time.perf_counter,
 ) -> dict[str, MeasuredTime | RejectedLayout]:  # fmt: skip
-    """What a step takes in each by the `clock`, by its candidate's name; or why it can't be had. Every rank calls this.
+    """Return each candidate's step time by the `clock`, or why it is refused. Every rank calls this.
 
-    `depths` are the lengths of the model's lists of like blocks, none where nothing can be left out of them. As many
-    layouts as have room beside each other take their turns, so that what disturbs the machine disturbs all of them.
-    They are made in their order; what is not ready within its part of `seconds` is left out. Where steps are short it
-    ends sooner.
+    `depths` are the lengths of the model's lists of equal blocks, none if nothing can be left out of them. As many
+    layouts as fit in memory together take turns, so that a disturbance of the machine affects all of them. They are
+    built in their order; one that is not ready within its part of `seconds` is left out. If steps are short it ends
+    sooner.
 
     Raises:
         JobError: the job's own code refuses every one of them.
@@ -128,7 +125,7 @@ def time_layouts(
 
 
 def _groups(tries: Sequence[TimingTrial]) -> Iterator[list[TimingTrial]]:
-    """What has room beside each other, in turn: of all what stays, of one, which steps, everything."""
+    """Yield groups of trials that fit in memory together: what stays of each, and one that steps at a time."""
     group: list[TimingTrial] = []
     for one in tries:
         wider = [*group, one]
@@ -178,9 +175,9 @@ def _timed_together(
 
 
 def _refused(error: Exception, candidate: str, world: World) -> RejectedLayout:
-    """What an error of its steps says of this layout: the others go on, where every rank has met it.
+    """Return an error in a layout's steps as its rejection, if every rank has met it.
 
-    It is raised where not, and where it says nothing of a layout: data that can't be read, memory that can't be had.
+    It is raised if not, and if it says nothing about the layout: data that can't be read, memory that ran out.
     """
     if isinstance(error, DataError) or is_out_of_memory(error) or not all_arrived_within(world, candidate):
         raise error
@@ -190,10 +187,11 @@ def _refused(error: Exception, candidate: str, world: World) -> RejectedLayout:
 def _take_turns(
     trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float, clock: Clock
 ) -> dict[str, MeasuredTime | RejectedLayout]:
-    """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more, but where
-    what is left has steps enough. What seems so by its first visit alone, and is forecast to be as quick as the
-    quickest, has another in place of that: the machine may have been busy meanwhile. What is refused in a later step,
-    as by a model that fails at its twelfth, is left out, and told.
+    """Time the trials in rounds, until the time is over or there are enough steps.
+
+    A hopeless trial gets no more turns, unless the others have enough steps. One that seems hopeless only by its first
+    turn, and whose forecast is close to the fastest, gets another: the machine may have been busy meanwhile. One that
+    is refused in a later step, as by a model that fails at its twelfth, is left out and reported.
     """
     refused: dict[str, MeasuredTime | RejectedLayout] = {}
     for visits in count():
@@ -227,7 +225,7 @@ def _take_turns(
 
 
 def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
-    """Candidates that are not alive, but whose forecast is near those that are."""
+    """Return the candidates that were dropped although their forecast is close to those that are left."""
     said = {trial.candidate: trial.said for trial in trials}
     most = _LIKELY * min((said[name] for name in alive), default=0.0)
     return [name for name, own in said.items() if name not in alive and 0 < own <= most]
@@ -236,7 +234,7 @@ def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
 def _made(
     ready: PreparedJob, one: TimingTrial, depths: Sequence[int], *, world: World, before: Sequence[_Trial], clock: Clock
 ) -> Iterator[_Trial]:
-    """At the whole model, or at two that are cut to fewer blocks; each has been visited once."""
+    """Yield trials of the whole model, or of two truncated ones; each has run its first turn."""
     task = replace(ready.task, layout=one.layout)
     plan = make_plan(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
     for most in kept_blocks(one, depths):
@@ -255,9 +253,9 @@ def _made(
 
 
 def kept_blocks(one: TimingTrial, depths: Sequence[int]) -> list[int | None]:
-    """Of each list of like blocks: two lengths to draw a line through, or None for the whole model.
+    """Return two depths to extrapolate from for each list of equal blocks, or None for the whole model.
 
-    The line goes on to about three times the longer one: what is wrong with both comes in some four times. So models
+    The line is extended to about three times the longer depth: an error in both is multiplied by about four. So models
     of few blocks, or pipelines of many stages, are run whole.
     """
     fewest, depth = -(-one.least_blocks // max(1, len(depths))), min(depths, default=0)
@@ -266,7 +264,7 @@ def kept_blocks(one: TimingTrial, depths: Sequence[int]) -> list[int | None]:
 
 
 def can_be_cut(ready: PreparedJob) -> bool:
-    """Whether its lists of blocks may be shortened: not where settings name them, or values come from files."""
+    """Return whether its lists of blocks may be shortened: not if settings name them, or values come from files."""
     place = ready.settings.place
     return not (place.blocks or place.stages or place.tensor_plan or isinstance(ready.job.model, PretrainedModel))
 

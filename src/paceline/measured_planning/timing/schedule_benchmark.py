@@ -1,4 +1,4 @@
-"""A pipeline's schedule as it was run, beside the same schedule as planned with the seconds that its computes took."""
+"""The measured schedule of a pipeline, next to the same schedule planned with the measured compute times."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _Heard = list[list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`bubble` as measured, `planned` with stages of equal length; `picture` is an SVG of one step."""
+    """The bubble fraction as measured, and `planned` with stages of equal length; `picture` is an SVG of one step."""
 
     bubble: float
     planned: float
@@ -28,7 +28,7 @@ class Schedule:
 
 
 def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | None:
-    """Watch a few steps; on rank 0 the one whose bubble is the middle one. None where nothing is scheduled.
+    """Record a few steps and return, on rank 0, the one with the median bubble. None if nothing is scheduled.
 
     Ranks are processes of one machine, so that `time.perf_counter` is one clock for all.
     """
@@ -54,7 +54,7 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
 
 
 def median_schedule(steps: Sequence[Sequence[_Heard]], passes: PipelineForwardBackward) -> Schedule | None:
-    """Of several steps, each with what every rank heard, the one in the middle."""
+    """Return the step with the median bubble, from what every rank recorded in several steps."""
     num_micro = 1 + max((one[2] for step in steps for rank in step for one in rank), default=-1)
     if not num_micro:
         return None
@@ -70,7 +70,7 @@ def median_schedule(steps: Sequence[Sequence[_Heard]], passes: PipelineForwardBa
 
 
 def timeline(ranks: Sequence[_Heard], *, name: str) -> Timeline:
-    """What every rank heard, from the moment when the first began."""
+    """Return the timeline of what every rank recorded, from the moment when the first began."""
     began = min(one[3] for rank in ranks for one in rank)
     spans = [
         Span(
@@ -86,7 +86,7 @@ def timeline(ranks: Sequence[_Heard], *, name: str) -> Timeline:
 
 
 def median_costs(measured: Timeline, program: Program) -> Costs:
-    """The middle of what each operation took at each stage; messages take nothing."""
+    """Return the median time of each operation at each stage; messages take no time."""
 
     def of(op: Op) -> list[float]:
         found: list[list[float]] = [[] for _ in range(program.num_stages)]

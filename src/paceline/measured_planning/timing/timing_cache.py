@@ -1,8 +1,8 @@
-"""Steps that a plan has timed here are kept: `--layout auto` then chooses what that plan did, and a run's forecast is
-what was timed.
+"""A cache of steps that a plan has timed: `--layout auto` then chooses what that plan did.
 
-Kept by job, ranks, machine, Paceline's version and the settings that a step's time follows. They hold as long as the
-model's numbers are the same ones; of ranks on several machines nothing is kept, as links come and go.
+A run's forecast is then the timed value. Entries are kept by job, ranks, machine, Paceline's version and the settings
+that affect a step's time. They hold as long as the model's profile is the same; for ranks on several machines nothing
+is kept, as links come and go.
 """
 
 import hashlib
@@ -32,9 +32,7 @@ _NOT_OF_STEPS = ("steps", "epochs", "samples", "tokens", "micro_batch_size", "ch
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTimings:
-    """A forecast that knows what was refused when it was timed, and the options with the seconds that were found: none
-    where nothing was.
-    """
+    """A forecast that knows what was refused when it was timed, and the timed options: none if nothing was timed."""
 
     forecast: CostModel
     options: Sequence[Estimate] = ()
@@ -42,15 +40,16 @@ class CachedTimings:
     usual: float = 1.0
 
     def of(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Others with their seconds, or as wrong as is usual, in their order."""
+        """Return other estimates in their order, with their timed seconds, or scaled by the usual error."""
         return [as_timed(one, self.timed, usual=self.usual) for one in estimates]
 
 
 def store_timings(
     ready: PreparedJob, forecast: CostModel, options: Sequence[Estimate], *, disturbed: bool = False
 ) -> None:
-    """What of a plan's options was timed, beside what is kept of others; `forecast` knows what was refused. What was
-    timed while others had the cores (`disturbed`) does not go over what is there.
+    """Store the timed options of a plan; `forecast` knows what was refused.
+
+    Times taken while others used the cores (`disturbed`) do not replace existing ones.
     """
     timed, place = (
         {str(one.candidate): one.timed for one in options if one.timed is not None},
@@ -69,14 +68,14 @@ def store_timings(
 
 
 def _joined(under: Mapping[str, MeasuredTime], over: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
-    """Both, at the pace of `over`: what is in both says how much quicker the machine was in one than in the other."""
+    """Return both sets at the pace of `over`: entries in both tell how much faster the machine was in one of them."""
     ratios = [over[name].seconds / own.seconds for name, own in under.items() if name in over]
     pace = median(ratios) if ratios else 1.0
     return {**{name: replace(own, seconds=pace * own.seconds) for name, own in under.items()}, **over}
 
 
 def timed_here(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
-    """What earlier plans of this job have timed on this machine, of what fits and may be chosen now."""
+    """Return what earlier plans of this job have timed on this machine, of layouts that fit and may be chosen now."""
     found = _read(ready, forecast)
     if found is None:
         return CachedTimings(forecast=forecast)
@@ -90,14 +89,14 @@ def timed_here(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) ->
 
 
 def as_timed_here(ready: PreparedJob, forecast: CostModel, estimate: Estimate) -> Estimate:
-    """With the seconds that an earlier plan of this job has timed on this machine, where it did."""
+    """Return the estimate with the seconds that an earlier plan of this job timed on this machine, if any."""
     found = _read(ready, forecast)
     timed = {} if found is None else found[1]
     return as_timed(estimate, timed, usual=1.0)
 
 
 def _read(ready: PreparedJob, forecast: CostModel) -> tuple[ModelProfile, dict[str, MeasuredTime]] | None:
-    """The model's numbers as they were then, and what was timed; None where they, or the machine, are others now."""
+    """Return the stored profile and timings; None if the profile or the machine has changed."""
     try:
         found = read_timed(_key(ready, forecast.fleet))
         if found is None:
@@ -110,7 +109,7 @@ def _read(ready: PreparedJob, forecast: CostModel) -> tuple[ModelProfile, dict[s
 
 
 def _is_same(one: Cluster, other: Cluster) -> bool:
-    """Steps that were timed hold whatever a probe says of rates, now or then."""
+    """Return whether the devices are the same; timed steps stay valid whatever rates a probe finds."""
     return all(getattr(one.device, name) == getattr(other.device, name) for name in ("name", "kind", "memory_bytes"))
 
 

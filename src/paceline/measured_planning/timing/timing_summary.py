@@ -1,4 +1,4 @@
-"""What steps that were timed come to: the median, or where the line through two shorter models goes."""
+"""Summary of timed steps: the median, or an extrapolation from two shorter models."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
@@ -11,7 +11,7 @@ _LEAST = 4  # steps that tell how far apart they are
 def summarize_timings(
     looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]
 ) -> dict[str, MeasuredTime]:
-    """By candidate: the median, or where the line through the medians of two shorter models comes to."""
+    """Return by candidate the median, or the extrapolation from the medians of two shorter models."""
     found: dict[str, dict[int, Sequence[float]]] = {}
     for candidate, blocks, seconds in looked:
         found.setdefault(candidate, {})[blocks] = seconds

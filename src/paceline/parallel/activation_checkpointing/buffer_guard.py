@@ -1,7 +1,8 @@
-"""A forward that is run again must neither read nor write what the first run has left in its buffers.
+"""Protection of a block's buffers while its forward is recomputed.
 
-BatchNorm would count its batch twice; a spectral norm would go on from other vectors than it had. While a block is
-run again, each buffer that its forward writes is a copy of what it was when the first run began.
+A recomputed forward must neither read nor change what the first run left in its buffers. BatchNorm would count its
+batch twice; a spectral norm would start from other vectors. So while a block is recomputed, each buffer that its
+forward writes is replaced by a copy from the start of the first run.
 """
 
 from collections.abc import Iterator
@@ -20,12 +21,12 @@ _Key = tuple[nn.Module, str]
 
 
 def is_stand_in(buffer: Tensor | None) -> bool:
-    """Whether what is written to it is thrown away."""
+    """Return True if the buffer is a temporary copy, so that writes to it are discarded."""
     return getattr(buffer, _MARK, False)
 
 
 class BufferSnapshot:
-    """The buffers of a block as one call found them."""
+    """A snapshot of the buffers of a block at the start of one call."""
 
     def __init__(self, block: "BlockBuffers") -> None:
         self._block = block
@@ -34,12 +35,12 @@ class BufferSnapshot:
         self._copies = {key: self._found[key][0].detach().clone() for key in copied}
 
     def leave(self) -> list[str]:
-        """The first run has ended: learn what it has written, and forget the other copies.
+        """Record which buffers the first run has written, and free the other copies.
 
         Returns the names of written buffers that are no statistics of a normalisation.
 
         Raises:
-            JobError: it has written what no call before it wrote, and the old value is lost.
+            JobError: it has written a buffer that no call before it wrote, so the old value is lost.
         """
         now = dict(self._block.present())
         replaced = {key for key, (old, _) in self._found.items() if now.get(key) is not old}
@@ -56,7 +57,7 @@ class BufferSnapshot:
         return sorted(name for _, name in (written | replaced) - self._block.norms)
 
     def restore(self) -> None:
-        """The run has failed: what it wrote did not happen."""
+        """Restore all buffers after the run has failed."""
         for (module, name), (buffer, _) in self._found.items():
             module._buffers[name] = buffer
         with torch.no_grad():
@@ -64,7 +65,10 @@ class BufferSnapshot:
                 self._found[key][0].copy_(copy)
 
     def _moved(self, key: _Key, now: Tensor) -> bool:
-        """BatchNorm writes without a trace; all else is compared once only, since a GPU would wait."""
+        """Return True if a buffer has changed without a new version, as BatchNorm does.
+
+        Other buffers are compared on the first call only, because the comparison synchronises a GPU.
+        """
         first = self._block.written is None
         return key in self._copies and (
             key in self._block.norms or (first and not equal_tensors(self._copies[key], now))
@@ -72,7 +76,7 @@ class BufferSnapshot:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Within it the block has copies of what it had; after it, what it has now."""
+        """Give the block copies of its old buffers inside this context; after it the current ones return."""
         now = {key: key[0]._buffers[key[1]] for key in self._copies}
         try:
             for (module, name), copy in self._copies.items():
@@ -87,7 +91,7 @@ class BufferSnapshot:
 
 
 class BlockBuffers:
-    """What is known of a block's buffers. `written` is None before the first call."""
+    """The record of which buffers a block's forward writes. `written` is None before the first call."""
 
     def __init__(self, *, name: str, block: nn.Module) -> None:
         self._name, self._block = name, block
@@ -95,7 +99,7 @@ class BlockBuffers:
         self.norms = {(m, own) for m in block.modules() if isinstance(m, NormBase) for own in m._buffers}
 
     def present(self) -> list[tuple[_Key, Tensor]]:
-        """The buffers now."""
+        """Return the current buffers."""
         return [
             ((module, name), buffer)
             for module in self._block.modules()
@@ -104,7 +108,7 @@ class BlockBuffers:
         ]
 
     def late(self, key: _Key) -> JobError:
-        """The refusal."""
+        """Return the error for a buffer that is written for the first time in a later call."""
         owner = next(name for name, module in self._block.named_modules() if module is key[0])
         path = ".".join(part for part in (self._name, owner, key[1]) if part)
         return JobError(

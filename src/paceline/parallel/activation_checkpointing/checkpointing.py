@@ -1,7 +1,7 @@
-"""Activation checkpointing of any model's blocks: keep less in forward, compute it again in backward.
+"""Activation checkpointing of any model's blocks: keep less in forward, recompute it in backward.
 
-The model stays the user's own: no wrapper module, no new names. An *instance's* forward is replaced, and the second
-run gives the bits of the first: torch puts back the random generators and autocast, we the buffers.
+The model keeps its modules and names: no wrapper module. An *instance's* forward is replaced, and the second run gives
+the bits of the first: torch restores the random generators and autocast, this library the buffers.
 Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
 """
 
@@ -25,13 +25,13 @@ _MUTATED = "selective activation checkpoint has been mutated"
 
 
 def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = None) -> Undo:
-    """Let the blocks compute their activations again as `policy` says; returns the undo.
+    """Make the blocks recompute their activations as `policy` says, and return a function that undoes it.
 
-    `blocks` stand in the order in which they run; not given, the model's repeated ones. Apply it before
-    the blocks are compiled or sharded.
+    `blocks` are in the order in which they run; the default is the model's repeated blocks. Apply it before the blocks
+    are compiled or sharded.
 
     Raises:
-        LayoutError: the model checkpoints by itself, has no repeated block, or a block can't be run again.
+        LayoutError: the model checkpoints by itself, has no repeated block, or a block cannot be recomputed.
     """
     if not policy.is_on:
         return lambda: None
@@ -49,19 +49,19 @@ def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = N
 
 
 def repeated_blocks(model: nn.Module) -> list[Block]:
-    """The blocks of the model's chain that have modules of their own, each once; none where it has no chain."""
+    """Return the blocks of the model's chain that have submodules, each once; empty if it has no chain."""
     found = find_blocks(model) if has_blocks(model) else ()
     once = {id(block.module): block for block in found if next(block.module.children(), None) is not None}
     return list(once.values())
 
 
 def _chosen(blocks: Sequence[Block], policy: Remat) -> list[Block]:
-    """The first of each group: the last block's activations are freed first, so it saves least at the peak."""
+    """Return the first block of each group: the last block's activations are freed first, so it saves least."""
     return list(blocks)[:: policy.every]
 
 
 class RecomputedForward:
-    """The forward of one block, run again in backward. `inner` is the forward proper; compiling replaces it."""
+    """The forward of one block, recomputed in backward. `inner` is the real forward; compiling replaces it."""
 
     def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], how: Contexts) -> None:
         self.inner = self.__wrapped__ = inner
@@ -71,7 +71,7 @@ class RecomputedForward:
         self._caches = Caches(block=block, forward=inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own forward."""
+        """Run the block's own forward, checkpointed if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         self._refuse_filled(self._caches.filled(args, kwargs))
@@ -81,11 +81,11 @@ class RecomputedForward:
         return output
 
     def keep_nothing(self) -> None:
-        """Run all of it again, whatever was to be kept."""
+        """Recompute the whole block, ignoring any selective policy."""
         self._how, self.is_selective = noop_context_fn, False
 
     def again(self, once: "_Once", args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The second run."""
+        """Run the forward for the second time, in backward."""
         try:
             with once.entry.put_back():
                 return once.inner(*args, **kwargs)
@@ -108,7 +108,7 @@ class RecomputedForward:
 
 
 class _Once:
-    """One call: its first run, and those in backward."""
+    """The state of one call: its first run, and its recomputations in backward."""
 
     def __init__(self, rerun: RecomputedForward, entry: BufferSnapshot) -> None:
         self._rerun, self.entry = rerun, entry

@@ -1,4 +1,4 @@
-"""Caches of keys and values that a model hands from block to block: in training nobody reads them."""
+"""Key-value caches that a model passes from block to block and that training does not read."""
 
 import copy
 import inspect
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Caches:
-    """Finds them among the arguments of one block's forward, by what they can do."""
+    """A finder of caches among the arguments of one block's forward, recognised by their methods."""
 
     def __init__(self, *, block: nn.Module, forward: Callable[..., Any]) -> None:
         layers = (getattr(module, "layer_idx", None) for module in block.modules())
@@ -17,21 +17,21 @@ class Caches:
         self._names = list(inspect.signature(forward).parameters)
 
     def without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with `use_cache=False` and None for each cache."""
+        """Return the arguments with `use_cache=False` and None for each cache."""
         given = [self._without(self._name(place), value) for place, value in enumerate(args)]
         return given, {name: self._without(name, value) for name, value in kwargs.items()}
 
     @staticmethod
     def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with a copy of each cache for one run alone; the tensors in it are the same.
+        """Return the arguments with a copy of each cache for one run only; its tensors are shared.
 
-        None in its place would do, but what a cache gives back lies in memory as it does not without one, and kernels
-        may add that in another order.
+        None in its place would work too, but a cache returns tensors in another memory layout than a run without one,
+        and kernels may then add in another order.
         """
         return [_apart(value) for value in args], {name: _apart(value) for name, value in kwargs.items()}
 
     def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """The name of one that holds something for this block."""
+        """Return the name of a cache that holds something for this block, or None."""
         named = [*((self._name(place), value) for place, value in enumerate(args)), *kwargs.items()]
         return next((name for name, value in named if _is_cache(value) and value.get_seq_length(self._layer)), None)
 

@@ -1,4 +1,4 @@
-"""What `remat=selective` keeps: the results of the operations that are dear to compute."""
+"""Selective checkpointing (`remat=selective`), which keeps results of operations that are expensive to recompute."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 @contextmanager
 def run_again_together() -> Iterator[None]:
-    """Keep no result of the operations inside: `remat=selective` runs all of them again, or none.
+    """Keep no result of the operations inside: `remat=selective` recomputes all of them, or none.
 
-    A ring's products of scores are what attention never holds at once.
+    In a ring the results are blocks of attention scores, which must never exist all at once.
     """
     _together.depth = getattr(_together, "depth", 0) + 1
     try:
@@ -36,9 +36,10 @@ def run_again_together() -> Iterator[None]:
 
 
 def checkpoint_contexts(names: Sequence[str]) -> Contexts:
-    """What `torch.utils.checkpoint` wants; `names` are `mm`, `aten.mm` or `mylib.attention`, () our own list.
+    """Return a `context_fn` for `torch.utils.checkpoint` that keeps the results of these operations.
 
-    Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023.
+    `names` are `mm`, `aten.mm` or `mylib.attention`; an empty list selects `KEPT` and collectives. Korthikanti et al.,
+    "Reducing activation recomputation in large transformer models", MLSys 2023.
 
     Raises:
         LayoutError: there is no such operation.
@@ -55,7 +56,7 @@ def checkpoint_contexts(names: Sequence[str]) -> Contexts:
 
 
 def is_random_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call takes random numbers: were it left out of the second run, those after it would draw others."""
+    """Return True if this call draws random numbers: skipping it in the second run would shift later draws."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     arguments = func._schema.arguments

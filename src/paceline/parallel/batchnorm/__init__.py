@@ -1,1 +1,1 @@
-"""BatchNorm over several microbatches and ranks: the running statistics are those of one process."""
+"""BatchNorm over several microbatches and ranks, with the running statistics of one process."""

@@ -1,4 +1,4 @@
-"""What a norm with a forward of its own does to its running statistics: each kernel call that it makes, as it comes."""
+"""Tracking of the kernel calls with which a norm, also one with a custom forward, updates its running statistics."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import BatchNormBase, NormBase, storage_key
 
 Call = tuple[Tensor, float]
-"""Mean and variance, flat, after a write, and the weight of the batch in it."""
+"""Mean and variance, flattened, after a write, and the weight of the batch in it."""
 
 _BY_TORCH = {torch.batch_norm: (3, 5, 6), torch.instance_norm: (3, 5, 6)}
 _BY_NAME = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def is_standard(module: NormBase) -> bool:
-    """Whether its forward is torch's own."""
+    """Return whether the norm's forward is torch's own."""
     return type(module).forward.__module__.startswith("torch.nn.") and "forward" not in vars(module)
 
 
 def statistics_of(module: NormBase) -> Tensor:
-    """A copy of mean and variance, one after the other."""
+    """Return a flat copy of running mean and variance, concatenated."""
     assert module.running_mean is not None and module.running_var is not None
     return torch.cat([module.running_mean.detach().reshape(-1), module.running_var.detach().reshape(-1)])
 
 
 def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
-    """What a call of one of torch's own has just written, how far it counted, and whether it used what was there.
+    """Return what the last call of a torch norm wrote, its count increment, and whether it used running statistics.
 
-    A weight below zero is one that is counted: the share of this call among all so far.
+    A negative weight marks a cumulative average: its magnitude is the share of this call among all so far.
     """
     counts, tracks = isinstance(module, BatchNormBase), module.track_running_stats
     takes_batch = module.training or not (counts or tracks)
@@ -46,9 +46,9 @@ def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
 
 
 class KernelWatch(TorchFunctionMode):
-    """Watches one call of a norm: the batch norm kernels in it that are given its statistics.
+    """A function mode that records the batch norm kernels in one norm call that are given the norm's statistics.
 
-    What is written without one, by a formula of the norm's own, is taken for one call with the norm's momentum.
+    A write without such a kernel, by the norm's own formula, counts as one call with the norm's momentum.
     """
 
     def __init__(self, module: NormBase) -> None:
@@ -62,7 +62,7 @@ class KernelWatch(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def ended(self) -> "KernelWatch":
-        """The call is over."""
+        """Stop watching after the call; return self with `calls`, `bumps` and `reads` filled in."""
         if self._is_on:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._module.running_mean is not None:
@@ -73,7 +73,7 @@ class KernelWatch(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One function."""
+        """Run `func`; record it if it is a normalisation with the norm's running statistics."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         mean, trains, weight = _given(func, args, kwargs)
@@ -85,7 +85,7 @@ class KernelWatch(TorchFunctionMode):
         return found
 
     def _weight(self, weight: float | None) -> float:
-        """Below zero where it is counted."""
+        """Return the weight of a write; negative for a cumulative average."""
         if self._module.momentum is None and self._module.num_batches_tracked is not None:
             return -1.0 / max(1.0, float(self._module.num_batches_tracked))
         return float(weight or 0.0)
@@ -96,7 +96,7 @@ class KernelWatch(TorchFunctionMode):
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool, float]:
-    """The running mean, whether it is written and with which weight, where `func` is a normalisation."""
+    """Return the running mean given to a normalisation `func`, whether it is written, and the weight; else None."""
     if func in _BY_NAME:
         flag = _BY_NAME[func]
         names = ("input", "running_mean", "running_var", "weight", "bias", flag, "momentum", "eps")

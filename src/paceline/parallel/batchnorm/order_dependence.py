@@ -1,4 +1,4 @@
-"""Why what a norm does can be known only in the order of one process, and what to say where ranks can't keep it."""
+"""Norms whose result depends on the order of microbatches, and the errors for ranks that can't keep that order."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ _SYNC = "; or --train.buffers sync_bn, which has the same statistics on every ra
 
 @dataclass(frozen=True, kw_only=True)
 class OrderNeed:
-    """What any rank has seen of the norm called `name` in a step.
+    """The order dependence of the norm called `name` in a step, as seen by any rank.
 
-    `reads`: it ran in eval mode beside training mode. `moves`: a forward left another momentum than it found, and
-    `moves_on`: the next one too. `is_shown`: other code than its own looked at its statistics, and `is_bypassed`: wrote
-    to them. `is_repeated`: a backward ran it again.
+    `reads`: it ran in eval mode as well as in training mode. `moves`: a forward changed its momentum, and `moves_on`:
+    the next forward did too. `is_shown`: other code read its statistics, and `is_bypassed`: other code wrote to them.
+    `is_repeated`: a backward ran it again.
     """
 
     name: str
@@ -28,12 +28,12 @@ class OrderNeed:
 
     @property
     def is_any(self) -> bool:
-        """Whether the order of microbatches matters."""
+        """Return whether the order of microbatches matters."""
         return self.reads or self.moves or self.is_shown or self.is_bypassed
 
     @property
     def why(self) -> str:
-        """In a sentence."""
+        """Return the reason in a sentence."""
         if self.reads:
             return f"{self.name} runs in eval mode and in training mode in one step"
         if self.moves:
@@ -43,9 +43,9 @@ class OrderNeed:
         return f"the running statistics of {self.name} were written by something else than its own forward"
 
     def refuse(self, *, over_batch: bool = False) -> None:
-        """Where microbatches run at the same time; a momentum that moved once is the same on all ranks.
+        """Refuse an order-dependent norm if microbatches run concurrently; a momentum changed only once is accepted.
 
-        `over_batch`: the loss is over the whole batch, so that no layout and no meeting of norms is a way out.
+        `over_batch`: the loss is over the whole batch, so no other layout and no sync_bn is offered as a way out.
 
         Raises:
             JobError: each rank would have other statistics than one process.
@@ -75,7 +75,7 @@ class OrderNeed:
 
     @property
     def stale(self) -> str:
-        """What to say where other code looks at statistics that are not one process's; empty where none does."""
+        """Return a note if other code reads statistics that differ from those of one process; empty if none does."""
         if not self.is_shown:
             return ""
         return f"{self.why}: each rank has those from before the step, and of its own microbatches in it"

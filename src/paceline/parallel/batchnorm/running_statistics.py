@@ -1,13 +1,14 @@
-"""Running statistics of BatchNorm, as one process would have them: microbatch after microbatch.
+"""BatchNorm running statistics as one process would have them, updated microbatch by microbatch.
 
 No norm is changed: each writes its own statistics, with its own momentum, whenever it is called. A process that runs
-all microbatches in order therefore needs nothing. Where several ranks share them, each microbatch starts from the
-values before the step, and what stands there after each call goes to a tape. Such a write is a line, new = (1 - w) *
-old + w * batch, so that its value on the values of one process is known from its value on others. At the end all
-rows meet on every rank and are folded in index order: neither the number of ranks nor the dealing changes a bit.
+all microbatches in order therefore needs nothing. If several ranks share them, each microbatch starts from the values
+before the step, and the values after each call are recorded on a tape. Such a write is linear, new = (1 - w) * old +
+w * batch, so the result from one process's old values follows from the result from others. At the end all rows are
+gathered on every rank and folded in index order: neither the number of ranks nor the assignment of microbatches
+changes a bit.
 
-A forward that uses or moves what earlier microbatches have left is none of a line. Its step is begun again, and ranks
-run their forwards one after another (`norm_relay`).
+A forward that reads or changes state of earlier microbatches is not linear. Its step is repeated, and ranks run their
+forwards one after another (`sequential_forwards`).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,39 +54,39 @@ class _Layer:
 
     @property
     def width(self) -> int:
-        """Mean and variance, and the weight of a call."""
+        """Return the width of a tape row: mean and variance, and the weight of a call."""
         return self.before.numel() + 1
 
     @property
     def is_there(self) -> bool:
-        """Whether it has statistics now: code may take them away for a while."""
+        """Return whether the norm has statistics now; code may remove them for a while."""
         return self.module.running_mean is not None and not is_stand_in(self.module.running_mean)
 
     def states(self, microbatch: int) -> list[Tensor]:
-        """What has stood there in a microbatch, call after call."""
+        """Return the statistics during a microbatch: at its start and after each call."""
         return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
 
     def end_momentum(self) -> None:
-        """Count the microbatches in a row that have left another momentum than they found."""
+        """Count the consecutive microbatches that changed the momentum."""
         if self.started:
             moved = self.started[0] != self.module.momentum
             self.is_moved, self.moves = self.is_moved or moved, self.moves + 1 if moved else 0
             self.started = []
 
     def look(self) -> None:
-        """Note what shows whether somebody writes to the statistics after this."""
+        """Note the statistics' identity and version, to detect later writes."""
         self.looked = self._look()
 
     def was_touched(self) -> bool:
-        """Whether something has left a trace since."""
+        """Return whether the statistics were replaced or written to since `look`."""
         return self._look() != self.looked
 
     def write(self, statistics: Tensor, calls: int) -> None:
-        """Set mean and variance, and the count to `calls` after that of the step's start."""
+        """Set mean and variance, and set the count to that of the step's start plus `calls`."""
         module, half = self.module, statistics.numel() // 2
         if module.running_mean is None or module.running_var is None:
             return
-        # past autograd: the backward of another microbatch may be still to come, and takes none of these values
+        # `.data` bypasses autograd: the backward of another microbatch may still follow, and must not use these values
         module.running_mean.data.copy_(statistics[:half].view_as(module.running_mean))
         module.running_var.data.copy_(statistics[half:].view_as(module.running_var))
         if module.num_batches_tracked is not None and self.count is not None:
@@ -99,7 +100,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Calls:
-    """Of one layer on all ranks, by microbatch: how often it wrote, and how many of those it counted."""
+    """The calls of one layer on all ranks, by microbatch: its number of writes, and its count increments."""
 
     layer: _Layer
     by_microbatch: list[int]
@@ -108,13 +109,15 @@ class _Calls:
 
 
 class MicrobatchStatistics:
-    """The tape of one model. `begin`, then `at(j)` before and `left(j)` after each forward, then `fold`.
+    """The tape of a model's running statistics.
 
-    `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `can_wait`:
-    a forward may wait for another rank's, since none of them meets another inside. `over_batch`: none may, since the
-    loss is over the whole batch. `compiles`: what a forward looks at can't be watched. `exact`: one rank folds as
-    several do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code of the user's that
-    sets statistics) nothing is taped or refused.
+    Call `begin`, then `at(j)` before and `left(j)` after each forward, then `fold`.
+
+    `in_order`: this process runs its microbatches one after another, each forward and backward. `can_wait`: a forward
+    may wait for another rank's, since forwards don't communicate. `over_batch`: it may not, since the loss is over the
+    whole batch. `compiles`: reads in a forward can't be watched. `exact`: one rank folds as several do, for the same
+    bits. Outside a step (an evaluation, a loaded checkpoint, user code that sets statistics) nothing is recorded or
+    refused.
     """
 
     def __init__(
@@ -152,13 +155,13 @@ class MicrobatchStatistics:
 
     @property
     def waits(self) -> bool:
-        """Whether forwards run in the order of one process, each after the one before it."""
+        """Return whether forwards run in the order of one process, each after the previous one."""
         return self._relay is not None
 
     def begin(self, *, num_micro: int = 0) -> None:
-        """Start a step, or start it again: statistics and numbers in attributes of modules are those before it.
+        """Start a step; when repeating one, restore statistics and numbers in module attributes first.
 
-        `num_micro`: on all ranks; without it no forward waits for another.
+        `num_micro` counts the microbatches on all ranks; if it is 0, no forward waits for another.
         """
         if self._numbers is not None:
             self._numbers.put_back() if self._has_run else self._numbers.keep()
@@ -177,7 +180,7 @@ class MicrobatchStatistics:
             self._relay.begin(num_micro=num_micro)
 
     def at(self, microbatch: int, *, counts: bool = True) -> None:
-        """The next forward or backward is of this microbatch, or of one that leaves no trace."""
+        """Set the microbatch of the next forward or backward; without `counts` its statistics are not recorded."""
         is_other = not self._has_run or (counts and microbatch != self._now)
         if self._is_relayed and counts:
             assert self._relay is not None
@@ -192,18 +195,18 @@ class MicrobatchStatistics:
         self._now, self._counts = microbatch if counts else self._now, counts
 
     def watching(self) -> AbstractContextManager[object]:
-        """Around a forward and its loss: in the first step, see who looks at the statistics of a norm."""
+        """Return a context for a forward and its loss that, in the first step, detects reads of norm statistics."""
         if not (self._layers and self._records and self._can_look) or self._is_checked or self._is_relayed:
             return nullcontext()
         layers = {layer.module: layer for layer in self._layers if layer.is_there}
 
         def seen(norm: NormBase) -> None:
-            layers[norm].is_shown = True  # from here on: later steps are not watched
+            layers[norm].is_shown = True  # stays set: later steps are not watched
 
         return StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=seen)
 
     def left(self, microbatch: int) -> None:
-        """The forward of this microbatch has ended."""
+        """Send the statistics on after this microbatch's forward, if forwards run in order."""
         if self._is_relayed and self._counts:
             assert self._relay is not None
             for layer in self._layers:
@@ -211,13 +214,13 @@ class MicrobatchStatistics:
             self._relay.send(microbatch)
 
     def fold(self, *, num_micro: int) -> bool:
-        """Leave in every normalisation what one process would have after `num_micro` microbatches.
+        """Set every norm's statistics to those of one process after `num_micro` microbatches.
 
-        False where nobody can tell, on all ranks alike: the step has to be begun again, and forwards wait.
+        Return False, on all ranks, if they can't be computed: the step must be repeated with sequential forwards.
 
         Raises:
             DesyncError: a layer is in training mode on some ranks and in eval mode on others.
-            JobError: statistics were written or used in a way that no rank alone can follow.
+            JobError: statistics were written or used in a way that a single rank can't reproduce.
         """
         if self._records and self._layers:
             assert self._numbers is not None
@@ -241,18 +244,18 @@ class MicrobatchStatistics:
         return True
 
     def undo(self) -> None:
-        """Leave what was there before the step: it was not taken."""
+        """Restore the statistics from before the step, because it was skipped."""
         for layer in self._layers:
             layer.write(layer.before, 0)
         self._has_run = False
 
     def new_notes(self) -> list[str]:
-        """What is to be told and was not yet."""
+        """Return the notes for the user that were not returned before."""
         notes, self.notes = self.notes, []
         return notes
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the module hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -265,18 +268,18 @@ class MicrobatchStatistics:
             layer.started = [layer.module.momentum]
 
     def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:
-        """Follow what code around the norm has done: it may put back what it had before a call.
+        """Detect writes by code around the norm; it may restore the statistics from before a call.
 
-        What else it writes only one process's order can follow.
+        Any other write can only be reproduced in the order of one process.
 
-        `by_value`: look closely, since `F.batch_norm` leaves no trace. In the first step only, for what it costs.
+        `by_value`: compare values, since `F.batch_norm` does not change versions; costly, so only in the first step.
         """
         if self._is_relayed or not layer.is_there or not (by_value or layer.was_touched()):
             return
         now, states = statistics_of(layer.module), layer.states(self._now)
         kept = next((place for place in reversed(range(len(states))) if equal_tensors(states[place], now)), None)
         if kept is None and self._can_wait:
-            layer.is_bypassed = True  # from here on: it leaves no trace, and is looked for once
+            layer.is_bypassed = True  # stays set: it leaves no trace, and is checked for once
         elif kept is None:
             OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
         elif kept < len(states) - 1:
@@ -286,7 +289,7 @@ class MicrobatchStatistics:
         layer.look()
 
     def _calls(self, num_micro: int) -> list[_Calls]:
-        """What each layer did in each microbatch, on whichever rank that was."""
+        """Return each layer's calls in each microbatch, gathered over all ranks."""
         told = torch.zeros(len(self._layers), 2 * num_micro + _FLAGS, dtype=torch.int64)
         for layer, row in zip(self._layers, told, strict=True):
             flags = row[2 * num_micro :]
@@ -340,7 +343,7 @@ class MicrobatchStatistics:
         )
 
     def _gathered(self, uses: Sequence[_Calls]) -> list[Tensor]:
-        """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""
+        """Return the tapes with every row, on every rank. Each row is one rank's alone, so the sum adds only zeros."""
         if not uses:
             return []
         first = uses[0].layer.before
@@ -373,7 +376,7 @@ class MicrobatchStatistics:
 
     def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
-            if module is layer.module:  # a copy of the model has the hooks of the first
+            if module is layer.module:  # a copy of the model has the hooks of the original
                 self._take_down(layer, has_output=output is not None)
                 layer.is_inside = False
 
@@ -381,7 +384,7 @@ class MicrobatchStatistics:
 
     def _take_down(self, layer: _Layer, *, has_output: bool) -> None:
         watch = layer.watches.pop().ended() if layer.watches else None
-        has_run = has_output or in_backward()  # checkpointing leaves a repeated one once it has written
+        has_run = has_output or in_backward()  # checkpointing ends a recomputed forward once it has written
         if not (self._has_run and has_run and self._counts and layer.is_there):
             return
         calls, bumps, reads = standard_calls(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
@@ -395,7 +398,7 @@ class MicrobatchStatistics:
 
 
 def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
-    """The normalisations that keep running statistics, by FQN, a shared one once."""
+    """Return the norms that keep running statistics, by FQN; a shared one appears once."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -404,7 +407,7 @@ def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
 
 
 def _folded(calls: _Calls, tape: Tensor) -> Tensor:
-    """One process's statistics after all calls; of the first microbatch they are what its rank had, bit for bit."""
+    """Return one process's statistics after all calls; after the first microbatch they equal its rank's bit for bit."""
     layer, rows = calls.layer, iter(tape.view(-1, calls.layer.width))
     start = layer.before.to(tape.dtype)
     now, earlier = start, 0

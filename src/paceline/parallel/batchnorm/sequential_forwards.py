@@ -1,9 +1,9 @@
-"""Forwards in the order of one process: what norms hold goes from the rank of each microbatch to that of the next.
+"""Sequential forwards: norm statistics pass from the rank of each microbatch to the rank of the next.
 
-Needed where a forward shows or moves what earlier microbatches have left: a pass in eval mode inside a training step,
-a momentum that decays from call to call. A rank waits for the forward of the microbatch before its own and for no
-backward, so that backwards still run at the same time. Numbers in attributes of modules go along, of which a forward
-may compute a momentum.
+This is needed if a forward reads or changes state left by earlier microbatches: a pass in eval mode inside a training
+step, a momentum that decays from call to call. A rank waits for the forward of the previous microbatch and for no
+backward, so backwards still run concurrently. Numbers in module attributes are sent too, because a forward may
+compute a momentum from them.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from paceline.torch_internals.private_api import NormBase
 
 
 class StatisticsRelay:
-    """Running mean, variance and count of `modules`, and `numbers`; rank j % world_size of `world` runs microbatch j.
+    """A relay of running mean, variance and count of `modules`, and of `numbers`, from microbatch to microbatch.
 
-    `begin` a step, then on each rank `receive(j)` before and `send(j)` after each of its forwards, in order, and
-    `spread` at the end, which every rank calls.
+    Rank j % world_size of `world` runs microbatch j. Call `begin`, then on each rank `receive(j)` before and `send(j)`
+    after each of its forwards, in order, and at the end `spread` on every rank.
     """
 
     def __init__(self, modules: Sequence[NormBase], *, numbers: ModuleNumbers, world: World) -> None:
@@ -32,12 +32,12 @@ class StatisticsRelay:
         self._sending: PendingMessage | None = None
 
     def begin(self, *, num_micro: int) -> None:
-        """A step of so many microbatches over all ranks."""
+        """Start a step of `num_micro` microbatches over all ranks."""
         self._settle()
         self._num_micro = num_micro
 
     def receive(self, microbatch: int) -> None:
-        """Wait for what the microbatch before this one has left."""
+        """Wait for the statistics after the previous microbatch, and load them."""
         source = self._rank_of(microbatch - 1)
         if microbatch > 0 and source != self._world.rank:
             values = self._packed()
@@ -45,7 +45,7 @@ class StatisticsRelay:
             self._unpack(values)
 
     def send(self, microbatch: int) -> None:
-        """Hand on what this microbatch has left."""
+        """Send the statistics after this microbatch to the rank of the next one."""
         following = microbatch + 1
         target = self._rank_of(following)
         if following < self._num_micro and target != self._world.rank:
@@ -54,7 +54,7 @@ class StatisticsRelay:
             self._sending = self._world.start_send(self._sent, to=target, tag=following)
 
     def spread(self) -> None:
-        """Leave on every rank what the last microbatch has left."""
+        """Broadcast the statistics after the last microbatch to every rank."""
         self._settle()
         if self._num_micro:
             self._unpack(self._world.broadcast(self._packed(), source=self._rank_of(self._num_micro - 1)))
@@ -68,7 +68,7 @@ class StatisticsRelay:
         self._sent, self._sending = None, None
 
     def _packed(self) -> Tensor:
-        """In float64, which holds each of them exactly."""
+        """Return statistics and numbers as one float64 tensor, which holds each of them exactly."""
         parts = [part.detach().reshape(-1).double() for part in self._parts()]
         return torch.cat([*parts, torch.tensor(self._numbers.moved(), dtype=torch.float64, device=self._world.device)])
 
@@ -76,7 +76,7 @@ class StatisticsRelay:
         parts = self._parts()
         *found, moved = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers)])
         for part, value in zip(parts, found, strict=True):
-            part.data.copy_(value.view_as(part))  # past autograd: a backward that is still to come takes none of them
+            part.data.copy_(value.view_as(part))  # `.data` bypasses autograd: no later backward uses these values
         self._numbers.take(moved.tolist())
 
     def _parts(self) -> list[Tensor]:

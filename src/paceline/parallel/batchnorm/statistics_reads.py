@@ -1,4 +1,4 @@
-"""Code that looks at running statistics while a step runs: `h + self.norm.running_mean`, say, in a forward."""
+"""Detection of code that reads running statistics during a step, such as `h + self.norm.running_mean`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,13 +11,13 @@ from paceline.torch_internals.private_api import NormBase
 _ABOUT = frozenset(
     ("size", "dim", "numel", "stride", "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
 )
-"""What is asked of a tensor without a look at its values."""
+"""Names of tensor attributes and methods that don't read its values."""
 
 
 class StatisticsReads(TorchFunctionMode):
-    """Calls `seen(norm)` for each of `norms` whose statistics a torch function is given, but in the norm's own forward.
+    """A function mode that calls `seen(norm)` if a torch function outside the norm's forward gets its statistics.
 
-    `is_inside(norm)` says whether that runs.
+    `is_inside(norm)` returns whether the norm's own forward runs.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StatisticsReads(TorchFunctionMode):
         self._is_inside, self._seen = is_inside, seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One function."""
+        """Report the norms whose statistics `func` reads, then run it."""
         kwargs = kwargs or {}
         if _name(func) not in _ABOUT:
             for tensor in _tensors((*args, *kwargs.values())):
@@ -44,7 +44,7 @@ class StatisticsReads(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """Of an attribute, its own: what is called then is its `__get__`."""
+    """Return a function's name; for an attribute access, a call of `__get__`, return the attribute's name."""
     name = str(getattr(func, "__name__", ""))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 

@@ -1,8 +1,8 @@
-"""BatchNorm over one microbatch of every replica at once, on any device.
+"""Synchronised BatchNorm over one microbatch of every replica, on any device.
 
-`SyncBatchNorm` of torch refuses CPU tensors; this one sums (count, sum), then the squares of distances from the
-joint mean, over the ranks, forward and backward: a mean of squares less a squared mean would lose its digits.
-Every rank takes part in every round, also one without a sample.
+torch's `SyncBatchNorm` refuses CPU tensors. This one sums (count, sum), then the squared distances from the joint
+mean, over the ranks, forward and backward: a mean of squares minus a squared mean would cancel. Every rank takes part
+in every call, also a rank without a sample.
 """
 
 import copy
@@ -19,7 +19,7 @@ from paceline.torch_internals.private_api import BatchNormBase
 
 
 class _JointMoments(torch.autograd.Function):
-    """Sums over ranks whose gradient is summed over ranks too."""
+    """An all-reduce sum whose gradient is all-reduced too."""
 
     @staticmethod
     def forward(ctx: Any, moments: Tensor, world: World) -> Tensor:
@@ -34,13 +34,13 @@ class _JointMoments(torch.autograd.Function):
 
 @dataclass
 class SyncBatchNormWeights:
-    """Shared by all synchronised layers: the weight of this rank's samples, zero for a stand-in."""
+    """The weight of this rank's samples, shared by all synchronised layers; zero for a stand-in microbatch."""
 
     weight: float = 1.0
 
 
 class _Synchronised:
-    """The forward of one BatchNorm, with moments over all ranks."""
+    """The forward of one BatchNorm layer, with moments over all ranks."""
 
     def __init__(self, module: BatchNormBase, world: World, rounds: SyncBatchNormWeights) -> None:
         self._rounds = rounds
@@ -52,7 +52,7 @@ class _Synchronised:
         module = self._module
         if not module.training or self._world.world_size == 1:
             return self._alone(x)
-        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # a count of samples has many digits
+        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # half precision can't hold large counts
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         local = x.new_full((1,), x.numel() / x.shape[1])
@@ -69,7 +69,7 @@ class _Synchronised:
         return y.to(kind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
-        """A copy of the model has norms of its own, which meet as these do: ranks are never copied."""
+        """Copy the layer but share the process group, so that a copied model's norms synchronise too."""
         module = copy.copy(self)
         module._module = copy.deepcopy(self._module, memo)
         module._alone = partial(type(module._module).forward, module._module)
@@ -90,10 +90,10 @@ class _Synchronised:
 
 
 def synchronise(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
-    """Let every BatchNorm of the model see all replicas; names and parameters stay.
+    """Synchronise every BatchNorm of the model over all replicas; names and parameters don't change.
 
     Raises:
-        LayoutError: the model has none.
+        LayoutError: the model has no BatchNorm.
     """
     layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not layers:

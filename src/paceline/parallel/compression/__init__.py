@@ -1,1 +1,1 @@
-"""Gradients that cross in fewer bytes."""
+"""Gradient compression for data-parallel replicas."""

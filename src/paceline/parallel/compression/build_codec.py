@@ -1,4 +1,4 @@
-"""The reducer of replicas that compress what they send."""
+"""Construction of the gradient reducer for replicas that compress their gradients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,10 +26,12 @@ _HELD: Mapping[Method, Callable[..., HeldUnit]] = {Method.TOPK: TopKUnit, Method
 def compressed_reducer(
     how: Compression, *, named: Sequence[NamedParameter], world: World
 ) -> BucketReducer | ErrorFeedbackReducer:
-    """What adds the gradients of whole parameters so. `how` is on, and there are several ranks.
+    """Return the reducer of whole parameters that compresses gradients as `how` says.
+
+    `how` must be on, and there must be several ranks.
 
     Raises:
-        JobError: a parameter's numbers are none that can be rounded or ordered.
+        JobError: a parameter is not floating point, so its numbers cannot be rounded or ordered.
     """
     for member in named:
         if not member.parameter.is_floating_point():
@@ -46,14 +48,14 @@ def compressed_reducer(
 
 
 def grain_of(how: Compression) -> Codec:
-    """How a method that sends every number packs them."""
+    """Return the codec of a method that sends every number."""
     return _GRAINS[how.method](how)
 
 
 def compression_notes(
     how: Compression, reducer: object, *, named: Sequence[NamedParameter], world: World
 ) -> Iterator[str]:
-    """A line about bytes, with and without."""
+    """Yield a note on the bytes sent, with and without compression."""
     if not (how.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
         return
     ranks = world.world_size

@@ -1,4 +1,4 @@
-"""How numbers become bytes: rows of them, each row a part that goes to one rank."""
+"""Codecs that pack numbers into bytes, in rows that each go to one rank."""
 
 from typing import Protocol
 
@@ -8,44 +8,47 @@ from torch import Tensor
 _SCALE_BYTES = 4
 _HALF_TOP = 15
 _INT8_TOP = 127.0
-_LEAST, _MOST = -126, 127  # exponents that float32 has at full precision
+_LEAST, _MOST = -126, 127  # range of exponents with full precision in float32
 
 
 class Codec(Protocol):
-    """Numbers as bytes and back. `block`: how many numbers stand or fall together; a row holds whole blocks."""
+    """A conversion of numbers to bytes and back. `block` numbers share a scale; a row holds whole blocks."""
 
     block: int
 
     def pack(self, values: Tensor) -> Tensor:
-        """`[rows, numbers]` as bytes, `[rows, bytes]`."""
+        """Pack `[rows, numbers]` into bytes, `[rows, bytes]`."""
 
     def unpack(self, packed: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """The numbers again, as they were rounded."""
+        """Return the rounded numbers."""
 
     def num_bytes(self, numbers: int) -> int:
-        """Of a row of so many."""
+        """Return the bytes of a row of this many numbers."""
 
 
 class Bf16:
-    """The upper half of a float32: 8 bits of precision, every exponent."""
+    """A codec for bfloat16, the upper half of a float32: 8 bits of precision, every exponent."""
 
     block = 1
 
     def pack(self, values: Tensor) -> Tensor:
-        """Rounded to the nearest."""
+        """Round to the nearest bfloat16."""
         return values.to(torch.bfloat16).view(torch.uint8)
 
     def unpack(self, packed: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Exactly what was packed."""
+        """Return exactly the bfloat16 values that were packed."""
         return packed.view(torch.bfloat16).to(dtype)
 
     def num_bytes(self, numbers: int) -> int:
-        """Two each."""
+        """Return two bytes per number."""
         return 2 * numbers
 
 
 class BlockScaledCodec:
-    """Small numbers and a float32 for each block by which they are multiplied; where that is not finite, none is."""
+    """A codec with float16 or int8 numbers and one float32 scale per block.
+
+    If a block's scale is not finite, none of its numbers is finite after unpacking.
+    """
 
     def __init__(self, *, block: int, is_float: bool) -> None:
         self.block = block
@@ -53,7 +56,7 @@ class BlockScaledCodec:
         self._type = torch.float16 if is_float else torch.int8
 
     def pack(self, values: Tensor) -> Tensor:
-        """The scales of a row first, then its numbers."""
+        """Pack the scales of a row, followed by its numbers."""
         blocks = values.view(len(values), -1, self.block)
         scale = (_power_of_two if self._is_float else _step)(blocks.abs().amax(-1))
         by = torch.where(torch.isfinite(scale) & (scale > 0.0), scale, 1.0).to(values.dtype)
@@ -64,7 +67,7 @@ class BlockScaledCodec:
         return torch.cat([scale.view(torch.uint8), numbers], dim=1)
 
     def unpack(self, packed: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Each number times the scale of its block."""
+        """Multiply each number by the scale of its block."""
         rows = len(packed)
         blocks = packed.shape[1] // (_SCALE_BYTES + self.block * self._type.itemsize)
         at = _SCALE_BYTES * blocks
@@ -73,18 +76,18 @@ class BlockScaledCodec:
         return (numbers * scale.unsqueeze(-1)).view(rows, -1)
 
     def num_bytes(self, numbers: int) -> int:
-        """With the scales."""
+        """Return the bytes of the numbers and their scales."""
         return numbers // self.block * (_SCALE_BYTES + self.block * self._type.itemsize)
 
 
 def _power_of_two(largest: Tensor) -> Tensor:
-    """So that the largest of a block stays just below what float16 can hold, and no bit is lost by scaling."""
+    """Return a power of two that scales the largest of a block just below the float16 maximum, without rounding."""
     exponent = torch.where(torch.isfinite(largest), torch.frexp(largest).exponent, _HALF_TOP)
     exponent = (exponent - _HALF_TOP).clamp_(_LEAST, _MOST)
     return torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponent)
 
 
 def _step(largest: Tensor) -> Tensor:
-    """So that the largest of a block is 127 steps."""
+    """Return a scale that makes the largest of a block 127 steps."""
     found = torch.empty_like(largest, dtype=torch.float32)
-    return found.copy_(largest / _INT8_TOP)  # also while `verify` lets nothing cast float64 to float32
+    return found.copy_(largest / _INT8_TOP)  # copy_ works also while `verify` forbids casts of float64 to float32

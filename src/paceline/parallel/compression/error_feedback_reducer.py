@@ -1,8 +1,8 @@
-"""Gradients of which a part is sent and the rest held back until the next step (error feedback).
+"""Gradient reduction with error feedback: a part is sent, the rest is held back until the next step.
 
-What is held back is in units of the mean gradient, so that it counts the same beside a batch of another count (Stich
+The residual is in units of the mean gradient, so that it has the same weight next to a batch of another count (Stich
 et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count is
-known when backward has ended: nothing is sent before.
+known only after backward, so nothing is sent before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,29 +18,32 @@ from paceline.torch_internals.private_api import divide_all
 
 
 class HeldUnit(Protocol):
-    """Parameters whose parts cross together, by one message or two; `errors` are what they hold back."""
+    """A group of parameters sent together, in one message or two; `errors` are their residuals."""
 
     errors: ResidualBuffers
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """All that it keeps from step to step."""
+        """Return all buffers that the unit keeps from step to step."""
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank for it."""
+        """Return the bytes that a rank sends for this unit."""
 
     def launch(self, world: World) -> None:
-        """Choose, and start the first message."""
+        """Select what to send, and start the first message."""
 
     def pass_on(self) -> None:
-        """Once it is here, start the second, where there are two."""
+        """Wait for the first message, and start the second if there is one."""
 
     def land(self) -> Tensor:
-        """Leave the sum in every `.grad`; a float64 that is finite where all of them are, also where float32 ends."""
+        """Write the sum to every `.grad`, and return a float64 that is finite if all sums are.
+
+        It stays finite even beyond the range of float32.
+        """
 
 
 class ErrorFeedbackReducer:
-    """Adds what the ranks send of their gradients, each with its own memory of what it has not sent."""
+    """The reducer that adds the compressed gradients of all ranks; each rank keeps its own residual."""
 
     meets = False
 
@@ -59,22 +62,22 @@ class ErrorFeedbackReducer:
         self._units = [unit(members) for members in make_buckets(self._named)]
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank in a step."""
+        """Return the bytes that a rank sends in a step."""
         return sum(unit.sent_bytes(ranks) for unit in self._units) + 2 * (ranks - 1) / ranks * len(self._named)
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the last step's gradients."""
         for member in self._named:
             member.parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Nothing to prepare."""
+        """Do nothing; no preparation is needed."""
 
     def after_backward(self) -> None:
-        """Nothing to collect: autograd has added to `.grad`."""
+        """Do nothing, since autograd has already added to `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Divide, send, add; a step whose gradient is not finite leaves what is held back as it was."""
+        """Divide, send and add the gradients; if a gradient is not finite, the residuals stay unchanged."""
         grads = [member.parameter.grad for member in self._named]
         flags = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self._world.device)
         flagged = self._world.start_all_reduce(flags, op="max")
@@ -95,21 +98,21 @@ class ErrorFeedbackReducer:
         return True
 
     def undo(self) -> None:
-        """The step was not taken: what was held back before it is so again."""
+        """Restore the residuals from before a step that was skipped."""
         for memory in self._memories():
             memory.undo()
 
     def close(self) -> None:
-        """Nothing to remove."""
+        """Do nothing; there is nothing to remove."""
 
     @property
     def errors(self) -> Mapping[str, Tensor]:
-        """What this replica holds back, by FQN."""
+        """Return this replica's residuals, by FQN."""
         return {name: tensor for unit in self._units for name, tensor in unit.errors.now.items()}
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
-        """What else is kept from step to step, the same on every replica."""
+        """Return the other buffers that are kept from step to step, equal on every replica."""
         others = [memory for unit in self._units for memory in unit.memories if memory is not unit.errors]
         return {name: tensor for memory in others for name, tensor in memory.now.items()}
 

@@ -1,4 +1,4 @@
-"""A matrix as the product of two thin ones, by one step of a power iteration (Vogels et al., "PowerSGD", 2019)."""
+"""Low-rank compression of gradients by one step of a power iteration (Vogels et al., "PowerSGD", 2019)."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,11 +11,11 @@ from paceline.parallel.compression.residual_memory import ResidualBuffers, accum
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.torch_internals.rng import stream_key
 
-_MOST = 126  # an exponent that float32 has, up and down
+_MOST = 126  # an exponent that float32 represents with either sign
 
 
 class LowRankUnit:
-    """Parameters whose factors cross together. What has one dimension, or would not shrink, is sent as it is."""
+    """Parameters whose factors are sent together. One-dimensional or incompressible parameters are sent unchanged."""
 
     def __init__(self, members: Sequence[NamedParameter], *, how: Compression) -> None:
         first = members[0].parameter
@@ -37,17 +37,17 @@ class LowRankUnit:
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """What it keeps from step to step."""
+        """Return the buffers that it keeps from step to step: residuals and bases."""
         return self.errors, self.basis
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank for it."""
+        """Return the bytes that a rank sends for this unit."""
         numbers = sum(m.parameter.numel() for m in self._rest) + sum(rows * rank for rows, rank in self._left)
         numbers += sum(tensor.numel() for tensor in self.basis.now.values())
         return 2 * (ranks - 1) / ranks * numbers * self._dtype.itemsize
 
     def launch(self, world: World) -> None:
-        """Send each matrix times its basis, and the rest."""
+        """Send each matrix times its basis, and the uncompressed parameters."""
         self._world = world
         self.errors.corrected([_gradient(m).reshape(_sides(m.parameter)) for m in self._thin])
         parts = [_gradient(m).reshape(-1).to(self._dtype) for m in self._rest]
@@ -57,7 +57,7 @@ class LowRankUnit:
         self._wait = world.start_all_reduce(self._first)
 
     def pass_on(self) -> None:
-        """Of the joint columns as axes: send what the matrix has along each, and hold back what it has beside them."""
+        """Orthonormalise the summed columns, send the matrix's projection on them, and hold back the remainder."""
         assert self._wait is not None and self._world is not None
         self._wait()
         self._wait = None
@@ -73,7 +73,7 @@ class LowRankUnit:
         self._wait = self._world.start_all_reduce(self._second)
 
     def land(self) -> Tensor:
-        """Multiply the factors; a number that is finite where every gradient is."""
+        """Multiply the factors into `.grad`, and return a number that is finite if every gradient is."""
         if self._wait is not None:
             self._wait()
             self.basis.next_flat.copy_(self._second)
@@ -88,19 +88,22 @@ class LowRankUnit:
 
 
 def first_basis(name: str, shape: Sequence[int]) -> Tensor:
-    """The columns that the first step begins with: the same on every rank and in every run."""
+    """Return the basis of the first step: the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(stream_key("powersgd", name))
     return torch.randn(*shape, generator=generator)
 
 
 def near_one(basis: Tensor) -> Tensor:
-    """The same directions, times a power of two: a basis is as large as gradients, whose squares may not fit."""
+    """Scale a basis by a power of two so that its largest element is near 1.
+
+    A basis is as large as gradients, whose squares may overflow or underflow.
+    """
     exponent = torch.frexp(basis.abs().amax()).exponent
     return torch.ldexp(basis, -exponent.clamp(-_MOST, _MOST))
 
 
 def _sides(parameter: Tensor) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix: its first dimension, and all others."""
+    """Return the rows and columns of a parameter as a matrix: its first dimension, and all others."""
     rows = parameter.shape[0] if parameter.dim() > 1 else 1
     return rows, parameter.numel() // rows if rows else 0
 

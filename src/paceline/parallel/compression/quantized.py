@@ -1,7 +1,7 @@
-"""All numbers of a unit, each in few bytes: there to the rank that adds them up, and as sums back to all.
+"""Quantized all-reduce of a unit: all-to-all to the rank that adds each part, all-gather of the sums.
 
-Every rank adds one part of the numbers, in the order of ranks and in full precision, so that replicas end with the
-same bits whatever their number. What each one sends is that of a reduce-scatter and an all-gather.
+Every rank adds one part of the numbers, in rank order and in full precision, so all replicas end with the same bits
+whatever their number. Each rank sends as much as in a reduce-scatter and an all-gather.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from paceline.torch_internals.private_api import copy_all
 
 
 class DenseUnit:
-    """Gradients that cross together. Each parameter begins a block of its own, filled up with zeros.
+    """Gradients that are sent together. Each parameter starts a new block and is padded with zeros to whole blocks.
 
-    With `num_flags` it carries as many flags beside them: which parameters got a gradient on any rank.
+    With `num_flags` it also reduces this many flags: which parameters got a gradient on any rank.
     """
 
     def __init__(self, members: Sequence[NamedParameter], *, grain: Codec, ranks: int, num_flags: int = 0) -> None:
@@ -47,12 +47,12 @@ class DenseUnit:
         self._landed = False
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank for it."""
+        """Return the bytes that a rank sends for this unit."""
         flags = 0 if self.flags is None else self.flags.numel()
         return 2 * (ranks - 1) * (self._grain.num_bytes(self._part) + flags / ranks)
 
     def forget(self) -> None:
-        """Begin anew; what is still under way, of a step that was dropped, is waited for."""
+        """Reset the unit for a new step, after waiting for messages of a dropped step."""
         for wait in (self.wait if self._second is None else self._second, self._flagged):
             if wait is not None and not self._landed:
                 wait()
@@ -73,7 +73,7 @@ class DenseUnit:
         self.wait = world.start_all_to_all(self._came, self._packed)
 
     def pass_on(self) -> None:
-        """Add up this rank's part once it is here, and send the sums to all."""
+        """Add up this rank's part once it has arrived, and send the sums to all."""
         if self._second is not None:
             return
         assert self.wait is not None and self._world is not None
@@ -86,7 +86,7 @@ class DenseUnit:
         self._second = start_all_gather(self._packed, out=self._came, world=self._world)
 
     def land(self, divisor: float | Tensor | None) -> None:
-        """Leave the sums, divided, in every `.grad`."""
+        """Write the sums, divided by `divisor`, to every `.grad`."""
         assert self._second is not None
         self._second()
         if self._flagged is not None:

@@ -1,4 +1,4 @@
-"""Tensors that a step changes if it is taken, and only then."""
+"""Double-buffered tensors that change only when a step is taken."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,12 +12,12 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of this type are added up in, and held back in."""
+    """Return the dtype in which gradients of this type are summed and held back."""
     return torch.float32 if dtype in _NARROW else dtype
 
 
 class ResidualBuffers:
-    """Named tensors, as they are and as they will be: two buffers that change places."""
+    """Named tensors in two buffers, current and next, that are swapped after a step."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
@@ -28,27 +28,27 @@ class ResidualBuffers:
 
     @property
     def now(self) -> Mapping[str, Tensor]:
-        """As they are."""
+        """Return the current tensors."""
         return self._views[0]
 
     @property
     def next(self) -> Mapping[str, Tensor]:
-        """As they will be, for the step under way to write."""
+        """Return the next tensors, which the running step writes."""
         return self._views[1]
 
     @property
     def next_flat(self) -> Tensor:
-        """The same, one after another."""
+        """Return the next tensors as one flat tensor."""
         return self._flats[1]
 
     def corrected(self, gradients: Sequence[Tensor]) -> None:
-        """Write to `next` the gradients and what there is."""
+        """Write the gradients plus the current tensors to `next`."""
         copy_all(list(self.next.values()), gradients)
         self._flats[1].add_(self._flats[0])
         self._is_settled = False
 
     def settle(self, *, ok: Tensor, absent: Collection[str]) -> None:
-        """What was written holds, but for those in `absent`, and only if `ok`, which may be on a GPU."""
+        """Make `next` current, except tensors in `absent`, and only if `ok` (which may be on a GPU) is true."""
         torch.where(ok, self._flats[1], self._flats[0], out=self._flats[1])
         for name in absent:
             if name in self._shapes:
@@ -57,7 +57,7 @@ class ResidualBuffers:
         self._is_settled = True
 
     def undo(self) -> None:
-        """The step was not taken after all."""
+        """Restore the tensors from before `settle`, after the step was skipped."""
         if self._is_settled:
             self._turn()
             self._is_settled = False

@@ -1,4 +1,4 @@
-"""The largest elements of each parameter with their places; the rest is held back (Stich et al. 2018)."""
+"""Top-k compression: send the largest elements of each parameter, hold back the rest (Stich et al. 2018)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from paceline.parallel.sharding.flat_buffer import start_all_gather
 
 
 class TopKUnit:
-    """Parameters whose elements cross together. Of equal ones the first are sent."""
+    """Parameters whose elements are sent together. Among equal elements the first are sent."""
 
     def __init__(self, members: Sequence[NamedParameter], *, how: Compression) -> None:
         self._parameters = [member.parameter for member in members]
@@ -31,15 +31,15 @@ class TopKUnit:
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """What it keeps from step to step."""
+        """Return the buffers that it keeps from step to step."""
         return (self.errors,)
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank for it."""
+        """Return the bytes that a rank sends for this unit."""
         return (ranks - 1) * sum(self._counts) * (self._index.itemsize + self._sum.itemsize)
 
     def launch(self, world: World) -> None:
-        """Pick and send."""
+        """Select the largest elements, and send them."""
         self.errors.corrected([torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters])
         found = self.errors.next_flat
         places = torch.cat(list(self._picked(found)))
@@ -50,10 +50,10 @@ class TopKUnit:
         self._wait = start_all_gather(self._mine, out=self._came, world=world)
 
     def pass_on(self) -> None:
-        """There is one message."""
+        """Do nothing, since there is one message only."""
 
     def land(self) -> Tensor:
-        """Add up what the ranks have picked, in their order; a number that is finite where every gradient is."""
+        """Add up all ranks' elements in rank order, and return a number that is finite if every gradient is."""
         assert self._wait is not None
         self._wait()
         self._sum.zero_()
@@ -73,7 +73,7 @@ class TopKUnit:
 
 
 def largest_elements(values: Tensor, count: int) -> Tensor:
-    """The places of the `count` elements of the largest magnitude, in order; NaN counts as infinite."""
+    """Return the indices of the `count` elements of largest magnitude, in order; NaN counts as infinite."""
     if count >= len(values):
         return torch.arange(len(values), device=values.device)
     size = values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)

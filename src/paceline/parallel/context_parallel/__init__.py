@@ -1,1 +1,1 @@
-"""A sequence over the ranks of a `cp` axis, the model's forward as it is."""
+"""Context parallelism: a sequence sharded over the ranks of a `cp` axis, with the model's forward unchanged."""

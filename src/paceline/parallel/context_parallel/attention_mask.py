@@ -1,8 +1,8 @@
-"""What an attention mask means that a model has built from its part of the sequence alone.
+"""Interpretation of an attention mask that a model has built from its part of the sequence only.
 
-A model that runs on a part builds a mask over that part. Two kinds say something about the whole: keys that nobody
-sees (padding), and "no later key" (causal), for which the order inside the part is the order in the whole. Anything
-else (windows, biases, packed documents) has no meaning beyond the part and is refused.
+Two kinds of masks on a part are valid for the whole sequence: padding (keys that no query sees) and causal ("no later
+key"), for which the order inside the part is the order in the whole. Anything else (windows, biases, packed documents)
+has no meaning beyond the part and is refused.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class MaskMeaning:
-    """Whether a query sees no later key, and which of this rank's keys are seen at all: (batch, length), or None."""
+    """The meaning of a mask: `causal`, and which of this rank's keys are seen at all: (batch, length), None for all."""
 
     causal: bool
     keep: Tensor | None
@@ -34,7 +34,7 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) 
         raise _foreign(mask)
     seen = seen.expand(*seen.shape[:-2], length, length) if seen.shape[-2] == 1 else seen
     while seen.dim() > 4 or (seen.dim() > 3 and bool((seen[:, :1] == seen).all())):
-        seen = seen[:, 0]  # the same for every head
+        seen = seen[:, 0]  # equal for all heads
     last = seen[..., -1:, :]
     lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     causal = bool(torch.equal(seen, last & lower))
@@ -45,7 +45,7 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) 
 
 
 def _seen(mask: Tensor) -> Tensor | None:
-    """True where a key is seen; None for a mask that also weighs."""
+    """Return True where a key is seen; None for a mask that also adds a bias."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min

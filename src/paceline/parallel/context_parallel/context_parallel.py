@@ -1,8 +1,8 @@
-"""Context parallelism: a sequence cut over the ranks of a `cp` axis, the model's forward as it is.
+"""Context parallelism: a sequence sharded over the ranks of a `cp` axis, with the model's forward unchanged.
 
-`ContextParallel` is placed once on a model; `cut` gives this rank's part of a batch, inside `forward(part)` the model
-runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over the
-data ranks and the `cp` ranks alike.
+`ContextParallel` is set up once for a model; `cut` returns this rank's part of a batch, and inside `forward(part)` the
+model runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over
+the data ranks and the `cp` ranks alike.
 """
 
 import inspect
@@ -32,7 +32,7 @@ _POSITIONS, _MASK, _LABELS, _SHIFTED = "position_ids", "attention_mask", "labels
 
 @contextmanager
 def split_context(*, world: World, model: nn.Module, length: int, padded: bool = False) -> Iterator[None]:
-    """Run `model` on this rank's part of a sequence of `length` while inside.
+    """Run `model` on this rank's part of a sequence of `length` inside this context.
 
     `padded` says that the whole batch (not only this rank's part) has keys that an attention mask hides.
     """
@@ -44,8 +44,11 @@ def split_context(*, world: World, model: nn.Module, length: int, padded: bool =
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
-    """A rank's part of one batch: the data, how the sequence was cut, whether the whole batch has hidden keys, and
-    how many sequences it is."""
+    """A rank's part of one batch.
+
+    It holds the data, the sharding of the sequence, whether the whole batch has hidden keys, and the number of
+    sequences.
+    """
 
     data: Any
     cut: SequenceSharding
@@ -54,14 +57,14 @@ class BatchSlice:
 
 
 class ContextParallel:
-    """One model on the ranks of a `cp` axis. `sequence` is the job's: which dimension of which entry is cut.
+    """Context parallelism of one model over a `cp` axis. `sequence` maps batch entries to their sequence dimension.
 
-    `own_loss` says that the loss is the model's own `output.loss`: a model that moves its labels by one there is given
-    labels that were moved over the whole sequence before they were cut. `at_length(batch, length)` sees each batch
-    in training before it is cut.
+    `own_loss` says that the loss is the model's own `output.loss`: if the model shifts its labels there, it is given
+    labels that were shifted over the whole sequence before it was sharded. In training, `at_length(batch, length)` is
+    called with each batch before it is sharded.
 
     Raises:
-        LayoutError: the model has a layer or a setting that can't be cut, named with the reason.
+        LayoutError: the model has a layer or a setting that does not support it; the message names it and the reason.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ContextParallel:
             refuse_model(model)
 
     def cut(self, batch: Any) -> BatchSlice:
-        """This rank's part of the whole batch; labels of a model that moves them itself come moved."""
+        """Return this rank's part of the whole batch; labels are shifted first if the model shifts them itself."""
         over = self._exchange
         cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=over.size)
         if over.size == 1:
@@ -98,7 +101,7 @@ class ContextParallel:
 
     @contextmanager
     def forward(self, part: BatchSlice) -> Iterator[None]:
-        """Inside, the model runs on this part."""
+        """Run the model on this part inside this context."""
         if self._exchange.size == 1:
             yield
             return
@@ -108,7 +111,7 @@ class ContextParallel:
 
     @contextmanager
     def backward(self, part: BatchSlice) -> Iterator[None]:
-        """Inside, a backward of this part runs: what checkpointing runs again there sees what the forward saw."""
+        """Run the backward of this part inside this context: recomputed forwards see what the first forward saw."""
         if self._exchange.size == 1:
             yield
             return
@@ -116,11 +119,14 @@ class ContextParallel:
             yield
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
-        """`context_fn` for `torch.utils.checkpoint.checkpoint`: a forward run again in backward sees the same."""
+        """Return two contexts: a `context_fn` for `torch.utils.checkpoint.checkpoint`.
+
+        With it a forward that is recomputed in backward sees what the first one saw.
+        """
         return nullcontext(), self._mode if self._mode is not None else nullcontext()
 
     def join(self, output: Tensor, *, part: BatchSlice, dim: int = 1) -> Tensor:
-        """The whole of an output of which each rank has its part, without gradient; every rank calls it."""
+        """Return the whole of an output that is sharded over the ranks, without gradient; every rank must call it."""
         over, dim = self._exchange, dim % output.dim()
         sizes = [part.cut.size(rank) for rank in range(over.size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
@@ -151,9 +157,9 @@ def _mode(
 
 
 def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: AxisExchange, cut: SequenceSharding) -> Any:
-    """What a forward that takes positions is given, where the call does not give it.
+    """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
 
-    A mask goes with them: transformers reads positions with gaps as packed documents where it sees none.
+    It adds a mask too: without one, transformers reads positions with gaps as packed documents.
     """
     names = [name for name in accepted if name != "self"]
     moves = moves_labels(model)
@@ -175,13 +181,13 @@ def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: AxisExchange
 
 
 def moves_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss holds a position against the next one's label, as transformers' causal ones do."""
+    """Return True if the model's own loss shifts the labels by one position, as transformers' causal losses do."""
     loss = getattr(model, "loss_function", None)
     return callable(loss) and _SHIFTED in inspect.signature(loss).parameters
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Layers that mix positions in a way no rank can do on its part.
+    """Raise if a layer mixes positions in a way that no rank can compute on its part.
 
     Raises:
         LayoutError: with the module's name and the reason.
@@ -212,10 +218,10 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def refuse_window(model: nn.Module, *, length: int) -> None:
-    """Attention in a window that is shorter than the sequence.
+    """Raise if the model's attention window is shorter than the sequence.
 
     Raises:
-        LayoutError: naming the setting.
+        LayoutError: names the setting.
     """
     config = getattr(model, "config", None)
     window = getattr(config, "sliding_window", None)

@@ -1,8 +1,8 @@
-"""Does this model give the same when its sequence is cut? Asked before anything is started, in one process.
+"""A check, in one process and before the run starts, that a model gives the same results on a sharded sequence.
 
-The ranks are played by threads that share the model: each runs its part, and outputs, loss terms and gradients are
-held against those of the whole. All in float64, where rounding and a mistake are ten orders of magnitude apart.
-First as in an evaluation, then in training mode with all its draws.
+The ranks are simulated by threads that share the model: each runs its part, and outputs, loss terms and gradients are
+compared with those of the whole. All runs in float64, where rounding and a mistake are ten orders of magnitude apart.
+It runs in evaluation mode first, then in training mode with all its random draws.
 """
 
 import copy
@@ -40,15 +40,15 @@ from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import host_states
 
 _SEED = 0
-_ZERO = 1e-4  # a gradient that is nothing beside the model's largest is rounding
+_ZERO = 1e-4  # gradients below this fraction of the model's largest are rounding
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class InDouble(TorchFunctionMode):
-    """A forward that asks for float32 gets float64: what it rounds there would hide what is asked here."""
+    """A mode that gives float64 where a forward asks for float32, whose rounding would hide errors in this check."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Pass on, with every lower precision that is asked for by name raised."""
+        """Call the function, with every explicitly named lower precision replaced by float64."""
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         named = {name: _raised(value) for name, value in (kwargs or {}).items()}
@@ -71,7 +71,7 @@ class _Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Forward, loss and gradients on a rank's part, or on the whole where there is one rank."""
+    """A run of forward, loss and gradients on a rank's part, or on the whole if there is one rank."""
 
     twin: nn.Module
     batch: Any
@@ -85,7 +85,7 @@ class _Run:
     def __call__(self, over: AxisExchange) -> _Ran:
         same = {id(buffer): buffer for buffer in (() if self.twin.training else self.twin.buffers())}
         own = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.twin.parameters()}
-        mirror = copy.deepcopy(self.twin, {**same, **own})  # its own hooks and gradients, the same memory
+        mirror = copy.deepcopy(self.twin, {**same, **own})  # a copy with its own hooks and gradients, and shared memory
         placed = ContextParallel(model=mirror, sequence=self.sequence, over=over, own_loss=self.own_loss)
         part = placed.cut(self.batch)
         watching: AbstractContextManager[Sequence[RandomOp]] = watched_draws() if self.is_watched else nullcontext(())
@@ -110,12 +110,13 @@ def check_context(
     loss: Callable[[Any, Any], Any] | None = None,
     own_loss: bool = False,
 ) -> None:
-    """Run `forward(model, batch)` whole and cut over `ranks`; a few samples of the job's own length are enough.
+    """Compare `forward(model, batch)` on the whole with the one sharded over `ranks`.
 
-    `loss(output, batch)` gives `(sum, count)` or a dict of them. The model itself is left as it is (a copy is used).
+    A few samples of the job's own length are enough. `loss(output, batch)` returns `(sum, count)` or a dict of them.
+    The model itself is left unchanged (a copy is used).
 
     Raises:
-        LayoutError: it can't be cut; names the first module whose output differs, or the loss, or the gradient.
+        LayoutError: the results differ; names the first module whose output differs, or the loss, or the gradient.
     """
     refuse_model(model)
     refuse_window(model, length=batch_length(batch, sequence=sequence))
@@ -135,7 +136,7 @@ def check_context(
     try:
         with side_effect_free(
             model, parameters=False
-        ):  # what a copy does not copy: generators, and what its hooks write to
+        ):  # protects what a copy shares: generators, and what hooks write to
             _compare(run_simulated_ranks(run, size=1)[0], run_simulated_ranks(run, size=ranks), cut=cut, names=names)
             twin.train()
             _see_training(run, cut=cut, names=names)
@@ -146,7 +147,7 @@ def check_context(
 
 
 def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> None:
-    """With draws: each rank has the random streams of a process of its own."""
+    """Compare in training mode; each rank has the random streams of its own process."""
     alone, parts = (run_simulated_ranks(run, size=size, seed=_SEED) for size in (1, cut.ranks))
     try:
         _compare(alone[0], parts, cut=cut, names=names)
@@ -158,7 +159,7 @@ def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> 
 
 
 def _drawn(run: _Run, cut: SequenceSharding) -> LayoutError | None:
-    """Once more, with an eye on every draw."""
+    """Run once more, and compare every random draw."""
     run = replace(run, is_watched=True)
     alone, *parts = [ran.draws for size in (1, cut.ranks) for ran in run_simulated_ranks(run, size=size, seed=_SEED)]
     return drawn_otherwise(alone, parts)
@@ -174,7 +175,7 @@ def _run_again() -> LayoutError:
 
 
 class _Weigh:
-    """One number from outputs, each element with a weight of its own: its gradient sees them all."""
+    """A weighted sum of outputs with one random weight per element, so that its gradient depends on all of them."""
 
     def __init__(self, *, cut: SequenceSharding) -> None:
         self._cut = cut
@@ -263,7 +264,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names
         total = torch.stack(given).sum(0) if given else torch.zeros(())
         scale = max(
             [least, *map(largest_magnitude, given)]
-        )  # what cancels in the sum, as in a key's bias, has its rounding
+        )  # terms that cancel in the sum, as in a key's bias, keep their rounding error
         if wanted is None or not equal_up_to_rounding(total, wanted, scale=scale):
             raise LayoutError(
                 f"the gradients of {name} from the parts of a sequence do not add up to that of the whole.",
@@ -291,7 +292,7 @@ def _different(name: str) -> LayoutError:
 
 
 def eager_experts(model: nn.Module) -> nn.Module:
-    """Experts of transformers in plain products: torch's grouped product has no float64."""
+    """Switch transformers' experts to plain matmuls, since torch's grouped matmul has no float64."""
     choose: Any = getattr(model, "set_experts_implementation", None)
     if choose is not None:
         choose("eager")
@@ -300,7 +301,7 @@ def eager_experts(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The last output of each module that has no modules of its own, by name and class, in the order of the forward."""
+    """Record the first output of each module without children, by name and class, in the order of the forward."""
     seen: dict[str, Tensor] = {}
     handles = []
 
@@ -322,7 +323,7 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def to_float64(value: Any) -> Any:
-    """A batch with its floats in float64."""
+    """Return a batch with its floats in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):

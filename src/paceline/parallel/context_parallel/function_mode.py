@@ -1,9 +1,10 @@
-"""A model's own forward on a part of a sequence: the few calls that look beyond the part, answered for the whole.
+"""A function mode that runs a model's own forward on a part of a sequence.
 
-While the mode is on, `F.scaled_dot_product_attention` goes round the ring; `torch.arange(length of the part)` gives
-the part's positions, and so does `table[:, :length of the part]` of a parameter or buffer; `F.pad` and convolutions
-along the sequence see the neighbours; dropout draws for the whole sequence and keeps its part. Everything else is left
-as it is: what works position by position needs nothing, and what does not is found by `check_context`.
+It replaces the few calls that depend on the whole sequence. While it is on, `F.scaled_dot_product_attention` uses the
+ring; `torch.arange(length of the part)` returns the part's positions, and so does `table[:, :length of the part]` of a
+parameter or buffer; `F.pad` and convolutions along the sequence see the neighbours; dropout draws for the whole
+sequence and keeps its part. Everything else is unchanged: position-wise work needs nothing, and `check_context` finds
+the rest.
 """
 
 import math
@@ -33,10 +34,13 @@ _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 
 class ContextParallelMode(TorchFunctionMode):
-    """On during a forward. `answer_positions` is False where the model is given its positions as an argument; `padded`
-    says that the whole batch has hidden keys, on whichever rank; `rows` is how many sequences stand one after another
-    where a model flattens (batch, sequence) to one dimension. `again`: the mode is on during a backward, and answers
-    what runs again there, which alone has gradients enabled."""
+    """The mode that is on during a forward.
+
+    `answer_positions` is False if the model is given its positions as an argument; `padded` says that the whole batch
+    has hidden keys, on any rank; `rows` is the number of sequences if a model flattens (batch, sequence) to one
+    dimension. `again` says that the mode is on during a backward, and applies to recomputed forwards, which alone have
+    gradients enabled.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class ContextParallelMode(TorchFunctionMode):
             self._rules |= {torch.arange: self._arange, Tensor.__getitem__: self._table}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Answer for the whole sequence, or pass on."""
+        """Compute the result for the whole sequence, or call the function unchanged."""
         rule = self._rules.get(func)
         if rule is None or self._exchange.size == 1 or (self._again and not torch.is_grad_enabled()):
             return func(*args, **(kwargs or {}))
@@ -75,7 +79,7 @@ class ContextParallelMode(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
     def __exit__(self, *error: Any) -> None:
-        """Leave, and keep no tensor of this forward."""
+        """Leave the mode, and release all tensors of this forward."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._masks.clear()
         self._pads.clear()
@@ -83,7 +87,7 @@ class ContextParallelMode(TorchFunctionMode):
     # -- attention
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
-        """Under tensor parallelism each rank's own heads go round a ring of their own."""
+        """Compute attention by the ring; under tensor parallelism each rank's own heads use their own ring."""
         return attention_by(self._around, args, kwargs)
 
     def _around(
@@ -106,12 +110,12 @@ class ContextParallelMode(TorchFunctionMode):
         )
         batch, own = query.shape[:2]
         group = own // key.shape[1] if enable_gqa else 1
-        if group > 1 and self._padded:  # transformers repeats the heads on ranks whose part has padding, so all do
+        if group > 1 and self._padded:  # transformers repeats the heads on ranks with padding, so all ranks must
             key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
         key, value = (t.expand(batch, own // group, *t.shape[-2:]) for t in (key, value))
         means = self._meaning(attn_mask, is_causal, batch)
         keep = means.keep
-        if keep is None and (self._padded or attn_mask is not None):  # the others may have padding
+        if keep is None and (self._padded or attn_mask is not None):  # other ranks may have padding
             keep = torch.ones(batch, self._size, dtype=torch.uint8, device=query.device)
         ring = Ring(
             dropout=dropout_p,
@@ -126,11 +130,11 @@ class ContextParallelMode(TorchFunctionMode):
         return torch.reshape(found, (*lead, self._size, value.shape[-1]))
 
     def _dropped(self, query: Tensor, p: float, heads: ShardPropagatingTensor | None) -> Tensor | None:
-        """One process's draw over all weights of the attention, of which the rows of this rank's queries are kept."""
+        """Draw one process's dropout mask over all attention weights, and keep the rows of this rank's queries."""
         if p == 0.0:
             return None
         if heads is not None and heads.cut.dim != len(heads.whole) - 3:
-            raise NoRule  # samples are cut, not heads: drawn for all of them
+            raise NoRule  # samples are sharded, not heads: the mask is drawn for all of them
         length = self._cut.length
         shape = (query.shape[0], query.shape[1] if heads is None else heads.whole[-3], length, length)
         if math.prod(shape) > MOST_DRAWS:
@@ -145,7 +149,7 @@ class ContextParallelMode(TorchFunctionMode):
         return drawn if heads is None else piece_of(drawn, heads.cut.at(1), heads.wire.rank)
 
     def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> MaskMeaning:
-        """Each mask is read once a forward: the layers of a model share it."""
+        """Return the meaning of a mask, read once per forward, since a model's layers share it."""
         for known, *key, means in self._masks:
             if known is mask and key == [is_causal, batch]:
                 return means  # type: ignore[no-any-return]
@@ -159,7 +163,7 @@ class ContextParallelMode(TorchFunctionMode):
         laid: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
         given = read_call("arange", args, laid) or {}
         numbers = (given.get("start", 0), given.get("end"), given.get("step", 1))
-        is_whole = all(isinstance(number, int) for number in numbers)  # those of 6.0 are floating-point numbers
+        is_whole = all(isinstance(number, int) for number in numbers)  # arange(6.0) gives floats
         if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
             return NotImplemented
         positions = self._cut.positions(self._exchange.rank)
@@ -197,7 +201,7 @@ class ContextParallelMode(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        """Windows of the gathered sequence, one for each of this rank's chunks."""
+        """Convolve windows of the gathered sequence, one for each of this rank's chunks."""
         stride, dilation = _one(stride), _one(dilation)
         span = dilation * (weight.shape[-1] - 1)
         source, left, right = self._padded_from(input)
@@ -214,14 +218,14 @@ class ContextParallelMode(TorchFunctionMode):
         return torch.cat(found, dim=-1)
 
     def _padded_from(self, tensor: Tensor) -> tuple[Tensor, int, int]:
-        """What it was before it was padded, and by how much."""
+        """Return the tensor before it was padded, and the padding on both sides."""
         padded, source, left, right = self._pads.get(id(tensor), (None, tensor, 0, 0))
         return (source, left, right) if padded is not None and padded() is tensor else (tensor, 0, 0)
 
     # -- draws
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        """One process's draw: for the whole sequence, of which this rank keeps its part."""
+        """Apply one process's dropout mask: drawn for the whole sequence, of which this rank keeps its part."""
         at = self._at(input)
         if not training or p == 0.0 or at is None:
             return NotImplemented
@@ -233,7 +237,7 @@ class ContextParallelMode(TorchFunctionMode):
         return input.mul_(mine) if inplace else input * mine
 
     def _at(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The dimension that is the sequence, or (sequences, sequence) flattened, and how many sequences it has."""
+        """Return the dimension of the sequence, or of (sequences, sequence) flattened, and the number of sequences."""
         dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
         is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
         if is_flat and (tensor.dim() == 2 or 1 not in dims):
@@ -258,12 +262,12 @@ class _Gather(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_sequence(part: Tensor, *, dim: int, exchange: AxisExchange, cut: SequenceSharding) -> Tensor:
-    """The whole sequence on every rank; its gradients are added over the ranks."""
+    """Return the whole sequence on every rank; backward adds its gradients over the ranks."""
     return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
-    """Laid out in memory as `like` is: draws are made in that order."""
+    """Return ones in the memory layout of `like`, because draws are made in that order."""
     strides = torch.empty_like(_piece_of(like)).stride()
     order = sorted(range(like.dim()), key=lambda d: -strides[d])
     made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
@@ -271,12 +275,15 @@ def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
 
 
 def _piece_of(tensor: Tensor) -> Tensor:
-    """What of it lies in this process's memory."""
+    """Return the part of a tensor that is in this process's memory."""
     return tensor.local if isinstance(tensor, ShardPropagatingTensor) else tensor
 
 
 def _tables(model: nn.Module) -> set[int]:
-    """What may be a table beside the parameters, which `fully_shard` puts others in the place of while it runs."""
+    """Return the ids of buffers and plain tensors, which may be position tables.
+
+    Parameters are recognised by type instead, because `fully_shard` replaces them while it runs.
+    """
     own = list(model.buffers())
     plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor) for tensor in (*own, *plain)}

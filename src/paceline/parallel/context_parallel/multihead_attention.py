@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` on a part of a sequence: its projections as they are, its attention handed to the ring."""
+"""Multi-head attention (`nn.MultiheadAttention`) on a part of a sequence, with its attention computed by the ring."""
 
 import inspect
 from collections.abc import Callable
@@ -17,10 +17,10 @@ _TAKES = inspect.signature(F.multi_head_attention_forward)
 
 
 def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Tensor, None]:
-    """What `F.multi_head_attention_forward` gives for (length, batch, width), without the weights of the attention.
+    """Return the output of `F.multi_head_attention_forward` for (length, batch, width), without attention weights.
 
     Raises:
-        LayoutError: it adds keys of its own, which have no place in a ring.
+        LayoutError: the module adds keys of its own, which have no place in a ring.
     """
     bound = _TAKES.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -48,7 +48,7 @@ def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Te
 
 
 def _projected(given: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Queries, keys and values, each (batch, heads, length, width of a head)."""
+    """Return queries, keys and values, each of shape (batch, heads, length, head width)."""
     if given["use_separate_proj_weight"]:
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
     else:
@@ -59,13 +59,13 @@ def _projected(given: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _split(projected: Tensor, num_heads: int) -> Tensor:
-    """(length, batch, width) to (batch, heads, length, width of a head)."""
+    """Reshape (length, batch, width) to (batch, heads, length, head width)."""
     length, batch, width = projected.shape
     return projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3)
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, *, batch: int, heads: int) -> Tensor | None:
-    """One additive mask (batch or 1, heads or 1, queries, keys); here True means hidden."""
+    """Return one additive mask (batch or 1, heads or 1, queries, keys); in the boolean inputs True means hidden."""
     found: Tensor | None = None
     if mask is not None:
         found = _additive(mask)

@@ -1,4 +1,4 @@
-"""Draws of a forward that a part of a sequence can't make as the whole does, and the line that makes them."""
+"""Detection of random draws that a part of a sequence cannot make as the whole does, with the line that makes them."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,17 +26,20 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOp:
-    """One operation that took random numbers: what it filled, and the user's line."""
+    """A random operation: the shape that it filled, and the user's line."""
 
     shape: tuple[int, ...]
     line: str
 
 
 class NoAttentionDropout(TorchFunctionMode):
-    """Attention drops nothing: that it draws as one process does is by construction, and would cost T x T here."""
+    """A mode that turns attention dropout off.
+
+    That its draws equal one process's is guaranteed by construction, and a test would cost T x T here.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Pass on, with a rate of zero in attention."""
+        """Call the function, with a dropout rate of zero in attention."""
         is_attention = func is F.scaled_dot_product_attention
         given = read_call("scaled_dot_product_attention", args, dict(kwargs or {})) if is_attention else None
         return func(*args, **(kwargs or {})) if given is None else func(**given | {"dropout_p": 0.0})
@@ -44,7 +47,7 @@ class NoAttentionDropout(TorchFunctionMode):
 
 @contextmanager
 def watched_draws() -> Iterator[list[RandomOp]]:
-    """Every draw of this thread, in order."""
+    """Record every random draw of this thread, in order."""
     draws: list[RandomOp] = []
 
     def see(_: Any, __: Any, kwargs: Mapping[str, Any], result: Any, drew: bool) -> None:
@@ -57,7 +60,7 @@ def watched_draws() -> Iterator[list[RandomOp]]:
 
 
 def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
-    """The first draw that fills another number of elements on a part; None where all fill as many."""
+    """Return an error for the first draw with another number of elements on a part; None if all agree."""
     for part in parts:
         for whole, mine in zip(alone, part, strict=False):
             if torch.Size(whole.shape).numel() != torch.Size(mine.shape).numel():
@@ -72,7 +75,7 @@ def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp
 
 
 def drawn_unseen() -> LayoutError:
-    """Draws that are no operation of torch."""
+    """Return the error for random draws that are no torch operation."""
     return LayoutError(
         "in training mode this model draws another number of random numbers on a part of the sequence than on the "
         "whole.",
@@ -82,7 +85,7 @@ def drawn_unseen() -> LayoutError:
 
 
 def _line() -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line that is neither in torch nor in this library."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,10 +1,10 @@
-"""Attention over a whole sequence of which each rank holds a part: keys and values travel in a ring.
+"""Ring attention over a whole sequence that is sharded over the ranks.
 
-Each rank keeps its queries. In `ranks` rounds it sees everybody's keys and values; what it has computed so far is an
-output and, for each query, the logarithm of the sum of exponentials, from which two partial results are merged
-exactly. Backward sends keys and values round again, and their gradients with them, until they are home
+Each rank keeps its queries. In `ranks` rounds it sees every rank's keys and values; the result so far is an output and,
+for each query, the logarithm of the sum of exponentials, from which two partial results are merged exactly. Backward
+sends keys and values round again, together with their gradients, until they are back on their own rank
 (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merging: Milakov and Gimelshein, 2018).
-Blocks of at most `BLOCK` x `BLOCK` scores exist at a time, forward and backward.
+Only blocks of at most `BLOCK` x `BLOCK` scores exist at a time, in forward and backward.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Who takes part, how the sequence is cut, and what a query may see."""
+    """The parameters of a ring: its ranks, the sharding of the sequence, and what a query may see."""
 
     exchange: AxisExchange
     cut: SequenceSharding
@@ -32,7 +32,7 @@ class Ring:
     dropout: float = 0.0
 
     def pairs(self, owner: int) -> Iterator[tuple[SequencePiece, SequencePiece]]:
-        """Blocks of queries of this rank and keys of `owner`, less those that a causal mask hides as a whole."""
+        """Yield blocks of this rank's queries and `owner`'s keys, without those that a causal mask hides completely."""
         for mine in self.cut.pieces(self.exchange.rank):
             for query in mine.split(most=BLOCK):
                 for theirs in self.cut.pieces(owner):
@@ -41,7 +41,7 @@ class Ring:
                             yield query, key
 
     def owner(self, turn: int) -> int:
-        """Whose keys this rank has in round `turn`."""
+        """Return the rank whose keys this rank has in round `turn`."""
         return (self.exchange.rank - turn) % self.exchange.size
 
 
@@ -49,11 +49,11 @@ class Ring:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring, drop: Tensor | None = None
 ) -> Tensor:
-    """Attention of this rank's queries over everybody's keys.
+    """Return attention of this rank's queries over the keys of all ranks.
 
-    `query` (batch, key heads, queries a key head, length, width), `key` and `value` (batch, key heads, length, width);
-    `keep` (batch, length), uint8, is zero at this rank's keys that nobody may see; `drop` (batch, heads, length, whole
-    length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
+    `query` (batch, key heads, queries per key head, length, width), `key` and `value` (batch, key heads, length,
+    width); `keep` (batch, length), uint8, is zero at this rank's keys that no query may see; `drop` (batch, heads,
+    length, whole length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
     """
     with run_again_together():
         found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
-    """To the next rank; what comes is of the length that the round's next owner holds."""
+    """Send tensors to the next rank, and receive tensors of the length that the round's next owner holds."""
     length = ring.cut.size(ring.owner(turn + 1))
     shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in held]
     return ring.exchange.shift(held, shapes=shapes)
@@ -109,7 +109,7 @@ def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
 def _scores(
     query: Tensor, held: list[Tensor], rows: SequencePiece, columns: SequencePiece, ring: Ring, high: torch.dtype
 ) -> Tensor:
-    """(batch, key heads, queries a key head x rows, columns), hidden ones at minus infinity."""
+    """Return the scores (batch, key heads, queries per key head x rows, columns), minus infinity where hidden."""
     part = query[..., rows.local : rows.local + rows.size, :].flatten(2, 3)
     keys = held[0][..., columns.local : columns.local + columns.size, :]
     scores = (part @ keys.transpose(-1, -2)).to(high) * ring.scale
@@ -124,12 +124,12 @@ def _scores(
 
 
 def _exp(exponent: Tensor, base: Tensor) -> Tensor:
-    """exp(exponent - base), and 0 where the base is minus infinity: nothing was seen."""
+    """Return exp(exponent - base), and 0 where the base is minus infinity because nothing was seen."""
     return torch.exp(exponent - base.masked_fill(base == -torch.inf, 0.0))
 
 
 def _kept(weights: Tensor, drop: Tensor | None, rows: SequencePiece, columns: SequencePiece, ring: Ring) -> Tensor:
-    """The weights, or their gradients, of which dropout keeps some and makes those larger."""
+    """Apply dropout with its scaling to the weights, or to their gradients."""
     if drop is None:
         return weights
     drawn = drop[:, :, rows.local : rows.local + rows.size, columns.start : columns.stop]
@@ -146,7 +146,7 @@ def _merge(
     columns: SequencePiece,
     ring: Ring,
 ) -> None:
-    """Add a block of keys to what its queries have seen."""
+    """Merge a block of keys into the running output of its queries."""
     scores = _scores(query, held, rows, columns, ring, out.dtype)
     there = slice(rows.local, rows.local + rows.size)
     values = held[1][..., columns.local : columns.local + columns.size, :]

@@ -1,8 +1,8 @@
-"""Which positions of a sequence each rank of a `cp` axis holds, and a batch cut that way.
+"""Sharding of a sequence over the ranks of a `cp` axis, and of a batch along it.
 
-A sequence is cut into twice as many chunks as ranks; rank r holds chunk r and, counted from the end, chunk r again.
-So each rank has early positions, which a causal mask lets see little, and late ones, which see much: the same work
-for all (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
+A sequence is split into twice as many chunks as ranks; rank r holds chunk r and, counted from the end, chunk r again.
+So each rank has early positions, which see few keys under a causal mask, and late ones, which see many: all ranks have
+equal work (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
 """
 
 import math
@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePiece:
-    """Positions `[start, start + size)` of the sequence, at `local` in a rank's part."""
+    """A range `[start, start + size)` of the sequence, stored at `local` in a rank's part."""
 
     start: int
     local: int
@@ -28,11 +28,11 @@ class SequencePiece:
 
     @property
     def stop(self) -> int:
-        """The position after the last."""
+        """Return the position after the last."""
         return self.start + self.size
 
     def split(self, *, most: int) -> "Iterator[SequencePiece]":
-        """In pieces of at most this many positions."""
+        """Yield pieces of at most `most` positions."""
         for offset in range(0, self.size, most):
             yield SequencePiece(
                 start=self.start + offset, local=self.local + offset, size=min(most, self.size - offset)
@@ -41,7 +41,7 @@ class SequencePiece:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSharding:
-    """A sequence of `length` positions over `ranks`; chunks differ by at most one position."""
+    """The sharding of `length` positions over `ranks`; chunks differ by at most one position."""
 
     length: int
     ranks: int
@@ -56,26 +56,26 @@ class SequenceSharding:
             )
 
     def pieces(self, rank: int) -> tuple[SequencePiece, ...]:
-        """The chunks of a rank, in the order in which it holds them."""
+        """Return the chunks of a rank, in the order in which it holds them."""
         if self.ranks == 1:
             return (SequencePiece(start=0, local=0, size=self.length),)
         (a, b), (c, d) = self._chunk(rank), self._chunk(2 * self.ranks - 1 - rank)
         return SequencePiece(start=a, local=0, size=b - a), SequencePiece(start=c, local=b - a, size=d - c)
 
     def size(self, rank: int) -> int:
-        """How many positions a rank holds."""
+        """Return the number of positions that a rank holds."""
         return sum(piece.size for piece in self.pieces(rank))
 
     def positions(self, rank: int, *, device: torch.device | None = None) -> Tensor:
-        """The rank's positions in the whole sequence, as int64."""
+        """Return the rank's positions in the whole sequence, as int64."""
         return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces(rank)])
 
     def take(self, whole: Tensor, *, dim: int, rank: int) -> Tensor:
-        """A rank's part of a tensor with the whole sequence at `dim`."""
+        """Return a rank's part of a tensor with the whole sequence at `dim`."""
         return torch.cat([whole.narrow(dim, piece.start, piece.size) for piece in self.pieces(rank)], dim=dim)
 
     def join(self, parts: Sequence[Tensor], *, dim: int) -> Tensor:
-        """The whole from every rank's part: the inverse of `take`."""
+        """Return the whole tensor from every rank's part: the inverse of `take`."""
         placed = [
             (piece.start, part.narrow(dim, piece.local, piece.size))
             for rank, part in enumerate(parts)
@@ -90,7 +90,7 @@ class SequenceSharding:
 
 
 def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
-    """The length of a batch's sequence dimension.
+    """Return the length of a batch's sequence dimension.
 
     Raises:
         JobError: an entry is missing or is no tensor, or the entries differ in length.
@@ -114,24 +114,24 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
 
 
 def sequence_hint(batch: Any) -> str:
-    """What to type for a batch whose sequence nobody named: its own entries that may have one."""
+    """Return a hint on what to type when no sequence is named: the batch's entries that may have one."""
     named = ", ".join(f"{n!r}: 1" for n, v in _entries(batch) if v.dim() in (2, 3))
     return f"sequence={{{named}}} in the job, or leave cp out" if named else "leave cp out: this batch has no sequence"
 
 
 def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:
-    """How many sequences stand one after another where a batch's positions are flattened."""
+    """Return the number of sequences that follow each other when a batch's positions are flattened."""
     entries = dict(_entries(batch))
     entry, dim = next((entries[name], dim) for name, dim in sequence.items())
     return math.prod(entry.shape[: _at(entry, dim)])
 
 
 def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
-    """A rank's part of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
+    """Return a rank's part of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
 
-    `sequence` says at which dimension entries have the sequence; tensors of another name with the same leading shape
-    up to it are cut alike. With `shift_labels` the entry `labels` is first moved one position to the left over the
-    whole sequence (ignored label -100 at the end), so that a part's last label is right.
+    `sequence` maps entries to their sequence dimension; other tensors with the same leading shape up to it are sharded
+    alike. With `shift_labels` the entry `labels` is first shifted one position to the left over the whole sequence
+    (with the ignored label -100 at the end), so that a part's last label is right.
     """
     cut = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
     entries = dict(_entries(batch))
@@ -154,13 +154,13 @@ def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int,
 
 
 def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
-    """Each position's label is the next position's; the last has none."""
+    """Shift labels so that each position has the next position's label; the last is ignored."""
     end = torch.full_like(labels.narrow(dim, 0, 1), IGNORED_LABEL)
     return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), end], dim=dim)
 
 
 def is_padded(batch: Any) -> bool:
-    """Whether the whole batch's `attention_mask` hides a position: all ranks must know, not only those that see it."""
+    """Return True if the whole batch's `attention_mask` hides a position, which all ranks must know."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return isinstance(mask, Tensor) and not bool(mask.all())
 

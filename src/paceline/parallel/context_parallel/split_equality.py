@@ -1,4 +1,4 @@
-"""When what the parts of a sequence give is what the whole gives, up to rounding in float64."""
+"""Comparison of results on the parts of a sequence with those on the whole, up to rounding in float64."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _LEAST = 1e-6
 
 
 def equal_up_to_rounding(found: Tensor, wanted: Tensor, *, scale: float = 0.0) -> bool:
-    """Whether they differ by rounding only, for tensors of this size, or for sums of terms that have `scale`."""
+    """Return True if both differ by rounding only, relative to their size or to the `scale` of summed terms."""
     if found.shape != wanted.shape:
         return False
     size = max(largest_magnitude(wanted), scale, _LEAST)
@@ -19,12 +19,16 @@ def equal_up_to_rounding(found: Tensor, wanted: Tensor, *, scale: float = 0.0) -
 
 
 def largest_magnitude(tensor: Tensor) -> float:
-    """Its largest element, without the sign."""
+    """Return the largest absolute value of a tensor; 0 if it is empty."""
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def equal_when_joined(whole: Tensor, parts: Sequence[Tensor], cut: SequenceSharding) -> bool:
-    """Joined where it has the sequence, by itself or flattened with the batch; every rank's equal where it has not."""
+    """Return True if the parts equal the whole.
+
+    Parts are joined along the sequence dimension, alone or flattened with the batch; without one, every part must equal
+    the whole.
+    """
     for dim in [d for d in (1, *range(whole.dim())) if d < whole.dim()]:
         rows, rest = divmod(whole.shape[dim], cut.length)
         shapes = [(*whole.shape[:dim], rows * cut.size(rank), *whole.shape[dim + 1 :]) for rank in range(len(parts))]
@@ -35,6 +39,6 @@ def equal_when_joined(whole: Tensor, parts: Sequence[Tensor], cut: SequenceShard
 
 
 def sequence_dimension(tensor: Tensor, size: int) -> int | None:
-    """Where the sequence is: usually the second dimension."""
+    """Return the dimension that is the sequence (the second is tried first), or None."""
     order = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
     return next((d for d in order if tensor.shape[d] == size), None)

@@ -1,1 +1,1 @@
-"""Replicas: bucketed gradient all-reduce, exact sums, module buffers, replicas as threads."""
+"""Data-parallel replicas: bucketed gradient all-reduce, exact sums, module buffers, replicas as threads."""

@@ -1,9 +1,9 @@
-"""Exact mode's sum: gradients added as integers, so that no grouping over ranks or steps changes a bit.
+"""Exact gradient sums: gradients are added as integers, so that no grouping over ranks or steps changes a bit.
 
 Each microbatch's gradient is rounded to a grid 2^k, one k per parameter, and added as int64. Adding
-1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so that plain torch operations do it; the
-constant's own bits are taken off again. The grid follows the last step's largest
-gradient over *all* microbatches, which does not depend on who computed them.
+1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so plain torch operations suffice; the
+constant's own bits are subtracted again. The grid follows the previous step's largest gradient over *all*
+microbatches, which does not depend on the rank that computed them.
 """
 
 import math
@@ -28,11 +28,11 @@ MOST_MICROBATCHES = 1 << 12
 
 
 class FixedPointGrid:
-    """The exponent k of every parameter's grid; None before a first gradient was seen. Saved with the run.
+    """The exponent k of every parameter's grid, None before its first gradient; saved with the run.
 
-    `names` are the whole model's trainable parameters; `others` are the worlds whose ranks hold other ones of them:
-    all ranks follow all gradients, since they run a step again together. `uses` keeps those of tied weights apart,
-    `ties` adds what stages have of them.
+    `names` are the whole model's trainable parameters; `others` are the worlds whose ranks hold other parameters: all
+    ranks follow all gradients, since they repeat a step together. `uses` separates the gradients of a tied weight's
+    uses; the ties set by `tie` add them over pipeline stages.
     """
 
     def __init__(self, *, names: Sequence[str], others: Sequence[World] = (), uses: TiedUses | None = None) -> None:
@@ -43,47 +43,47 @@ class FixedPointGrid:
         self._ties: ExactTies | None = None
 
     def tie(self, ties: ExactTies) -> None:
-        """Say which of them several stages hold."""
+        """Set the ties: the parameters that several pipeline stages hold."""
         self._ties = ties
 
     def begin(self) -> None:
-        """A step is run."""
+        """Start a step: drop the tied weights' gradients of an unfinished one."""
         if self._uses is not None:
             self._uses.forget()
 
     def close(self) -> None:
-        """No more steps are run."""
+        """Remove the hooks on tied weights; no more steps follow."""
         if self._uses is not None:
             self._uses.close()
 
     def summands(self, name: str, gradient: Tensor) -> list[Tensor]:
-        """What is rounded and added of a parameter's gradient of one microbatch: each use of a tied weight."""
+        """Return the summands of one microbatch's gradient of a parameter: one per use of a tied weight, else one."""
         return [gradient] if self._uses is None else self._uses.summands(name, gradient)
 
     def over_stages(self, name: str, sums: Tensor) -> Tensor:
-        """The integers of all stages that hold a parameter; all of them call it, in one order."""
+        """Return the integer sums over all stages that hold a parameter; each of them calls this, in the same order."""
         return sums if self._ties is None else self._ties.added(name, sums)
 
     def joint(self, sizes: "GradientMagnitudes", worlds: Sequence[World]) -> list[list[float]]:
-        """Of each parameter, over `worlds` and over those that hold others: what `GradientMagnitudes.joint` says."""
+        """Return `GradientMagnitudes.joint` over `worlds` and over the worlds that hold other parameters."""
         return sizes.joint([*worlds, *self._others])
 
     def holds(self, largest: Sequence[Sequence[float]]) -> bool:
-        """Whether gradients of these sizes fit, all of them; equal on every rank."""
+        """Return whether all gradients of these magnitudes fit the grid; equal on every rank."""
         return all(self.fits(index, size) for index, (size, _) in enumerate(largest))
 
     def move(self, largest: Sequence[Sequence[float]]) -> None:
-        """Set the grid for gradients of these sizes.
+        """Set the grid for gradients of these magnitudes.
 
         Raises:
-            RunError: no grid holds them; on every rank alike, since `largest` is joint.
+            RunError: no grid holds them; raised on every rank, since `largest` is joint.
         """
         for index, (name, (size, _)) in enumerate(zip(self.names, largest, strict=True)):
             check_size(name, size)
             self.follow(index, size)
 
     def fits(self, index: int, largest: float) -> bool:
-        """Whether a gradient of this size is held whole and finely enough."""
+        """Return whether the grid holds a gradient of this magnitude without overflow and with enough bits."""
         exponent = self.exponents[index]
         if largest == 0.0 or not math.isfinite(largest):
             return True
@@ -93,14 +93,14 @@ class FixedPointGrid:
         return top - exponent <= VALUE_BITS and (top - exponent >= LEAST_BITS or exponent == LOWEST)
 
     def follow(self, index: int, largest: float) -> None:
-        """Set the grid for gradients of this size, with room to grow."""
+        """Set one parameter's grid for gradients of this magnitude, with headroom."""
         if largest > 0.0 and math.isfinite(largest):
             top = math.frexp(largest)[1]
             self.exponents[index] = min(max(top + HEADROOM_BITS - VALUE_BITS, LOWEST), HIGHEST)
 
 
 class _Unit:
-    """Sums that travel together."""
+    """A bucket of int64 sums that are all-reduced together."""
 
     def __init__(self, members: Sequence[NamedParameter], *, device: torch.device) -> None:
         self.members = list(members)
@@ -112,9 +112,9 @@ class _Unit:
 
 
 class ExactReducer:
-    """The integer sum over microbatches and ranks, sent while the last backward still runs.
+    """A reducer that adds integers over microbatches and ranks, overlapped with the last backward.
 
-    `finish` says whether the grid held the gradients; if not, what was sent is of no use and the step runs again.
+    `finish` returns whether the grid held the gradients; if not, the sums are useless and the step runs again.
     """
 
     meets = False
@@ -136,7 +136,7 @@ class ExactReducer:
         ]
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         self._sizes = GradientMagnitudes(num_parameters=len(self._grid.names))
         self._touched = [False] * len(self._grid.names)
         self._armed = False
@@ -148,17 +148,17 @@ class ExactReducer:
             member.parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """After the last microbatch's gradient a sum is complete on this rank."""
+        """Arm the hooks for the last microbatch, whose gradients complete this rank's sums."""
         self._armed = last
 
     def after_backward(self) -> None:
-        """Nothing to collect: the hooks have."""
+        """Do nothing: the hooks have already added the gradients."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Add over ranks; leave gradients in `.grad`, or set a better grid and answer False.
+        """Add over ranks and store gradients in `.grad`; if the grid does not fit, set a better one and return False.
 
         Raises:
-            RunError: no grid holds gradients of this size; on every rank alike.
+            RunError: no grid holds gradients of this size; raised on every rank.
         """
         while self._next < len(self._units):
             self._launch_next()
@@ -175,7 +175,7 @@ class ExactReducer:
         return fits
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         self._grid.close()
         for handle in self._handles:
             handle.remove()
@@ -231,14 +231,14 @@ class GradientMagnitudes:
         self._seen: list[tuple[int, Tensor, Tensor]] = []
 
     def see(self, index: int, gradient: Tensor) -> None:
-        """One parameter's gradient of one microbatch."""
+        """Record the extremes of one parameter's gradient of one microbatch."""
         if gradient.numel():
             self._seen.append((index, *torch.aminmax(gradient)))
 
     def joint(self, worlds: Sequence[World]) -> list[list[float]]:
-        """For each parameter the largest magnitude over all microbatches, and 1 once a gradient came.
+        """Return for each parameter the largest magnitude over all microbatches, and 1 if it got a gradient, else 0.
 
-        NaN counts as infinite: MAX over ranks would drop it.
+        NaN counts as infinite, because MAX over ranks would drop it.
         """
         rows = torch.zeros(self._num, 2, dtype=torch.float64)
         if self._seen:
@@ -255,10 +255,10 @@ class GradientMagnitudes:
 
 
 def check_size(name: str, largest: float) -> None:
-    """Refuse what no grid holds.
+    """Refuse a gradient magnitude that no grid holds.
 
     Raises:
-        RunError: on every rank alike, since `largest` is joint.
+        RunError: the magnitude is too large; raised on every rank, since `largest` is joint.
     """
     if math.isfinite(largest) and math.frexp(largest)[1] > HIGHEST + VALUE_BITS:
         raise RunError(
@@ -269,7 +269,7 @@ def check_size(name: str, largest: float) -> None:
 
 
 def no_grid(*, step: int, attempts: int) -> RunError:
-    """What to say where gradients were of another size each time a step was run."""
+    """Return the error for a step whose gradients had another magnitude in each attempt."""
     return RunError(
         f"step {step}: exact mode found no grid for gradients that had another size in each of {attempts} runs.",
         cause="a forward or a loss that gives other values for the same batch each time: a counter, a clock",

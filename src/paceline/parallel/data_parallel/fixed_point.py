@@ -1,4 +1,4 @@
-"""Floats as integers: rounded to a grid of multiples of 2^k and added as int64, by plain torch operations."""
+"""Fixed-point sums: floats rounded to multiples of 2^k and added as int64, by plain torch operations."""
 
 import math
 import struct
@@ -10,9 +10,9 @@ _CHUNK = 1 << 16
 
 
 def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scratch: Tensor) -> None:
-    """Round to multiples of 2^exponent and add to the int64 sums, in pieces that stay in the cache.
+    """Round to multiples of 2^exponent and add to the int64 sums, in pieces that fit in the cache.
 
-    The step's first gradient is written over what was there.
+    With `first`, the step's first gradient, overwrite the sums.
     """
     constant = rounding_constant(exponent)
     offset = float_bits(constant)
@@ -28,7 +28,7 @@ def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scr
 
 
 def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
-    """The sums of multiples of 2^exponent, divided, in the target's own type; in pieces that stay in the cache."""
+    """Write the sums of multiples of 2^exponent, divided, in the dtype of `to`; in pieces that fit in the cache."""
     flat, unit = to.view(-1), 2.0**exponent
     for start in range(0, flat.numel(), _CHUNK):
         value = scratch[: flat[start : start + _CHUNK].numel()]
@@ -39,15 +39,15 @@ def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tenso
 
 
 def scratch_on(device: torch.device) -> Tensor:
-    """Room for one piece."""
+    """Return a scratch buffer for one piece."""
     return torch.empty(_CHUNK, dtype=torch.float64, device=device)
 
 
 def rounding_constant(exponent: int) -> float:
-    """The constant whose addition rounds a float64 to multiples of 2^exponent."""
+    """Return the constant whose addition rounds a float64 to multiples of 2^exponent."""
     return math.ldexp(1.5, 52 + exponent)
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float64 as an integer."""
+    """Return the bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

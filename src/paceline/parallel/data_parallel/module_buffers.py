@@ -1,4 +1,4 @@
-"""Buffers that a forward changes: who decides their value when every replica has its own."""
+"""Policies for buffers that a forward changes, to make them equal when every replica has its own copy."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ POLICIES = {
 
 
 def buffer_notes(policy: str, *, is_race: bool, has_sites: bool) -> str:
-    """What becomes of running statistics, in a line."""
+    """Return a line for the user on how running statistics are combined."""
     if is_race:
         return "buffers: one copy in shared memory, to which every worker writes its running statistics"
     if has_sites:
@@ -30,7 +30,10 @@ def buffer_notes(policy: str, *, is_race: bool, has_sites: bool) -> str:
 
 
 class BufferPolicy:
-    """`fold` leaves running statistics to the tape; what else changes is rank 0's, and its name is told."""
+    """The policy that makes changed buffers equal on all ranks.
+
+    `fold` leaves running statistics to `MicrobatchStatistics`; other changed buffers get rank 0's value, with a note.
+    """
 
     def __init__(self, *, model: nn.Module, world: World, policy: Policy, exact: bool) -> None:
         self._world = world
@@ -53,18 +56,18 @@ class BufferPolicy:
         self.begin()
 
     def begin(self) -> None:
-        """What was written to them until now, no forward has written."""
+        """Take the buffers' current values as the start of a step: earlier writes don't count as a forward's."""
         self._versions = self._now()
         self._first = [tensor.detach().clone() for _, tensor in self._watched]
 
     def changed(self) -> bool:
-        """Whether this rank's forward wrote to a watched buffer since the last step."""
+        """Return whether this rank's forward wrote to a watched buffer since the last step."""
         return bool(self.written())
 
     def undo(self) -> None:
-        """Give back what the step's forwards have changed: it is begun again.
+        """Restore the buffers that the step's forwards have changed, before the step is repeated.
 
-        Only of a buffer that changes for the first time, in a step after the first, nothing was remembered.
+        A buffer that changes for the first time in a step after the first is not restored: its value was not kept.
         """
         pairs = zip(self._watched, self._first or (), strict=False)
         before = {name: old for (name, _), old in pairs} or self._before
@@ -74,14 +77,14 @@ class BufferPolicy:
                     copy_into(tensor, before[name])
 
     def trust(self) -> None:
-        """What writes without a trace would have shown by now."""
+        """Stop comparing values: a buffer written without a version change would have been found by now."""
         self._first = None
 
     def settle(self, *, changed: bool) -> None:
-        """Make them equal again, once any rank's have changed.
+        """Make the buffers equal on all ranks if any rank's have changed.
 
         Raises:
-            UsageError: exact mode, where no rule gives one process's values.
+            UsageError: exact mode, in which no rule gives the values of one process.
         """
         if changed:
             written = self.written()
@@ -93,7 +96,7 @@ class BufferPolicy:
         self._before = {name: tensor.detach().clone() for name, tensor in self._watched if name in self._moving}
 
     def new_notes(self) -> list[str]:
-        """What is to be told and was not yet."""
+        """Return the notes for the user that were not returned before."""
         notes, self.notes = self.notes, []
         return notes
 
@@ -119,7 +122,10 @@ class BufferPolicy:
             copy_into(tensor, whole)
 
     def written(self) -> list[str]:
-        """Names. `F.batch_norm` writes without a trace: what the first step changed so is taken as changed in each."""
+        """Return the names of changed buffers.
+
+        `F.batch_norm` writes without a version change: a buffer so changed in the first step counts in every step.
+        """
         now = self._now()
         if self._first is not None:
             pairs = zip(self._watched, self._first, self._versions, now, strict=True)

@@ -1,7 +1,7 @@
-"""Data parallelism: the gradients of all replicas added while backward still runs.
+"""Bucketed gradient all-reduce for data parallelism, overlapped with backward.
 
-The model stays the user's own module: no wrapper, no new names. Each parameter's hook says when its gradient
-is ready; a unit whose gradients are all ready is reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
+The model stays the user's own module: no wrapper, no new names. A hook on each parameter reports when its gradient
+is ready; a bucket whose gradients are all ready is reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
 Gradients are *added*, never averaged: the step divides by the global counts.
 """
 
@@ -18,30 +18,30 @@ from paceline.torch_internals.private_api import copy_all, divide_all
 
 
 class Reducer(Protocol):
-    """What turns the gradients of this process's microbatches into those of the global batch."""
+    """A reducer turns the gradients of this process's microbatches into those of the global batch."""
 
     @property
     def meets(self) -> bool:
-        """Whether forward or backward waits for the other replicas', so that all must run equally many."""
+        """Return whether forward or backward waits for other replicas; then all must run equally many microbatches."""
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """A microbatch is about to run backward, the `last` of this replica's in the step, or one for nothing."""
+        """Prepare for a microbatch's backward, the step's `last` or not; without `counts` it contributes nothing."""
 
     def after_backward(self) -> None:
-        """A microbatch has run backward."""
+        """Collect gradients after a microbatch's backward."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Leave the global gradient, divided, in every `.grad`; False if the step must be run again."""
+        """Store the global gradient, divided, in every `.grad`; return False if the step must be run again."""
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
 
 
 class LocalReducer:
-    """One process: the gradients are already everybody's."""
+    """A reducer for one process, whose gradients are already global."""
 
     meets = False
 
@@ -49,28 +49,28 @@ class LocalReducer:
         self._parameters = [member.parameter for member in named]
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def after_backward(self) -> None:
-        """Nothing to collect: autograd has added to `.grad`."""
+        """Do nothing: autograd has already added to `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Divide."""
+        """Divide the gradients by `divisor`."""
         if divisor is not None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], divisor)
         return True
 
     def close(self) -> None:
-        """Nothing to remove."""
+        """Do nothing: there are no hooks to remove."""
 
 
 class Unit(Protocol):
-    """Gradients that are reduced together, by one message or two; the last of a model's has flags."""
+    """A bucket of gradients that are reduced together, in one or two messages; a model's last bucket has `flags`."""
 
     members: list[NamedParameter]
     ready: int
@@ -78,25 +78,25 @@ class Unit(Protocol):
     flags: Tensor | None
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank for it."""
+        """Return the bytes that one rank sends for this bucket."""
 
     def forget(self) -> None:
-        """Begin anew; what is still under way, of a step that was dropped, is waited for."""
+        """Reset the bucket for a new step, after waiting for messages still in flight from a dropped step."""
 
     def launch(self, world: World) -> None:
-        """Take the gradients and start the first message."""
+        """Copy the gradients and start the first message."""
 
     def pass_on(self) -> None:
-        """Once it is here, start the second, where there are two and it is not sent already."""
+        """Wait for the first message and start the second, if there is one that is not sent yet."""
 
     def land(self, divisor: float | Tensor | None) -> None:
-        """Wait for the sums and leave them, divided, in every `.grad`."""
+        """Wait for the sums, divide them and store them in every `.grad`."""
 
 
 class _Unit:
-    """Gradients that are reduced together. A single large one is reduced where it lies, without a copy.
+    """A bucket of gradients reduced by one all-reduce. A single large gradient is reduced in place, without a copy.
 
-    The last unit carries `num_flags` more numbers: which parameters got a gradient on this rank.
+    The last bucket carries `num_flags` extra numbers, which tell which parameters got a gradient on this rank.
     """
 
     def __init__(self, members: Sequence[NamedParameter], *, num_flags: int = 0) -> None:
@@ -116,7 +116,7 @@ class _Unit:
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def sent_bytes(self, ranks: int) -> float:
-        """Those of a ring."""
+        """Return the bytes that one rank sends in a ring all-reduce."""
         flags = 0 if self.flags is None else self.flags.nbytes
         return 2 * (ranks - 1) / ranks * (sum(p.nbytes for p in self.parameters) + flags)
 
@@ -124,7 +124,7 @@ class _Unit:
         self.wait = world.start_all_reduce(self._payload())
 
     def pass_on(self) -> None:
-        """There is one message."""
+        """Do nothing: there is only one message."""
 
     def _payload(self) -> Tensor:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -138,7 +138,7 @@ class _Unit:
         return self.flat
 
     def forget(self) -> None:
-        """Begin anew; what is still under way, of a step that was dropped, is waited for."""
+        """Reset the bucket for a new step, after waiting for messages still in flight from a dropped step."""
         if self.wait is not None and not self.landed:
             self.wait()
         self.ready, self.wait, self.landed = 0, None, False
@@ -156,14 +156,14 @@ class _Unit:
 
 
 class BucketReducer:
-    """Adds the gradients of all ranks, overlapped with backward. `unit` makes what carries them."""
+    """A reducer that all-reduces gradients in buckets, overlapped with backward. `unit` creates each bucket."""
 
     meets = False
 
     def __init__(self, *, named: Sequence[NamedParameter], world: World, unit: Callable[..., Unit] = _Unit) -> None:
         self._world = world
         self._named = named = renumber_parameters(named)
-        units = make_buckets(named)  # none of a stage in which all is frozen
+        units = make_buckets(named)  # empty on a stage where every parameter is frozen
         self._units = [unit(members) for members in units[:-1]]
         self._units += [unit(last, num_flags=len(named)) for last in units[-1:]]
         self._touched = [False] * len(named)
@@ -176,11 +176,11 @@ class BucketReducer:
         ]
 
     def sent_bytes(self, ranks: int) -> float:
-        """What leaves a rank in a step."""
+        """Return the bytes that one rank sends in a step."""
         return sum(unit.sent_bytes(ranks) for unit in self._units)
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         for member in self._named:
             member.parameter.grad = None
         for unit in self._units:
@@ -190,14 +190,14 @@ class BucketReducer:
         self._next = 0
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Before the last microbatch gradients only add up locally."""
+        """Arm the hooks for the last microbatch; before it, gradients only accumulate locally."""
         self._armed = last
 
     def after_backward(self) -> None:
-        """Nothing to collect: the hooks have."""
+        """Do nothing: the hooks have already launched the buckets."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Send what backward did not reach, wait for all, divide."""
+        """Launch the remaining buckets, wait for all of them and divide."""
         while self._next < len(self._units):
             self._launch_next()
         for unit in self._units:
@@ -212,7 +212,7 @@ class BucketReducer:
         return True
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -240,14 +240,14 @@ class BucketReducer:
             absent = [member.index for member in self._named if not self._touched[member.index]]
             if absent:
                 unit.flags[absent] = 0.0
-        if self._next > 1:  # while backward goes on, and in the same place on every rank
+        if self._next > 1:  # while backward runs, and in the same order on every rank
             self._units[self._next - 2].pass_on()
         unit.launch(self._world)
         self._next += 1
 
 
 def second_gradient(name: str) -> RunError:
-    """What to say where a parameter's gradient comes after its sum has left."""
+    """Return the error for a parameter that gets a gradient after its sum was already sent."""
     return RunError(
         f"{name} got a second gradient after its sum was already sent.",
         cause="the graph was run backward twice, or by reentrant checkpointing",
@@ -256,7 +256,7 @@ def second_gradient(name: str) -> RunError:
 
 
 def unused_parameters_note(named: Sequence[NamedParameter]) -> str:
-    """What to say of the parameters that got no gradient on any rank; nothing where all did."""
+    """Return a note on parameters that got no gradient on any rank; empty if all got one."""
     names = [member.name for member in named if member.parameter.grad is None]
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""One model in the memory of one machine, for several processes that write to it without locks."""
+"""A model in shared memory of one machine, to which several processes write without locks (Hogwild)."""
 
 import os
 import socket
@@ -17,11 +17,12 @@ _ALIGNED = 64
 
 
 class SharedModel:
-    """The trainable parameters and the buffers of all ranks, in one file in memory whose name is gone once all have it.
+    """The trainable parameters and buffers of all ranks, in one shared memory file, unlinked once all have opened it.
 
-    Beside them two rows of counts: `taken` has a place for each worker, which alone writes to it. `shadow` has one for
-    each parameter: every update adds 1 to it as it adds to the parameter, without a lock, so that what is missing there
-    in the end shows how often two writers have met. It is a proxy: the weights' own lost updates are not counted.
+    The file also holds two rows of counts. `taken` has one count per worker, which only that worker writes. `shadow`
+    has one count per parameter: every update adds 1 to it without a lock, as it adds to the parameter, so the counts
+    that are missing at the end show how often two writers collided. It is a proxy: lost updates of the weights
+    themselves are not counted.
     """
 
     def __init__(self, model: nn.Module, *, world: World) -> None:
@@ -38,26 +39,26 @@ class SharedModel:
         world.barrier()
 
     def others(self) -> int:
-        """Updates that the other workers have taken until now."""
+        """Return the number of updates that the other workers have made so far."""
         return int(self.taken.sum() - self.taken[self._world.rank])
 
     def count(self) -> None:
-        """This worker has taken one."""
+        """Count one update of this worker."""
         self.taken[self._world.rank] += 1
         self.shadow += 1
 
     @property
     def lost(self) -> tuple[int, int]:
-        """How many of the shadow's additions are not in it, and how many were made; while nobody adds."""
+        """Return how many additions to `shadow` were lost, and how many were made; valid while no worker adds."""
         made = int(self.taken.sum()) * len(self.shadow)
         return made - int(self.shadow.sum()), made
 
 
 def _open(size: int, *, world: World) -> Tensor:
-    """The same bytes for every rank of this machine.
+    """Return memory of `size` bytes that all ranks of this machine share.
 
     Raises:
-        MachineError: the ranks are on several machines, or there is not so much shared memory.
+        MachineError: the ranks are on several machines, or there is not enough shared memory.
     """
     hosts = sorted(set(world.gather_json(socket.gethostname())))
     if len(hosts) > 1:
@@ -66,7 +67,7 @@ def _open(size: int, *, world: World) -> Tensor:
             hint="--update sync, or all ranks on one machine",
         )
     handle, path = _shared_file(size, world=world, has_name=False)
-    if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # ranks that see no processes of each other
+    if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # ranks that don't see each other's processes
         handle, path = _shared_file(size, world=world, has_name=True)
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     world.barrier()
@@ -78,7 +79,7 @@ def _open(size: int, *, world: World) -> Tensor:
 
 
 def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
-    """Return rank 0's handle of new memory, and its path for all: without a name it goes with whoever is killed."""
+    """Return rank 0's handle of new memory, and its path on all ranks; unnamed memory is freed if a rank is killed."""
     handle, path, problem = -1, "", ""
     if world.is_main:
         try:
@@ -101,7 +102,7 @@ def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
 
 
 def _move(tensor: Tensor, part: Tensor, *, write: bool) -> None:
-    """Rank 0's values are everybody's."""
+    """Move a tensor's storage to `part`; with `write` (rank 0), copy its values there first."""
     view = part.view(tensor.dtype).view(tensor.shape)
     if write:
         view.copy_(tensor.detach())

@@ -1,8 +1,8 @@
-"""Replicas in one process: models of their own that share the first one's weights.
+"""Thread replicas: several models in one process that share the first one's weights.
 
-Each replica is built as a process would build it, then its parameters are laid over the first one's memory: the
-optimizer steps once, and everybody has the new weights. Gradients, buffers and activations are each replica's own.
-On another device the weights are copied before every step, as `nn.DataParallel` does.
+Each replica is built as a process would build it, then its parameters are pointed at the first one's memory: the
+optimizer steps once, and every replica has the new weights. Each replica has its own gradients, buffers and
+activations. On another device the weights are copied before every step, as `nn.DataParallel` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from paceline.torch_internals.private_api import add_all, divide_all
 
 
 class ThreadReplicas:
-    """Keeps every replica as the first one is: weights, buffers, modes, and exact mode's grid.
+    """The replicas of one process, kept equal to the first: weights, buffers, modes, and exact mode's grid.
 
     Raises:
-        JobError: `model=` did not build another model each time.
+        JobError: `model=` did not build a new model each time.
     """
 
     def __init__(self, *, models: Sequence[nn.Module], grids: Sequence[FixedPointGrid | None]) -> None:
@@ -37,7 +37,7 @@ class ThreadReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Before a step: somebody may have loaded, averaged or frozen something in the first one."""
+        """Update all replicas from the first before a step; it may have been loaded, averaged or frozen meanwhile."""
         for source, target in self._weights:
             if source.device != target.device:
                 target.data.copy_(source.data, non_blocking=target.is_cuda)
@@ -54,7 +54,7 @@ class ThreadReplicas:
                 grid.exponents = list(first_grid.exponents)
 
     def keep(self) -> Callable[[], None]:
-        """Remember what a step's forward changes in the first one; returns the undo."""
+        """Remember the first replica's buffers and grid, which a step changes; return a function that restores them."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._first.buffers()]
         grid = self._grids[0]
         exponents = None if grid is None else list(grid.exponents)
@@ -69,7 +69,7 @@ class ThreadReplicas:
 
 
 class ThreadReducer:
-    """Adds the replicas' gradients into the first one's, each parameter by one thread, in the order of replicas."""
+    """A reducer that adds the replicas' gradients into the first one's, one thread per parameter, in replica order."""
 
     meets = False
 
@@ -79,18 +79,18 @@ class ThreadReducer:
         self._world = world
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def after_backward(self) -> None:
-        """Nothing to collect: autograd has added to this replica's own `.grad`."""
+        """Do nothing: autograd has already added to this replica's own `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """When all have run backward, add and divide this thread's part of the parameters."""
+        """Wait until all replicas have run backward, then add and divide this thread's part of the parameters."""
         everybody: list[list[Tensor | None]] = self._world.exchange([p.grad for p in self._parameters])
         mine = range(self._world.rank, len(self._home), self._world.world_size)
         totals: dict[int, Tensor] = {}
@@ -105,7 +105,7 @@ class ThreadReducer:
         return True
 
     def close(self) -> None:
-        """Nothing to remove."""
+        """Do nothing: there are no hooks to remove."""
 
     def _add(self, totals: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
         moved = {i: g.to(self._home[i].device, non_blocking=self._home[i].is_cuda) for i, g in gradients.items()}
@@ -115,7 +115,7 @@ class ThreadReducer:
 
 
 def refuse_under_threads(*, buffers: str, compiled: bool) -> list[LayoutError]:
-    """What replicas in one process can't have."""
+    """Return errors for settings that thread replicas don't support."""
     found = []
     if buffers == "sync_bn":
         cause = "replicas that draw random numbers run one after another, and sync_bn lets them meet inside the forward"
@@ -161,6 +161,6 @@ def _structure(model: nn.Module) -> tuple[list[str], list[tuple[str, torch.Size]
 
 
 def shared_gpu(devices: Sequence[torch.device]) -> torch.device | None:
-    """A GPU that more than one replica computes on."""
+    """Return a GPU that more than one replica computes on, or None."""
     twice = [device for device in devices if device.type == "cuda" and list(devices).count(device) > 1]
     return twice[0] if twice else None

@@ -1,1 +1,1 @@
-"""The experts of a mixture-of-experts block over the ranks of an `ep` axis."""
+"""Expert parallelism: the experts of a mixture-of-experts block sharded over the ranks of an `ep` axis."""

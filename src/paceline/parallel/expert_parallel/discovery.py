@@ -1,8 +1,8 @@
-"""Which modules of a model hold experts, and which of them each rank keeps.
+"""Discovery of the modules of a model that hold experts, and assignment of experts to ranks.
 
-What can be split is a module whose forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
-(tokens, width), for each token the experts chosen, (tokens, choices), and their weights. transformers' experts modules
-are such; so is any module of a user's own, with its experts stacked in parameters of one first dimension, or in an
+A module can be split if its forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
+(tokens, width), the experts chosen for each token, (tokens, choices), and their weights. transformers' experts modules
+have this form; so has any user module that stacks its experts in parameters of one first dimension, or holds them in an
 `nn.ModuleList`.
 """
 
@@ -21,8 +21,11 @@ _INDEX, _WEIGHT = ("index", "indices", "expert"), ("weight", "score", "prob", "g
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A module with `count` experts: `stacked` names its parameters whose first dimension they are; `listed` is the
-    name of its `nn.ModuleList`, where they are modules."""
+    """A module with `count` experts.
+
+    `stacked` names its parameters whose first dimension is the experts; `listed` is the name of its `nn.ModuleList`, if
+    they are modules.
+    """
 
     name: str
     module: nn.Module
@@ -32,17 +35,17 @@ class Experts:
 
 
 def expert_ranges(count: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """The experts `[start, stop)` of each rank: as equal as they can be, none where there are more ranks."""
+    """Return the experts `[start, stop)` of each rank, as even as possible; empty ranges if there are more ranks."""
     each, more = divmod(count, ranks)
     starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
     return tuple(pairwise(starts))
 
 
 def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Experts]:
-    """The experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
+    """Return the experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
 
     Raises:
-        LayoutError: there are none, or one that is named, or looks like one, can't be split: with its name and why.
+        LayoutError: there are none, or one that is named, or looks like one, cannot be split: with its name and why.
     """
     found: list[Experts] = []
     for name, module in model.named_modules():
@@ -59,7 +62,7 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
 
 
 def takes_routed_tokens(module: nn.Module) -> bool:
-    """Whether its forward is `(tokens, expert_index, expert_weight)`, told by the names of what it takes."""
+    """Return True if the forward is `(tokens, expert_index, expert_weight)`, judged by its parameter names."""
     names = [p.name.lower() for p in inspect.signature(module.forward).parameters.values() if p.kind < p.KEYWORD_ONLY]
     return (
         len(names) == 3
@@ -89,7 +92,7 @@ def _experts(name: str, module: nn.Module) -> Experts:
 
 
 def _loops(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of equal modules that are called experts."""
+    """Yield each `nn.ModuleList` with more than one module whose name contains "expert"."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and "expert" in name.rsplit(".", 1)[-1].lower():
             yield name, module

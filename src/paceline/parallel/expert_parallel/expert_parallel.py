@@ -1,8 +1,8 @@
-"""Expert parallelism: the experts of a block over the ranks of an `ep` axis, whose ranks have tokens of their own.
+"""Expert parallelism: experts sharded over the ranks of an `ep` axis, each of which has its own tokens.
 
-Each rank keeps some experts and all of everything else. A token travels to its experts and their answers travel back;
-the module's own forward runs on the rows that came. An expert's gradient is then the sum over the tokens of all `ep`
-ranks already: it is added only over the data ranks outside the `ep` group.
+Each rank keeps some experts and all other parameters. Tokens are sent to their experts, and the results are sent back;
+the module's own forward runs on the received rows. An expert's gradient is then already the sum over the tokens of all
+`ep` ranks: it is reduced only over the data ranks outside the `ep` group.
 """
 
 import inspect
@@ -26,8 +26,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedExperts:
-    """What a rank holds after the split. `parts` has every parameter that was split, also those that this rank has
-    nothing of; `names` are the expert parameters that it has."""
+    """The result of the split on one rank.
+
+    `parts` has every parameter that was split, also those of which this rank has nothing; `names` are the expert
+    parameters that it has.
+    """
 
     parts: Mapping[str, ShardSpec]
     names: frozenset[str]
@@ -35,7 +38,7 @@ class PlacedExperts:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def close(self) -> None:
-        """Give the modules their own forward back. What they hold stays split."""
+        """Restore the own forward of the modules. Their parameters stay split."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -44,12 +47,13 @@ class PlacedExperts:
 def split_experts(
     *, model: nn.Module, world: World | None = None, over: AxisExchange | None = None, experts: str | None = None
 ) -> PlacedExperts:
-    """Keep this rank's experts only, in place; the names of parameters do not change.
+    """Keep only this rank's experts, in place; parameter names do not change.
 
-    `experts` is a pattern for the names of the modules to split, where they are not found by what they take.
+    `experts` is a pattern for the names of the modules to split, if their forward's parameter names do not identify
+    them.
 
     Raises:
-        LayoutError: no experts, or some that can't be split, by name.
+        LayoutError: there are no experts, or some cannot be split; the message names them.
     """
     exchange = over or ProcessExchange(world=world or World.alone())
     found = find_experts(model, pattern=experts)
@@ -66,7 +70,7 @@ def split_experts(
 
 
 def expert_parts(model: nn.Module, *, rank: int, ranks: int, experts: str | None = None) -> dict[str, ShardSpec]:
-    """The parts that `split_experts` would leave a rank, of a model that is still whole (on meta, for a plan)."""
+    """Return the parts that `split_experts` would leave a rank, for a model that is still whole (e.g. on meta)."""
     parts: dict[str, ShardSpec] = {}
     for one in find_experts(model, pattern=experts):
         ranges = expert_ranges(one.count, ranks=ranks)
@@ -91,12 +95,12 @@ def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
         parts[f"{one.name}.{name}"] = part
     for name, value in list(vars(one.module).items()):
         if type(value) is int and value == one.count and "expert" in name:
-            setattr(one.module, name, kept[1] - kept[0])  # the module's own forward counts its experts by it
+            setattr(one.module, name, kept[1] - kept[0])  # the module's own forward reads its number of experts here
     return parts
 
 
 def _keep_listed(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
-    """Experts of other ranks become empty modules: those that stay keep their place, so their names."""
+    """Replace other ranks' experts by empty modules, so that the remaining ones keep their indices and names."""
     listed = getattr(one.module, str(one.listed))
     start, stop = kept
     parts: dict[str, ShardSpec] = {}
@@ -111,16 +115,16 @@ def _keep_listed(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
 
 
 class RemoteExpert(nn.Module):
-    """An expert that another rank holds: no token ever comes here."""
+    """A placeholder for an expert that another rank holds; it never gets a token."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Nothing, of nothing."""
+        """Return the empty input."""
         assert not len(tokens), "a token reached an expert of another rank"
         return tokens
 
 
 def _route(one: Experts, ranges: Ranges, exchange: AxisExchange) -> Callable[[], None]:
-    """Put the exchange around the module's own forward, as a method: a copy of the module routes its own experts."""
+    """Wrap the module's own forward in the token exchange, as a method, so that a copy routes its own experts."""
     module = one.module
     taken = inspect.signature(module.forward)
     call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, exchange=exchange)
@@ -137,7 +141,7 @@ def _route(one: Experts, ranges: Ranges, exchange: AxisExchange) -> Callable[[],
 
 
 def _function(module: nn.Module) -> Callable[..., Any]:
-    """The forward, taking the module as its first argument; of an instance where it has one of its own."""
+    """Return the forward as a function of the module; an instance's own forward ignores that argument."""
     found: Any = module.forward
     own: Any = getattr(found, "__func__", None)
     return own if own is not None else lambda _, *args: found(*args)
@@ -145,7 +149,7 @@ def _function(module: nn.Module) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """The forward of a module whose experts are spread."""
+    """The forward of a module whose experts are sharded."""
 
     experts: Experts
     own: Callable[..., Any]
@@ -154,7 +158,7 @@ class _Call:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        """Dispatch, this rank's experts, combine; a rank without tokens, or without rows, takes part."""
+        """Dispatch tokens, run this rank's experts, combine. Ranks without tokens or rows must take part too."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         if index.shape != weight.shape or index.numel() % max(len(flat), 1):
             raise LayoutError(
@@ -174,10 +178,9 @@ class _Call:
 
 
 class _Tied(torch.autograd.Function):
-    """Whatever came, this rank's backward takes part in the exchanges.
+    """An identity that makes this rank's backward take part in the exchanges, whatever rows it received.
 
-    Stacked experts without a token have a gradient all the same, zero, as they have in one process, where other
-    experts of the stack had tokens.
+    Stacked experts without a token get a zero gradient, as in one process, where other experts of the stack had tokens.
     """
 
     @staticmethod
@@ -192,7 +195,7 @@ class _Tied(torch.autograd.Function):
 
 
 def _refuse_tied(model: nn.Module, found: list[Experts]) -> None:
-    """A parameter that is an expert's and something else's too can't be split.
+    """Raise if a parameter belongs to an expert and to another module too.
 
     Raises:
         LayoutError: with both names.

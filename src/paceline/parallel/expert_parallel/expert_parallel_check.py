@@ -1,8 +1,8 @@
-"""Does this model give the same when its experts are spread? Asked before anything is started, in one process.
+"""A check, in one process and before the run starts, that a model gives the same results with sharded experts.
 
-As for `cp`, threads play the ranks, in float64; the experts run as in training, the rest as in an evaluation. What it
-finds: a forward that draws, counts its experts in another way, drops tokens beyond a capacity, or mixes the tokens that
-it is given.
+As for `cp`, threads simulate the ranks, in float64; the experts run in training mode, the rest in evaluation mode. It
+finds a forward that draws random numbers, counts its experts in another way, drops tokens beyond a capacity, or mixes
+the tokens that it is given.
 """
 
 import inspect
@@ -36,10 +36,10 @@ def check_experts(
     forward: Callable[[nn.Module, Any], Any],
     experts: str | None = None,
 ) -> None:
-    """Run `forward(model, batch)` of a batch for each rank, whole and with the experts spread over as many ranks.
+    """Compare `forward(model, batch)` on one batch per rank, with whole experts and with sharded ones.
 
     Raises:
-        LayoutError: they can't be spread, or outputs or gradients differ.
+        LayoutError: the experts cannot be sharded, or outputs or gradients differ.
     """
     twin = eager_experts(copy_model(model).double().eval())
     for found in find_experts(twin, pattern=experts):
@@ -74,10 +74,10 @@ def check_experts(
 
 @contextmanager
 def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tuple[int, int]]]]:
-    """What widths and numbers of choices each experts module is called with.
+    """Record the widths and numbers of choices that each experts module is called with.
 
     Raises:
-        LayoutError: it draws: which rank does so for which token is another matter where experts are spread.
+        LayoutError: it draws random numbers, which would differ when the experts are sharded.
     """
     device = next(model.parameters()).device
     seen: dict[str, set[tuple[int, int]]] = {}
@@ -107,11 +107,14 @@ def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tu
 
 
 def _is_by_token(module: nn.Module, *, count: int, width: int, choices: int) -> bool:
-    """Whether tokens in two halves get what they get together, be they spread over the experts or all at the same."""
+    """Return True if tokens in two halves get the same results as together.
+
+    Tested with tokens spread over the experts, and with all tokens at the same experts.
+    """
     draw = torch.Generator().manual_seed(0)
     device = next(module.parameters()).device
     with torch.no_grad(), InDouble():
-        for parameter in module.parameters():  # at the start they may be zero, and say nothing
+        for parameter in module.parameters():  # initial zeros would hide differences
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype).to(device))
         tokens = torch.randn(_TOKENS, width, generator=draw, dtype=torch.float64).to(device)
         weight = torch.rand(_TOKENS, choices, generator=draw, dtype=torch.float64).to(device)

@@ -1,8 +1,8 @@
-"""Tokens to the ranks that hold their experts, and back: each to each, with uneven counts.
+"""Dispatch of tokens to the ranks that hold their experts, and back: all-to-all with uneven counts.
 
-Every (token, expert) pair is a row. Rows are ordered by expert; the counts travel first, so that each rank knows how
-many rows come from whom; a rank may send or get none. Backward takes the same way round (Lepikhin et al., "GShard",
-2020; uneven counts: Gale et al., "MegaBlocks", 2022).
+Every (token, expert) pair is a row. Rows are ordered by expert; the counts are sent first, so that each rank knows how
+many rows come from each other rank; a rank may send or receive none. Backward uses the reverse exchange (Lepikhin et
+al., "GShard", 2020; uneven counts: Gale et al., "MegaBlocks", 2022).
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from paceline.comm.played_ranks import AxisExchange
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRoute:
-    """Of one forward: which rows go where. `send` and `receive` count rows a rank, the others are indices."""
+    """The routing of rows in one forward. `send` and `receive` count rows per rank, the others are indices."""
 
     exchange: AxisExchange
     send: tuple[int, ...]
     receive: tuple[int, ...]
     token: Tensor  # the token of each row that leaves, in the order of experts
-    pair: Tensor  # its place among all (token, choice) pairs
-    expert: Tensor  # this rank's expert of each row that came, counted from 0
+    pair: Tensor  # its index among all (token, choice) pairs
+    expert: Tensor  # this rank's expert for each received row, counted from 0
 
 
 def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], exchange: AxisExchange) -> TokenRoute:
-    """From the experts that tokens chose, (tokens, choices), and the experts that each rank holds.
+    """Return the route for the experts that tokens chose, (tokens, choices), and the experts of each rank.
 
-    A choice outside of all ranges (a hidden expert) goes nowhere.
+    A choice outside of all ranges (a masked expert) is not sent.
     """
     num_experts = ranges[-1][1]
     flat = index.reshape(-1)
@@ -56,8 +56,9 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], exchange: Ax
 
 
 def _unlucky(came: Tensor) -> Tensor:
-    """What comes to the rank that in some step gets most, where no router is there to say: two standard deviations
-    above what comes to all, of choices that fall to one rank as likely as to another.
+    """Return estimated counts for the most loaded rank, if there is no real router.
+
+    They are two standard deviations above the mean, with every choice equally likely to fall to any rank.
     """
     total = int(came.sum())
     more = 2 * (max(total, 1) * (1 - 1 / came.shape[0])) ** 0.5 / max(total, 1)
@@ -66,18 +67,18 @@ def _unlucky(came: Tensor) -> Tensor:
 
 
 def dispatch(tokens: Tensor, weights: Tensor, *, route: TokenRoute) -> tuple[Tensor, Tensor]:
-    """The rows and weights of this rank's experts, from every rank's tokens."""
+    """Return the rows and weights of this rank's experts, from the tokens of all ranks."""
     return _Swap.apply(route, False, tokens[route.token], weights.reshape(-1)[route.pair])  # type: ignore[no-untyped-call,no-any-return]
 
 
 def combine(rows: Tensor, *, like: Tensor, route: TokenRoute) -> Tensor:
-    """Bring the rows back and add those of each token, in the order of experts."""
+    """Send the rows back, and add those of each token, in the order of experts."""
     (came,) = _Swap.apply(route, True, rows)  # type: ignore[no-untyped-call]
     return torch.zeros_like(like).index_add(0, route.token, came.to(like.dtype))
 
 
 class _Swap(torch.autograd.Function):
-    """Rows each to each. All tensors of one exchange are in one node, so that every rank's backward takes one order."""
+    """An all-to-all of rows. One node holds all tensors of an exchange, so every rank's backward has the same order."""
 
     @staticmethod
     def forward(ctx: Any, route: TokenRoute, home: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

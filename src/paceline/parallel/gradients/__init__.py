@@ -1,1 +1,1 @@
-"""Gradient norms, tied parameters, and reducers that are combined from several."""
+"""Gradient norms, tied parameters, and combined reducers."""

@@ -1,4 +1,4 @@
-"""Several reducers as one: parameters whose gradients are added over other ranks than the rest."""
+"""A reducer composed of several, for parameters whose gradients are added over different groups of ranks."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from paceline.parallel.data_parallel.reducer import Reducer
 
 
 class ComposedReducer:
-    """What each is told, all are. `meets`: whether the forward itself waits for other ranks."""
+    """A reducer that forwards every call to several. `meets`: whether the forward itself waits for other ranks."""
 
     def __init__(self, reducers: Sequence[Reducer], *, meets: bool) -> None:
         self._reducers = list(reducers)
@@ -16,30 +16,30 @@ class ComposedReducer:
 
     @property
     def meets(self) -> bool:
-        """Whether all ranks must run equally many microbatches."""
+        """Return whether all ranks must run equally many microbatches."""
         return self._meets or any(reducer.meets for reducer in self._reducers)
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         for reducer in self._reducers:
             reducer.begin()
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """A microbatch is about to run backward."""
+        """Prepare all reducers for a microbatch's backward."""
         for reducer in self._reducers:
             reducer.before_backward(last=last, counts=counts)
 
     def after_backward(self) -> None:
-        """A microbatch has run backward."""
+        """Collect gradients in all reducers after a microbatch's backward."""
         for reducer in self._reducers:
             reducer.after_backward()
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Leave the global gradients."""
+        """Store the global gradients; return False if any reducer needs the step again."""
         told = [reducer.finish(divisor=divisor) for reducer in self._reducers]
         return all(told)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         for reducer in self._reducers:
             reducer.close()

@@ -1,8 +1,8 @@
-"""The norm of a gradient that lies in pieces on several ranks.
+"""The norm of a gradient whose pieces lie on several ranks.
 
-Each element of the whole is given by one rank. The usual way adds the float64 squares of the norms of short rows: as
-right as float64 throughout and many times faster, where one float32 sum over millions of elements is off in the fourth
-digit. Exact mode adds integers, so that the bits are the same for any cut, for one process too.
+Each element of the whole is counted by one rank. The default adds the float64 squares of the norms of short rows: as
+accurate as float64 throughout and many times faster, while one float32 sum over millions of elements is off in the
+fourth digit. Exact mode adds integers, so that the bits are the same for any sharding, and for one process.
 """
 
 import math
@@ -16,14 +16,14 @@ from paceline.comm.process_group import World
 LIMB_BITS = 28
 _CHUNK = 1 << 16
 _ROW = 4096
-_TINY = 1e-30  # below it float32 squares may have been lost
+_TINY = 1e-30  # below it float32 squares may have underflowed
 
 
 def joint_norm(owned: Sequence[Tensor], *, worlds: Sequence[World], exact: bool = False) -> Tensor:
-    """The Euclidean norm over all ranks, a float64 scalar, equal on every rank.
+    """Return the Euclidean norm over all ranks, a float64 scalar, equal on every rank.
 
-    `owned` are the pieces that this rank answers for: what several ranks hold is given by one of them. `worlds` are
-    those that the pieces are spread over. Not finite where an element is not.
+    `owned` are the pieces that this rank counts; a piece held by several ranks is owned by one of them. The pieces are
+    spread over the ranks of `worlds`. The norm is not finite if an element is not.
     """
     device = next((world.device for world in worlds), owned[0].device if owned else torch.device("cpu"))
     pieces = [piece.detach() for piece in owned if piece.numel()]
@@ -33,7 +33,7 @@ def joint_norm(owned: Sequence[Tensor], *, worlds: Sequence[World], exact: bool 
 def _usual(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
     total = _joint_square(pieces, worlds, device)
     if device.type != "cpu" or _TINY < total.item() < math.inf:
-        return total.sqrt()  # on a GPU nobody looks, since that would wait
+        return total.sqrt()  # on a GPU the value is not checked, since that would synchronise
     largest = _joint_largest(pieces, worlds, device)
     if largest == 0.0 or not math.isfinite(largest):
         return total.sqrt()
@@ -51,7 +51,7 @@ def _joint_square(pieces: Sequence[Tensor], worlds: Sequence[World], device: tor
 
 
 def _square(piece: Tensor) -> Tensor:
-    """The sum of squares, in float64."""
+    """Return the sum of squares in float64."""
     if piece.dtype != torch.float32 or piece.device.type != "cpu":
         exact: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         return exact
@@ -64,7 +64,7 @@ def _square(piece: Tensor) -> Tensor:
 
 
 def _joint_largest(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> float:
-    """NaN counts as infinite: MAX over ranks would drop it."""
+    """Return the largest magnitude over all ranks; NaN counts as infinite, because MAX over ranks would drop it."""
     found = torch.zeros((), dtype=torch.float64, device=device)
     for piece in pieces:
         low, high = torch.aminmax(piece)
@@ -76,9 +76,9 @@ def _joint_largest(pieces: Sequence[Tensor], worlds: Sequence[World], device: to
 
 
 def _exact(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
-    """Squares on a grid of 2^-56 of the largest's, as two integers of 28 bits each, added and rooted once.
+    """Return the norm from squares rounded to 2^-56 of the largest's, added as two integers of 28 bits each.
 
-    For up to 2^34 elements: the higher integers then add to less than 2^63.
+    It holds for up to 2^34 elements: then the sum of the higher integers is below 2^63.
     """
     largest = _joint_largest(pieces, worlds, device)
     if largest == 0.0 or not math.isfinite(largest):
@@ -97,7 +97,7 @@ def _exact(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.devi
 
 
 def _limbs(values: Tensor, exponent: int) -> Tensor:
-    """The two sums of squares of values below 2^exponent. The square of a float32 is exact in float64."""
+    """Return the two integer sums of squares of values below 2^exponent. A float32's square is exact in float64."""
     half = exponent // 2  # in two steps: 2^-exponent alone may overflow
     unit = values.mul_(2.0**-half).mul_(2.0 ** -(exponent - half)).square_().mul_(float(1 << LIMB_BITS))
     high = unit.floor()
@@ -106,7 +106,7 @@ def _limbs(values: Tensor, exponent: int) -> Tensor:
 
 
 def _root(total: int, exponent: int) -> float:
-    """The square root of total * 2^-56, times 2^exponent; infinite where a float64 can't hold it."""
+    """Return the square root of total * 2^-56, times 2^exponent; infinity if a float64 can't hold it."""
     try:
         return math.ldexp(math.sqrt(total), exponent - LIMB_BITS)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold: the gradient of each is the sum over these stages, of floats or of integers."""
+"""Gradient sums, of floats or of integers, for tied parameters that several pipeline stages hold."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,23 +13,23 @@ _TAG = 1 << 20
 
 
 class ExactTies:
-    """What exact mode adds over the stages: integers, so that the sum is that of one process."""
+    """Exact mode's sums of tied gradients over stages: integers, so that the sum equals that of one process."""
 
     def __init__(self, ties: Mapping[str, Sequence[int]], *, world: World) -> None:
         self._world = world
         self._of = {name: (place, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))}
 
     def added(self, name: str, own: Tensor) -> Tensor:
-        """The sum over the ranks that hold it; all of them call it, for one after another in one order."""
+        """Return the sum over the ranks that hold a parameter; each of them calls this, in the same parameter order."""
         place, ranks = self._of.get(name, (0, ()))
         return sum_in_rank_order(own, ranks=ranks, place=place, world=self._world) if ranks else own
 
 
 class TiedReducer:
-    """Another reducer, after which the holders of a tied parameter add what each of them has of its gradient.
+    """A reducer that runs another one and then adds each tied parameter's gradient over the stages that hold it.
 
-    `ties` gives the ranks of `world`, a pipeline's, that hold each. Terms are added in the order of ranks, so that
-    all have the same bits.
+    `ties` gives the ranks of `world`, the pipeline's, that hold each parameter. Terms are added in rank order, so that
+    all ranks get the same bits.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class TiedReducer:
 
     @property
     def meets(self) -> bool:
-        """As without ties."""
+        """Return the inner reducer's `meets`."""
         return self._inner.meets
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         self._inner.begin()
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """As without ties."""
+        """Prepare the inner reducer for a microbatch's backward."""
         self._inner.before_backward(last=last, counts=counts)
 
     def after_backward(self) -> None:
-        """As without ties."""
+        """Collect gradients in the inner reducer."""
         self._inner.after_backward()
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """The gradient of each stage is divided already: so is their sum."""
+        """Finish the inner reducer, which divides each stage's gradient, then add the tied gradients over stages."""
         if not self._inner.finish(divisor=divisor):
             return False
         for place, parameter, ranks in self._tied:
@@ -67,12 +67,12 @@ class TiedReducer:
         return True
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         self._inner.close()
 
 
 def sum_tied_gradients(parameter: nn.Parameter, *, ranks: Sequence[int], place: int, world: World) -> Tensor | None:
-    """The sum of its gradients on these ranks, in their order; None where none of them has one. All of them call it."""
+    """Return the sum of a gradient over `ranks`, in that order; None if no rank has one. All of `ranks` call this."""
     own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
     if parameter.grad is not None:
         own[:-1] = parameter.grad.flatten()
@@ -82,7 +82,7 @@ def sum_tied_gradients(parameter: nn.Parameter, *, ranks: Sequence[int], place: 
 
 
 def sum_in_rank_order(own: Tensor, *, ranks: Sequence[int], place: int, world: World) -> Tensor:
-    """The sum of what these ranks have, in their order, so that all have the same bits. All of them call it."""
+    """Return the sum over `ranks`, in that order, so that all get the same bits. All of `ranks` call this."""
     parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
     others, tag = [rank for rank in ranks if rank != world.rank], _TAG + place
     works = [world.start_send(own, to=rank, tag=tag) for rank in others]

@@ -1,8 +1,8 @@
-"""Each use of a tied weight, apart: what exact mode adds is one summand a use, wherever the uses run.
+"""Separate gradients for each use of a tied weight: exact mode adds one summand per use, wherever the uses run.
 
-In one process autograd would add the gradients of both uses in floats before anybody sees them; the stages of a
-pipeline see one each. So while a module runs, a weight that has several names is shown to it as a view of its own,
-whose gradient is kept here, and zeros go on to the weight itself: its hook still says when all have come.
+In one process autograd would add the gradients of both uses in floats first; the stages of a pipeline see one each.
+So while a module runs, a weight with several names is replaced by a view, whose gradient is kept here, and zeros pass
+on to the weight itself: its hook still reports when all gradients have come.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from paceline.errors import LayoutError
 
 
 class TiedUses:
-    """Of one model. `names` are the weights that have several, by their first one."""
+    """The uses of one model's tied weights. `names` are the first names of weights that have several."""
 
     def __init__(self, model: nn.Module) -> None:
         first = {id(p): name for name, p in model.named_parameters()}
@@ -34,7 +34,7 @@ class TiedUses:
         self.crossing: Collection[str] = ()
 
     def watch(self) -> None:
-        """From now on; after all that looks at which module reads which parameter."""
+        """Register the hooks; call this after everything that inspects which module reads which parameter."""
         for name, module, own in self._places:
             self._handles += [
                 module.register_forward_pre_hook(partial(self._show, name=name, own=own)),
@@ -42,14 +42,14 @@ class TiedUses:
             ]
 
     def forget(self) -> None:
-        """What a step left that was not finished."""
+        """Drop the gradients of an unfinished step."""
         self._apart.clear()
 
     def summands(self, name: str, rest: Tensor) -> list[Tensor]:
-        """What has come of a weight; `rest` is the gradient of what read it outside of the modules that hold it.
+        """Return a weight's gradients, one per use; `rest` is that of reads outside the modules that hold the weight.
 
         Raises:
-            LayoutError: there is such a one, of a weight that crosses stages: it could be the sum of several.
+            LayoutError: such a read exists of a weight that crosses stages: `rest` could be the sum of several.
         """
         found = self._apart.pop(name, [])
         if not found or bool(rest.any()):
@@ -75,7 +75,7 @@ class TiedUses:
         return gradient.new_zeros(()).expand(gradient.shape)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the module hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,1 +1,4 @@
-"""Start values: those of one plain build, or of streams keyed by name; a rank gets its parts, and no more."""
+"""Initialization: start values of one plain build, or of random streams keyed by name.
+
+Each rank gets its own parts, and no more.
+"""

@@ -1,4 +1,4 @@
-"""A model that nobody holds whole: placed while its parameters have no memory, then given this rank's parts of them."""
+"""A model that no rank holds whole: sharded while its parameters have no memory, then filled with this rank's parts."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class DeferredModel:
-    """The model, whose buffers have their values and whose parameters have no memory, and where theirs come from.
+    """A model with real buffers and memory-free parameters, and the source of the parameter values.
 
-    Made before the model is cut. `notes` are added to: what had to be run with values, and why.
+    Create it before the model is sharded. It adds to `notes` what had to be run with values, and why.
     """
 
     draft: DeferredInit
@@ -32,7 +32,7 @@ class DeferredModel:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Give the buffers their values."""
+        """Fill the buffers with their values."""
         model, self._nothing = self.draft.model, self.draft.without_values()
         values = self._values({name: ShardSpec.all_of(tensor.shape) for name, tensor in model.named_buffers()})
         old = named_tensors(model)
@@ -40,15 +40,17 @@ class DeferredModel:
         put_tensors(model, {name: with_data(old[name], tensor) for name, tensor in new.items()})
 
     def planned(self, work: Callable[[], T]) -> T:
-        """What `work` finds out by running the model: with shapes alone, or where it asks for numbers with one
-        parameter after another made and let go."""
+        """Return the result of `work`, which runs the model, with shapes only.
+
+        If `work` needs numbers, it runs again with values, one parameter at a time created and freed.
+        """
         try:
             with meta_forward(self.device):
                 return work()
         except (
             Exception,
             UnknownNumber,
-        ) as error:  # what is wrong is told by the run with values, as it is below the limit
+        ) as error:  # the run with values reports any error, as it does below the limit
             why, line = str(error).partition("\n")[0], user_line(error)
             why = f"{type(error).__name__}: {why}" if isinstance(error, Exception) else f"the forward asks for {why}"
             why += f" (at {line})" if line else ""
@@ -57,13 +59,13 @@ class DeferredModel:
         return found
 
     def valued(self, work: Callable[[], T]) -> T:
-        """What `work` finds out by running the model with its values, one parameter after another made and let go."""
+        """Return the result of `work`, which runs the model with values, one parameter at a time created and freed."""
         with lend_parameters(self._lender(), device=self.device):
             return work()
 
     @contextmanager
     def held(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """With the values of these, where they have none yet."""
+        """Give these parameters values inside this context, if they have none yet."""
         asked = {id(parameter) for parameter in parameters if parameter.is_meta}
         old = {name: tensor for name, tensor in self.draft.model.named_parameters() if id(tensor) in asked}
         put_tensors(self.draft.model, {name: with_data(tensor, self._one(name)) for name, tensor in old.items()})
@@ -81,10 +83,10 @@ class DeferredModel:
         routed: Collection[str],
         shard: World | None,
     ) -> "LateRows":
-        """Give the model its values, now that it is cut: of each parameter the part in `base`, or all of it.
+        """Give the sharded model its values: of each parameter the part in `base`, or all of it.
 
-        `hollow` names what other ranks hold. With `shard` the parameters that are not `routed` stay without memory,
-        and this rank's rows of them are returned.
+        `hollow` names parameters that other ranks hold. With `shard` the parameters that are not `routed` stay without
+        memory, and this rank's rows of them are returned.
         """
         now = {name: parameter for name, parameter in model.named_parameters() if name not in hollow}
         wanted = {name: base.get(name, ShardSpec.all_of(parameter.shape)) for name, parameter in now.items()}
@@ -97,7 +99,7 @@ class DeferredModel:
         return LateRows(parts=rows, values={name: values[name] for name in eager}, make=self._values)
 
     def _lender(self) -> Callable[[int], Tensor]:
-        """A parameter's values by the number of its memory, lying there as they would in it."""
+        """Return a function from a storage key to its parameter's values, in the same memory layout."""
         known = {storage_key(parameter): (name, parameter) for name, parameter in self.draft.model.named_parameters()}
 
         def make(memory: int) -> Tensor:
@@ -119,15 +121,15 @@ class DeferredModel:
 
 
 class LateRows:
-    """A rank's rows by name; what is not made yet is made when it is taken."""
+    """A rank's rows by name; rows that do not exist yet are created when they are taken."""
 
     def __init__(self, *, parts: Parts, values: dict[str, Tensor], make: Callable[[Parts], dict[str, Tensor]]) -> None:
         self._parts, self._values, self._make = parts, values, make
 
     def __contains__(self, name: object) -> bool:
-        """Whether this rank has rows of it."""
+        """Return True if this rank has rows of the parameter."""
         return name in self._parts
 
     def pop(self, name: str) -> Tensor:
-        """The rows."""
+        """Return the rows of a parameter, and drop them here."""
         return self._values.pop(name) if name in self._values else self._make({name: self._parts[name]})[name]

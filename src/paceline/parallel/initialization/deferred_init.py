@@ -1,8 +1,8 @@
-"""The model of a run before it is placed: without memory on every rank, its values to be had part by part.
+"""Deferred initialization: a model on the meta device on every rank, whose values are available part by part.
 
-Up to a limit one rank of each node builds it as the user would, and hands the others their parts, tensor by tensor.
-Above it nobody builds it: each rank does again, alone, what the constructor did to the tensors of which it wants a
-part, with a stream for each name, so that the values are the same for every layout, and for one process.
+Up to a limit one rank of each node builds it as the user would, and sends the others their parts, tensor by tensor.
+Above it no rank builds it: each rank replays, alone, the constructor's operations on the tensors of which it needs a
+part, with one random stream per name, so that the values are the same for every layout, and for one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,47 +33,47 @@ Wanted = Callable[[nn.Module], Parts]
 
 
 class StartValues(Protocol):
-    """Where start values come from. `apiece`: whether a rank can ask alone, and for one tensor at a time as cheaply."""
+    """A source of start values. `apiece`: a rank can ask alone, and for single tensors at no extra cost."""
 
     @property
     def apiece(self) -> bool: ...
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """This rank's parts, by the first name of each tensor (absent where it holds none), and notes."""
+        """Return this rank's parts, by first tensor name (absent if it holds none), and notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeferredInit:
-    """A model without memory and where its values come from. `values` is for all ranks to call, once."""
+    """A model without memory, and the source of its values. All ranks must call `values`, once."""
 
     model: nn.Module
     source: StartValues
     notes: tuple[str, ...] = ()
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """This rank's parts of all parameters and buffers, on its device, and notes.
+        """Return this rank's parts of all parameters and buffers, on its device, and notes.
 
         Args:
-            parts: by the first name of each tensor; one that is not there is wanted whole.
+            parts: by the first name of each tensor; a missing tensor is wanted whole.
         """
         whole = {name: ShardSpec.all_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
         return self.source.values({**whole, **parts})
 
     def without_values(self) -> Parts:
-        """None of any tensor."""
+        """Return parts that hold nothing of any tensor."""
         return {name: ShardSpec.none_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """Values from the tape."""
+    """Start values that are replayed from the tape."""
 
     recorded: RecordedModel
     device: torch.device
     apiece: bool = True
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """Computed here, one whole tensor after another, of which the part is kept."""
+        """Compute one whole tensor after another on this rank, and keep its part."""
         found = {}
         for name, part in parts.items():
             if part.local is not None:
@@ -90,16 +90,16 @@ class Replayed:
 def defer_init(
     build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
 ) -> DeferredInit:
-    """The model without memory, on every rank alike.
+    """Return the model without memory, equal on all ranks.
 
     Args:
         build: the plain build, seeded; every rank calls it, most of them without memory.
-        stored: the job's `model` where its weights lie in files, which are then read in parts instead.
+        stored: the job's `model` if its weights are in files, which are then read in parts instead.
         limit_bytes: of parameters and buffers; above it no process builds the whole model.
 
     Raises:
-        UsageError: above the limit, and the constructor can't be recorded.
-        JobError, DesyncError: no model, or another one on other ranks.
+        UsageError: the model is above the limit, and the constructor cannot be recorded.
+        JobError, DesyncError: `build` returns no model, or ranks have different models.
     """
     if stored is not None:
         seed_all(stream_key(seed, "build"))
@@ -126,12 +126,12 @@ def defer_init(
 def defer_large_model(
     build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
 ) -> DeferredInit | None:
-    """The model without memory where it is above the limit, for any rank alone to ask values of, as often as it wants.
+    """Return the model without memory if it is above the limit; any rank may ask for values alone, repeatedly.
 
-    None where it is below, or where some rank can't record the constructor.
+    Returns None if it is below the limit, or if some rank cannot record the constructor.
 
     Raises:
-        DesyncError: another model on other ranks. UsageError: it keeps too much that can't be drawn.
+        DesyncError: ranks have different models. UsageError: it keeps too many values that cannot be drawn.
     """
     if stored is not None:
         seed_all(stream_key(seed, "build"))
@@ -148,10 +148,12 @@ def defer_large_model(
 
 
 def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
-    """The whole model in this process, for `single` and `ddp`: a plain build, or above the limit its values by name.
+    """Return the whole model in this process, for `single` and `ddp`.
+
+    It is a plain build, or above the limit a model with values drawn by name.
 
     Raises:
-        UsageError: above the limit, and the constructor can't be recorded.
+        UsageError: the model is above the limit, and the constructor cannot be recorded.
     """
     model = _checked(build())
     if tensor_bytes(model) <= limit_bytes:
@@ -161,10 +163,10 @@ def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
 
 
 def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
-    """`whole_start` of what is likely to be above the limit: it is not built first to see whether it is.
+    """Return the whole model as `whole_start` does, without a plain build first; for a model likely above the limit.
 
     Raises:
-        UsageError: above the limit, and the constructor can't be recorded.
+        UsageError: the model is above the limit, and the constructor cannot be recorded.
     """
     with preserve_rng():
         recorded, reason = _tried(build, seed)
@@ -181,7 +183,7 @@ def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
 def build_parts(
     build: Callable[[], nn.Module], *, seed: int, world: World, wanted: Wanted, limit_bytes: int
 ) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
-    """The model with what this rank wants whole, this rank's parts of it all, and notes."""
+    """Return the model, filled with tensors that this rank holds whole, this rank's parts of all tensors, and notes."""
     made = defer_init(build, seed=seed, world=world, limit_bytes=limit_bytes)
     values, notes = made.values(wanted(made.model))
     fill_model(made.model, values)
@@ -189,7 +191,7 @@ def build_parts(
 
 
 def fill_model(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put values that are whole into a model without memory; ties, types and attributes of its tensors stay."""
+    """Put whole values into a model without memory; ties, types and attributes of its tensors stay."""
     old = named_tensors(model)
     put_tensors(
         model,
@@ -209,7 +211,7 @@ def _tried(build: Callable[[], nn.Module], seed: int) -> tuple[RecordedModel | N
 
 
 def _loose(recorded: RecordedModel | None) -> str:
-    """Why a model that was recorded is not the plain one after all."""
+    """Return the reason why a recorded model may differ from the plain one; an empty string if there is none."""
     if recorded is None:
         return ""
     if recorded.loose:

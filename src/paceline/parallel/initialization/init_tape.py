@@ -1,8 +1,8 @@
-"""What a constructor does to its tensors, recorded without memory, and done again for one tensor alone.
+"""Recording of a constructor's tensor operations without memory, and replay for single tensors.
 
-The tape knows memory, not tensors: an operation makes some pieces of memory and writes to others. What one tensor
-needs is then found by going back through the writes to its memory, and what these have read; a write over all of it
-ends the search. Each operation that draws has a stream of its own, so that leaving others out changes nothing.
+The tape tracks storages, not tensors: an operation creates some storages and writes to others. The operations that one
+tensor needs are found by going back through the writes to its storage, and through what these read; a write that covers
+all of it ends the search. Each random operation has its own stream, so leaving out others changes nothing.
 """
 
 from bisect import bisect_left
@@ -22,12 +22,12 @@ OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", *_DRA
 
 
 class Unrecordable(Exception):
-    """The constructor does what can't be recorded; the text says what."""
+    """The error for a constructor that cannot be recorded; its text gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedView:
-    """Where a recorded tensor lies: its memory, and how it looks at it."""
+    """The location of a recorded tensor: its storage, and its view of it."""
 
     memory: int
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class RecordedView:
 
     @staticmethod
     def of(tensor: Tensor) -> "RecordedView":
-        """The place of a strided tensor."""
+        """Return the location of a strided tensor."""
         return RecordedView(
             memory=storage_key(tensor),
             dtype=tensor.dtype,
@@ -47,17 +47,17 @@ class RecordedView:
         )
 
     def on(self, memory: Tensor) -> Tensor:
-        """The same view of real memory."""
+        """Return the same view of real memory."""
         return torch.empty(0, dtype=self.dtype).set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
     def new(self) -> Tensor:
-        """Fresh memory that looks like this."""
+        """Allocate a tensor of this size, stride and dtype."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """One operation: its arguments with views in place of recorded tensors, and the memory that it touches."""
+    """An operation: its arguments with views in place of recorded tensors, and the storages that it touches."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -70,7 +70,7 @@ class RecordedStep:
 
     @property
     def name(self) -> str:
-        """As torch calls it."""
+        """Return torch's name of the operation."""
         return str(getattr(self.call, "__name__", self.call)).partition(".")[0]
 
 
@@ -86,32 +86,32 @@ class InitTape:
     _alive: list[Any] = field(default_factory=list)
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a recorded tensor's number its own; it has no memory to speak of."""
+        """Keep a recorded tensor's storage alive, so that its key stays unique; it takes no memory."""
         self._alive.append(tensor.untyped_storage())
 
     def knows(self, memory: int) -> bool:
-        """Whether some step has made or written it."""
+        """Return True if a step has created or written the storage."""
         return memory in self._touched
 
     def add(self, step: RecordedStep) -> None:
-        """The next operation."""
+        """Append an operation."""
         for memory in {*step.writes, *(view.memory for view in step.makes if view is not None)}:
             self._touched[memory].append(len(self.steps))
         self.steps.append(step)
 
     def name_draws(self, named: Sequence[tuple[str, RecordedView]]) -> None:
-        """Give each draw the stream of the first tensor that needs it: its name, and which of its draws it is."""
+        """Give each draw a stream keyed by the first tensor that needs it, and its index among that tensor's draws."""
         for name, view in named:
             draws = [number for number in self.needed(view) if self.steps[number].draws and number not in self._keys]
             for place, number in enumerate(draws):
                 self._keys[number] = stream_key(self.seed, "init", name, place)
 
     def draws(self, view: RecordedView) -> bool:
-        """Whether its values depend on a draw."""
+        """Return True if the values of the view depend on a draw."""
         return any(self.steps[number].draws for number in self.needed(view))
 
     def needed(self, *views: RecordedView) -> list[int]:
-        """The steps whose outcome these values are, in order."""
+        """Return the steps that these values depend on, in order."""
         chosen: set[int] = set()
         seen: set[tuple[int, int]] = set()
         queue = [(view.memory, len(self.steps)) for view in views]
@@ -128,7 +128,7 @@ class InitTape:
         return sorted(chosen)
 
     def _backwards(self, memory: int, before: int) -> Iterator[int]:
-        """The writes that still show, last first, and the step that made the memory."""
+        """Yield the writes that are not overwritten, last first, and the step that created the storage."""
         touched = self._touched.get(memory, [])
         for place in range(bisect_left(touched, before) - 1, -1, -1):
             yield touched[place]
@@ -138,7 +138,7 @@ class InitTape:
                 return
 
     def values(self, *views: RecordedView) -> list[Tensor]:
-        """What these tensors hold, computed now, alone."""
+        """Compute the values of these tensors alone."""
         memories: dict[int, Tensor] = {}
         numbers = self.needed(*views)
         last = self._last_uses(numbers, kept={view.memory for view in views})
@@ -156,7 +156,7 @@ class InitTape:
         return memories[view.memory]
 
     def _last_uses(self, numbers: Sequence[int], *, kept: set[int]) -> dict[int, list[int]]:
-        """Which memory can go after which step."""
+        """Return, for each step, the storages that can be freed after it."""
         last: dict[int, int] = {}
         for number in numbers:
             step = self.steps[number]
@@ -188,7 +188,7 @@ class InitTape:
 
 
 def map_arguments(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest of lists, tuples and dicts with every leaf changed."""
+    """Return the same nest of lists, tuples and dicts with `change` applied to every leaf."""
     if isinstance(tree, list | tuple):
         return type(tree)(map_arguments(value, change) for value in tree)
     if isinstance(tree, dict):
@@ -197,7 +197,7 @@ def map_arguments(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a nest, in order."""
+    """Return the tensors of a nest, in order."""
     found: list[Tensor] = []
     map_arguments(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
     return found

@@ -1,9 +1,9 @@
-"""A forward of a model whose parameters have no memory: sketched, or each parameter lent to the operation it is in.
+"""A forward of a model whose parameters have no memory, with shapes only or with parameters lent to operations.
 
-Sketched, what depends on a parameter has a shape and a type and no numbers, and all else (the batch, positions, masks,
-buffers) is computed as ever: so the forward takes the way that it takes for real. Where Python asks for a number that
-depends on a parameter (an `if`, `.item()`, the tokens of an expert), a sketch ends, and the forward is run with
-numbers: each parameter is made when an operation needs it, and let go afterwards.
+In a sketch, values that depend on a parameter have a shape and a dtype but no numbers; all others (the batch,
+positions, masks, buffers) are computed as usual, so the forward takes the same branches as in a real run. If Python
+asks for a number that depends on a parameter (an `if`, `.item()`, the tokens of an expert), the sketch ends, and the
+forward runs with numbers: each parameter is created when an operation needs it, and freed afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,15 +29,15 @@ Make = Callable[[int], Tensor]
 
 
 class UnknownNumber(BaseException):
-    """A sketch has no such number. No `Exception`, so that a forward's own `except` does not keep it."""
+    """A request for a number that a sketch does not have. No `Exception`, so that a forward's `except` misses it."""
 
 
 @contextmanager
 def meta_forward(device: torch.device) -> Iterator[None]:
-    """Run forwards inside; what has no memory says that it is on `device`.
+    """Run forwards as sketches inside this context; tensors without memory report that they are on `device`.
 
     Raises:
-        Unknown: a number that depends on a parameter was asked for.
+        UnknownNumber: a number that depends on a parameter was requested.
     """
     with _Sketch(device), AsIfOn(device, _refused):
         yield
@@ -45,16 +45,19 @@ def meta_forward(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def lend_parameters(make: Make, *, device: torch.device) -> Iterator[None]:
-    """Run forwards inside. `make` gives the whole tensor of a memory by its number; the last one is kept."""
+    """Run forwards with real parameter values inside this context.
+
+    `make` returns the whole tensor of a storage by its key; the last one is cached.
+    """
     lender = _Lend(make, device)
     with lender, AsIfOn(device, lender.read):
         yield
 
 
 class _Sketch(TorchDispatchMode):
-    """Runs on the device "meta" what takes anything without numbers, and the rest for real.
+    """A dispatch mode that runs operations on tensors without numbers on the meta device, and all others for real.
 
-    What is written over with such values has none any more, though it has memory: it is `_lost`.
+    A real tensor that is overwritten with unknown values has no valid numbers any more; its storage is in `_lost`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +66,7 @@ class _Sketch(TorchDispatchMode):
         self._lost = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation."""
+        """Run one operation, for real or on the meta device."""
         kwargs = dict(kwargs or {})
         given = tensors_in((args, kwargs))
         if not any(self._is_unknown(tensor) for tensor in given):
@@ -74,7 +77,7 @@ class _Sketch(TorchDispatchMode):
         if targets and self._makes_known(func, given):
             return func(*args, **kwargs)
         if not targets and not any(has_no_memory(tensor) for tensor in given) and _is_view(func):
-            return func(*args, **kwargs)  # of memory whose numbers are lost: what is written there is seen through it
+            return func(*args, **kwargs)  # a view of lost memory, which must see later writes
         found = self._without_numbers(func, args, kwargs)
         for tensor in targets:
             self._lost[tensor.untyped_storage()] = True
@@ -89,7 +92,7 @@ class _Sketch(TorchDispatchMode):
             raise UnknownNumber(f"what {name_of(func)} gives") from error
 
     def _makes_known(self, func: Any, given: list[Tensor]) -> bool:
-        """Whether all of a tensor is written over with numbers."""
+        """Return True if the operation overwrites a whole tensor with known numbers."""
         target, *others = given
         is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in target.stride()
         if name_of(func) not in OVERWRITING or not is_all or any(self._is_unknown(tensor) for tensor in others):
@@ -102,7 +105,7 @@ class _Sketch(TorchDispatchMode):
 
 
 class _Lend(TorchDispatchMode):
-    """Puts real memory in the place of each parameter that an operation takes; views of one stay without."""
+    """A dispatch mode that gives an operation real memory for each parameter; views of parameters stay without."""
 
     def __init__(self, make: Make, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,14 +113,14 @@ class _Lend(TorchDispatchMode):
         self._last: tuple[int, Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation."""
+        """Run one operation with real parameters."""
         kwargs = _here(dict(kwargs or {}), self._device)
         if _is_view(func) or not any(has_no_memory(tensor) for tensor in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         return func(*map_arguments(args, self._real), **map_arguments(kwargs, self._real))
 
     def real(self, tensor: Tensor) -> Tensor:
-        """The numbers of a parameter, or of a view of one."""
+        """Return the numbers of a parameter, or of a view of one."""
         view = RecordedView.of(tensor)
         if self._last is None or self._last[0] != view.memory:
             self._last = None
@@ -128,7 +131,7 @@ class _Lend(TorchDispatchMode):
         )
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The same where no operation takes it, but Python does: nobody is to see how it is made."""
+        """Return the numbers of a parameter that Python reads directly, hidden from other dispatch modes."""
         with hide_from_modes():
             return self.real(tensor)
 
@@ -141,17 +144,17 @@ def _refused(_: Tensor) -> Tensor:
 
 
 def _here(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Code inside torch makes new tensors where a parameter is: that is nowhere, and `device` is meant."""
+    """Replace the meta device by `device`: torch creates new tensors where a parameter is."""
     where = kwargs.get("device")
     return {**kwargs, "device": device} if isinstance(where, torch.device) and where.type == "meta" else kwargs
 
 
 def _is_view(func: Any) -> bool:
-    """Whether what it gives is the memory that it was given, unchanged."""
+    """Return True if the operation returns views of its inputs, unchanged."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _is_written(func: Any) -> bool:
-    """Whether what it gives is what it has written to."""
+    """Return True if the operation returns what it has written to."""
     return all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)

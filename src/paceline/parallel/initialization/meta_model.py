@@ -1,4 +1,4 @@
-"""A model without memory: what it is made of, how two builds compare, and tensors put into it."""
+"""A model without memory: its recording, the comparison of two builds, and replacement of its tensors."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -19,7 +19,7 @@ _DEEPEST = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedModel:
-    """A model built without memory; `loose` names tensors that are neither parameter nor buffer and that draw."""
+    """A model built without memory; `loose` names random tensors that are neither parameter nor buffer."""
 
     model: nn.Module
     tape: InitTape
@@ -30,15 +30,15 @@ class RecordedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of all parameters and buffers."""
+        """Return the bytes of all parameters and buffers."""
         return tensor_bytes(self.model)
 
 
 def record(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
-    """Build without memory.
+    """Build a model without memory, and record the operations.
 
     Raises:
-        Unrecordable: the constructor can't run so; its text says what stood in the way and where.
+        Unrecordable: the constructor cannot run so; the text says why and where.
     """
     tape = InitTape(seed=seed)
     try:
@@ -57,17 +57,17 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, a tied one once, under its first name."""
+    """Return parameters and all buffers by name; a tied tensor appears once, under its first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def tensor_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, with memory or without."""
+    """Return the bytes of all parameters and buffers, with memory or without."""
     return sum(tensor.nbytes for tensor in named_tensors(model).values())
 
 
 def release_memory(model: nn.Module) -> nn.Module:
-    """Let go of all memory; the tensors' types, attributes and ties stay."""
+    """Free all memory of the model; the tensors' types, attributes and ties stay."""
     tensors = named_tensors(model)
     refuse_hooks(tensors)
     put_tensors(model, {name: empty_like(tensor) for name, tensor in tensors.items()})
@@ -75,19 +75,19 @@ def release_memory(model: nn.Module) -> nn.Module:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """The same without memory."""
+    """Return the same tensor without memory."""
     return with_data(tensor, tensor.detach().to("meta"))
 
 
 def with_data(like: Tensor, data: Tensor) -> Tensor:
-    """`data` as a parameter or buffer of the type and with the attributes of `like`."""
+    """Return `data` as a parameter or buffer with the type and attributes of `like`."""
     found = of_type(data, like=like)
     vars(found).update(vars(like))
     return found
 
 
 def put_tensors(model: nn.Module, news: Mapping[str, Tensor]) -> None:
-    """Put tensors in the places of those that have these (first) names: ties, lists and dicts that hold them too."""
+    """Replace the tensors with these (first) names, also where they are tied, or held in lists and dicts."""
     old = named_tensors(model)
     change = {id(old[name]): tensor for name, tensor in news.items()}
     for module in model.modules():
@@ -101,7 +101,7 @@ def put_tensors(model: nn.Module, news: Mapping[str, Tensor]) -> None:
 
 
 def _filled(model: nn.Module, tape: InitTape, *, own: set[int]) -> Iterator[str]:
-    """Give real values to tensors that are plain attributes; the names of those that depend on draws."""
+    """Give real values to tensors in plain attributes, and yield the names of those that depend on draws."""
     for prefix, module in model.named_modules():
         for name, holder, place, tensor in list(_attributes(module)):
             if id(tensor) in own or not has_no_memory(tensor):
@@ -113,7 +113,7 @@ def _filled(model: nn.Module, tape: InitTape, *, own: set[int]) -> Iterator[str]
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Tensors that a module holds in plain attributes, also in lists and dicts: name, holder, place, tensor."""
+    """Yield tensors in plain attributes of a module, also in lists and dicts: name, holder, place, tensor."""
     for name, value in list(vars(module).items()):
         if name not in ("_parameters", "_buffers", "_modules"):
             yield from _held(name, vars(module), name, value, depth=0)
@@ -131,7 +131,7 @@ def _held(name: str, holder: Any, place: Any, value: Any, *, depth: int) -> Iter
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """What two builds of one model have in common: tensors with types, shapes and ties, modules with their values."""
+    """Return a description by which to compare builds: tensors with types, shapes and ties, modules with values."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, tensor in [
@@ -154,12 +154,12 @@ def described(model: nn.Module) -> dict[str, str]:
 
 
 def digest(description: Mapping[str, str]) -> str:
-    """Short, and equal exactly where they are."""
+    """Return a short hash, equal only for equal descriptions."""
     return hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=16).hexdigest()
 
 
 def _plain(value: Any, depth: int) -> str:
-    """A value as text where it is numbers, text, or a nest of them; else nothing."""
+    """Return a value as text if it is a number, a string, or a nest of them; else an empty string."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if depth and isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""One rank of each node has built the model; the others get their parts from it."""
+"""Distribution of start values from the one rank of each node that has built the model."""
 
 import hashlib
 import json
@@ -17,23 +17,26 @@ from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
 
 
 def nodes_of(world: World) -> list[list[int]]:
-    """The ranks of each node, the first of which builds. A node is where local ranks count on from one start."""
+    """Return the ranks of each node, of which the first builds.
+
+    Ranks are on one node if their global rank minus local rank is equal.
+    """
     starts = world.gather_json(_global_rank(world) - world.local_rank)
     return [[rank for rank, start in enumerate(starts) if start == node] for node in dict.fromkeys(starts)]
 
 
 def first_of_node(world: World) -> bool:
-    """Whether this rank is the one that builds."""
+    """Return True if this rank builds for its node."""
     return any(ranks[0] == world.rank for ranks in nodes_of(world))
 
 
 def same_models(
     model: nn.Module, *, build: Callable[[], nn.Module], is_plain: bool, reason: str, world: World
 ) -> tuple[nn.Module, list[str]]:
-    """A model that is what rank 0's is, without memory: built again, and let go, where the cheap way is in doubt.
+    """Return a model without memory that equals rank 0's; in doubt it is built for real, and its memory freed.
 
     Raises:
-        DesyncError: it is another one all the same.
+        DesyncError: the models still differ.
     """
     told = world.gather_json([digest(described(model)), reason])
     if all(mark == told[0][0] for mark, _ in told) and not any(text for _, text in told):
@@ -51,10 +54,10 @@ def same_models(
 
 
 def refuse_unequal(model: nn.Module, *, world: World) -> None:
-    """Where no rank has built the model: all must have recorded the same one.
+    """Check that all ranks have recorded the same model, if none has built it.
 
     Raises:
-        DesyncError: naming what differs.
+        DesyncError: names what differs.
     """
     mine = _tensors(described(model))
     if len(set(world.gather_json(digest(mine)))) > 1:
@@ -73,7 +76,7 @@ def _refuse_others(mine: dict[str, str], theirs: dict[str, str], world: World) -
 
 
 def _tensors(description: dict[str, str]) -> dict[str, str]:
-    """Without other values, which may be a process's own: its number, a path."""
+    """Return the tensors of a description, without other values, which may be specific to a process (an id, a path)."""
     return {n: v for n, v in description.items() if v.startswith("tied to ") or v.endswith(("trainable", "constant"))}
 
 
@@ -85,7 +88,7 @@ def _first_difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBroadcast:
-    """Values that the node's first rank holds, and lets go of as it hands them out."""
+    """Values that the node's first rank holds, and frees as it sends them."""
 
     model: nn.Module
     held: dict[str, Tensor]
@@ -93,7 +96,7 @@ class NodeBroadcast:
     apiece: bool = False
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """This rank's, each received for itself; no other rank than the first ever holds more than its parts."""
+        """Return this rank's parts, received one by one; only the first rank ever holds more than its parts."""
         world = self.world
         if world.world_size == 1:
             return {name: self._own(name, part) for name, part in parts.items() if part.local is not None}, []
@@ -114,7 +117,7 @@ class NodeBroadcast:
         return found, []
 
     def _asked(self, ranks: list[int], parts: Parts) -> dict[int, dict[str, ShardSpec]]:
-        """What each rank of the node wants, for the first of them."""
+        """Return the parts that each rank of the node wants, on the first of them; the others send theirs."""
         if self.world.rank != ranks[0]:
             text = json.dumps({name: part.as_json() for name, part in parts.items()}).encode()
             self._to(torch.tensor([len(text)]), ranks[0])
@@ -137,7 +140,7 @@ class NodeBroadcast:
 
     @property
     def _wire(self) -> torch.device:
-        """Where tensors are sent from: gloo takes them on the CPU only."""
+        """Return the device to send tensors from: the CPU for gloo, which takes no others."""
         return torch.device("cpu") if "gloo" in self.world.backend else self.world.device
 
     def _own(self, name: str, part: ShardSpec) -> Tensor:
@@ -157,7 +160,7 @@ class NodeBroadcast:
         return (self._from(found, source) if part.numel else found).to(self.world.device)
 
     def _level(self, nodes: list[list[int]]) -> None:
-        """Nodes with other processors may draw other bits: then the first node's are everybody's."""
+        """Overwrite values that differ between nodes with the first node's: other processors may draw other bits."""
         if len(nodes) == 1:
             return
         world, firsts = self.world, [ranks[0] for ranks in nodes]

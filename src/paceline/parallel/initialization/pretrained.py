@@ -1,4 +1,4 @@
-"""A model whose weights lie in files: each rank reads its own parts, and nobody builds or holds the whole."""
+"""Loading of a model whose weights are in files: each rank reads its own parts, and none builds or holds the whole."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -16,21 +16,21 @@ Loaded = tuple[dict[str, Tensor], list[str]]
 
 @runtime_checkable
 class PretrainedModel(Protocol):
-    """A job's `model` that can say what it is without its weights, and read parts of them."""
+    """A job's `model` that can build its skeleton without weights, and read parts of them."""
 
     def skeleton(self) -> nn.Module:
-        """The model as its constructor leaves it."""
+        """Return the model as its constructor leaves it."""
 
     def load(self, model: nn.Module, parts: Parts) -> Loaded:
-        """This rank's parts of what the files have, by the first name of each tensor, and notes."""
+        """Return this rank's parts of the tensors in the files, by the first name of each, and notes."""
 
     def __call__(self) -> nn.Module:
-        """The whole, with its weights."""
+        """Return the whole model with its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromFiles:
-    """Parts from the files; what these don't have (buffers, new heads) as the constructor makes it, drawn alone."""
+    """A source of parts from files; tensors that they lack (buffers, new heads) get the constructor's values."""
 
     stored: PretrainedModel
     model: nn.Module
@@ -41,11 +41,11 @@ class FromFiles:
     apiece: bool = False
 
     def apart(self) -> "FromFiles":
-        """The same for a model that is going to be cut: names and shapes of the files are those of a copy of it."""
+        """Return the same source for a model that will be sharded; it reads names and shapes from an uncut copy."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """This rank's, and notes."""
+        """Return this rank's parts, and notes."""
         found, notes = self.stored.load(self.model, parts)
         found = {name: value.to(self.device) for name, value in found.items()}
         for name, part in parts.items():
@@ -56,7 +56,7 @@ class FromFiles:
 
 
 def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> tuple[FromFiles, list[str]]:
-    """The model without memory and its source; where it can't be built so, each rank builds the skeleton once."""
+    """Return the model without memory and its source; if it cannot be recorded, each rank builds the skeleton once."""
     tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
     try:
         recorded = record(stored.skeleton, seed=seed)
@@ -70,7 +70,7 @@ def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> t
 
 
 def whole_model(stored: PretrainedModel, *, seed: int) -> nn.Module:
-    """All of it in this process."""
+    """Return the whole model in this process."""
     source, _ = from_files(stored, seed=seed, device=torch.device("cpu"))
     tensors = named_tensors(source.model)
     wanted = {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
-"""Recording a build: its tensors have shapes and no memory, and each operation goes to a tape.
+"""Recording of a build: its tensors have shapes but no memory, and each operation is added to a tape.
 
-To the constructor they look like CPU tensors. What it wants to read (`.item()`, `.tolist()`, `.numpy()`, a
-comparison) is computed from the tape, for real.
+To the constructor they look like CPU tensors. Values that it reads (`.item()`, `.tolist()`, `.numpy()`, a comparison)
+are really computed, from the tape.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,20 +24,20 @@ from paceline.parallel.initialization.init_tape import (
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode
 
 _CPU = torch.device("cpu")
-_ELSEWHERE = {"generator": None, "device": _CPU}  # values are a CPU's, from streams of our own
+_ELSEWHERE = {"generator": None, "device": _CPU}  # values are computed on the CPU, from this library's streams
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 @contextmanager
 def record_init(tape: InitTape) -> Iterator[list[str]]:
-    """Build inside; gives what a plain build may have done otherwise, in words: empty where nothing."""
+    """Record a build inside this context; yield a list of reasons why a plain build may differ, ideally empty."""
     doubts: list[str] = []
     with _Record(tape, doubts) as record, AsIfOn(_CPU, record.read):
         yield doubts
 
 
 class AsIfOn(TorchFunctionMode):
-    """Tensors without memory say that they are on a device, stay where they are told to go there, and can be read."""
+    """A function mode that makes tensors without memory report a device, stay on it, and be readable."""
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class AsIfOn(TorchFunctionMode):
 
 
 class _Record(TorchDispatchMode):
-    """Sends what is made to meta, and writes down what is done."""
+    """A dispatch mode that creates tensors on the meta device, and records operations."""
 
     def __init__(self, tape: InitTape, doubts: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class _Record(TorchDispatchMode):
         self._is_reading = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The real values of a tensor, now."""
+        """Return the real values of a tensor at this point."""
         view = RecordedView.of(tensor)
         self._is_reading = True
         try:
@@ -96,7 +96,7 @@ class _Record(TorchDispatchMode):
             if draws:
                 self._doubts.append(f"it draws into a tensor that was made elsewhere ({name_of(func)})")
             return func(*args, **kwargs)
-        is_seen = name_of(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch wants the numbers
+        is_seen = name_of(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch reads the numbers
         if is_seen or returns_numbers(func):
             return self._for_real(func, args, kwargs)
         if name_of(func) == "resize_":
@@ -164,23 +164,23 @@ class _Record(TorchDispatchMode):
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether it has no memory, whatever it says of itself."""
+    """Return True if the tensor has no memory, whatever device it reports."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
 
 def returns_numbers(func: Any) -> bool:
-    """Whether it gives a number or a yes rather than tensors."""
+    """Return True if the operation returns a number or a boolean, not only tensors."""
     return any("Tensor" not in str(value.type) for value in func._schema.returns)
 
 
 def arguments_of(func: Any) -> set[str]:
-    """The names that an operation takes."""
+    """Return the argument names of an operation."""
     return {argument.name for argument in func._schema.arguments}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes."""
+    """Return the tensors that an operation changes."""
     found: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -189,7 +189,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _overwritten(func: Any, given: list[Tensor]) -> int | None:
-    """The memory of which nothing that it held before is left."""
+    """Return the storage that the operation overwrites completely, or None."""
     target = given[0] if given else None
     if target is None or not has_no_memory(target) or name_of(func) not in OVERWRITING:
         return None

@@ -1,4 +1,4 @@
-"""Weights from safetensors files straight into parts: only the boxes that this rank holds are read."""
+"""Loading of weights from safetensors files directly into parts: only the boxes that this rank holds are read."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, one file or several with an index; nothing is read before it is asked for."""
+    """The tensors of a folder with one file, or several with an index; each is read only on request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,20 +27,20 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return list(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """Return the shape of one tensor."""
         return tuple(self._slice(name).get_shape())
 
     def whole(self, name: str) -> Tensor:
-        """One tensor, all of it."""
+        """Return one whole tensor."""
         found: Tensor = self._open(self._where[name]).get_tensor(name)
         return found
 
     def part(self, name: str, part: ShardSpec) -> Tensor:
-        """What lies in the part's boxes."""
+        """Return the values in the part's boxes."""
         assert part.local is not None
         if not part.shape:
             return self.whole(name)
@@ -103,23 +103,23 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class WeightSource(Protocol):
-    """How some of the model's tensors come from those of the files."""
+    """A rule for computing some of the model's tensors from those in the files."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What it gives, by the model's names."""
+        """Return the shapes of the tensors that it produces, by the model's names."""
 
     @property
     def sources(self) -> Sequence[str]:
-        """What it reads, by the files' names."""
+        """Return the names in the files of the tensors that it reads."""
 
     def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
-        """The parts of those that it gives."""
+        """Return the parts of the tensors that it produces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedTensor:
-    """A tensor that is in the files as it is, perhaps under another name."""
+    """A tensor that is in the files unchanged, perhaps under another name."""
 
     name: str
     source: str
@@ -127,16 +127,16 @@ class CopiedTensor:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The one."""
+        """Return the shape of the one tensor."""
         return {self.name: self.shape}
 
     @property
     def sources(self) -> Sequence[str]:
-        """The one."""
+        """Return the name of the one tensor in the files."""
         return [self.source]
 
     def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
-        """Only what lies in the part."""
+        """Return only the values in the part."""
         return {self.name: shelf.part(self.source, parts[self.name])}
 
 
@@ -144,7 +144,7 @@ Recipes = Callable[[SafetensorsFolder], Sequence[WeightSource]]
 
 
 def as_they_are(shelf: SafetensorsFolder) -> Sequence[WeightSource]:
-    """The model's names are the files'."""
+    """Return recipes for files whose tensors have the model's names."""
     return [CopiedTensor(name=name, source=name, shape=shelf.shape(name)) for name in shelf.names]
 
 
@@ -157,15 +157,15 @@ def load_into(
     new: Sequence[str] = (),
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's parts of the tensors in the files, by the first name of each, and notes.
+    """Return this rank's parts of the tensors in the files, by the first name of each, and notes.
 
     Args:
-        parts: by first name; one that is not there is wanted whole.
+        parts: by first name; a missing tensor is wanted whole.
         new: prefixes of tensors that the files need not have.
-        ignored: which tensors of the files the model may lack.
+        ignored: tells which tensors of the files the model may lack.
 
     Raises:
-        CheckpointError: all that is missing, unexpected, or of another shape, at once.
+        CheckpointError: lists all tensors that are missing, unexpected, or of another shape.
     """
     shelf, tensors = SafetensorsFolder(folder), named_tensors(model)
     first = _first_names(model, tensors)
@@ -214,14 +214,14 @@ def _read(
 
 
 def _first_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Any name of a tensor to its first."""
+    """Return a mapping from every name of a tensor to its first."""
     by_id = {id(tensor): name for name, tensor in tensors.items()}
     all_names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: by_id[id(tensor)] for name, tensor in all_names}
 
 
 def _expected(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names that a state dict has; buffers that are not listed there are rebuilt."""
+    """Return the names in the state dict; buffers that are not in it are rebuilt."""
     listed = set(model.state_dict(keep_vars=True))
     return [name for name in tensors if name in listed]
 

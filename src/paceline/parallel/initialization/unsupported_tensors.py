@@ -1,4 +1,4 @@
-"""What no layout can hold of a model's tensors: memory of two parameters, sparse and nested ones, NaN to start from."""
+"""Checks for tensors that no layout supports: overlapping parameters, sparse or nested tensors, NaN start values."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from paceline.torch_internals.private_api import storage_key
 
 
 def refuse_tensors(model: nn.Module) -> None:
-    """Refuse a model by the name of such a tensor, before anything is placed.
+    """Raise if the model has an unsupported tensor, before anything is placed.
 
     Raises:
-        JobError: the name, the likely cause and the line to write in its place.
+        JobError: with the name, the likely cause and the line to write instead.
     """
     _refuse_kinds(model)
     parameters = [(name, p) for name, p in model.named_parameters() if p.numel()]
@@ -42,9 +42,9 @@ def _refuse_kinds(model: nn.Module) -> None:
 
 
 def _refuse_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Two parameters over one memory are one weight with two gradients and two optimizer states.
+    """Raise if parameters share memory: one weight would have two gradients and two optimizer states.
 
-    A buffer over a parameter's is a weight without a gradient. Buffers alone may share theirs.
+    A buffer on a parameter's memory is refused too: a weight without a gradient. Buffers alone may share theirs.
     """
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
@@ -73,7 +73,7 @@ def _shares(first: str, second: str, *, is_buffer: bool) -> JobError:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return True if two tensors of one storage have an element in common."""
     (low, high), (least, most) = _range(one), _range(other)
     size = one.element_size()
     if one.dtype != other.dtype or (one.shape, one.stride(), low) == (other.shape, other.stride(), least):
@@ -86,7 +86,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """Where its elements lie in its storage: the first, and behind the last."""
+    """Return the range of its storage that a tensor spans: the first element, and one past the last."""
     start = int(tensor.storage_offset())
     return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 

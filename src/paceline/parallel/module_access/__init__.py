@@ -1,1 +1,1 @@
-"""Access to a user's module: blocks, parameters, buckets, hooks, and where its tensors are stored."""
+"""Access to a user's module: blocks, parameters, buckets, hooks, and the location of its tensors."""

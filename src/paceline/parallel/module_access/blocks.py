@@ -1,4 +1,4 @@
-"""The chain of repeated blocks of any model, found by structure: what stages, remat, compile and sharding cut along."""
+"""Search for a model's chain of repeated blocks, along which pipeline, remat, compile and sharding divide it."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ _LISTS = nn.ModuleList | nn.Sequential
 
 
 class NoChain(LayoutError):
-    """The model's blocks form no chain that could be cut here; another way of cutting may do it."""
+    """The error for a model whose blocks form no chain that could be cut; another way of cutting may work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block under its FQN; `index` counts the blocks of the whole model in execution order."""
+    """A block of the model under its FQN; `index` counts the blocks of the whole model in execution order."""
 
     index: int
     name: str
@@ -26,15 +26,15 @@ class Block:
 
 
 def find_blocks(model: nn.Module, *, listed: Sequence[str] | None = None) -> tuple[Block, ...]:
-    """The model's blocks in the order in which it registers them, or those that `listed` names, in its order.
+    """Return the model's blocks in registration order, or the modules that `listed` names, in its order.
 
-    A block is an entry of an outermost `nn.ModuleList` or `nn.Sequential` in which a class that has modules of its
-    own stands twice or more: decoder layers, an encoder's and then a decoder's, the stages of a ResNet. Without any
-    such list it is an entry of the list with the most parameters, however unlike its entries are.
-    A pure function of the model's structure: every rank finds the same.
+    A block is an entry of an outermost `nn.ModuleList` or `nn.Sequential` in which a class with submodules occurs
+    at least twice: decoder layers, an encoder's and then a decoder's, the stages of a ResNet. If there is no such
+    list, the blocks are the entries of the list with the most parameters, however different they are.
+    The result depends only on the model's structure: every rank finds the same.
 
     Raises:
-        LayoutError: nothing repeats, or a listed name is no module, stands twice or inside another.
+        LayoutError: nothing repeats, or a listed name is no module, is listed twice or lies inside another.
     """
     if listed is not None:
         return _listed(model, listed)
@@ -45,7 +45,7 @@ def find_blocks(model: nn.Module, *, listed: Sequence[str] | None = None) -> tup
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Whether `find_blocks` finds a chain."""
+    """Return whether `find_blocks` finds a chain."""
     lists = list(_outermost(model, ""))
     return any(_repeats(entries) for _, entries in lists) or bool(_candidates(lists))
 
@@ -70,7 +70,7 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Lists that stand in no other list that repeats; looked for inside the entries of lists that do not."""
+    """Yield the lists that lie in no repeating list; entries of non-repeating lists are searched too."""
     if isinstance(module, _LISTS) and len(module) > 1:
         yield name, module
         if _repeats(module):
@@ -80,7 +80,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Each entry with its key; a module that stands twice is there twice, so that its second call is seen."""
+    """Return each entry with its key; a module registered twice appears twice, so that its second call is seen."""
     return [(key, child) for key, child in module._modules.items() if child is not None]
 
 
@@ -94,7 +94,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _candidates(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Lists with two entries or more that hold parameters."""
+    """Return the lists with at least two entries that hold parameters."""
     return [
         (name, entries)
         for name, entries in lists

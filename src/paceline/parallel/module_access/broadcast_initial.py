@@ -1,4 +1,4 @@
-"""Replicas begin alike: the same parameters, and rank 0's values."""
+"""Broadcast of rank 0's initial weights and buffers, after a check that all ranks built the same model."""
 
 import hashlib
 
@@ -11,15 +11,15 @@ from paceline.parallel.module_access.tensor_access import copy_into
 
 
 def broadcast_initial(model: nn.Module, *, world: World) -> list[str]:
-    """Give every rank rank 0's weights and buffers; returns the names that had differed on this rank.
+    """Broadcast rank 0's weights and buffers; return the names that had differed on this rank.
 
     Raises:
-        DesyncError: the ranks have built models of other parameters; sending would mix them up, or never end.
+        DesyncError: the ranks' models have different parameters; a broadcast would mix them up or hang.
     """
     _check_structure(model, world)
     differed = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded one has no memory of its own
+        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor has no own memory
         theirs = world.broadcast(mine.clone())
         if not _same_bits(mine, theirs):
             copy_into(tensor.data, theirs)
@@ -28,12 +28,12 @@ def broadcast_initial(model: nn.Module, *, world: World) -> list[str]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal in every bit: a NaN is equal to itself, and 0.0 is not -0.0."""
+    """Return whether two tensors are equal in every bit: a NaN equals itself, and 0.0 differs from -0.0."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _check_structure(model: nn.Module, world: World) -> None:
-    """The same names, shapes, types and trainability on every rank."""
+    """Raise DesyncError unless names, shapes, dtypes and trainability are the same on every rank."""
     if world.world_size == 1:
         return
     mine = {name: _kind(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

@@ -1,4 +1,4 @@
-"""A deep copy of a user's model, also where a forward has left something in it."""
+"""Deep copies of a user's model, even if its modules keep tensors of a forward."""
 
 import copy
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from paceline.torch_internals.pytree import tensor_leaves
 
 
 def copy_model(model: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """Return a deep copy that has the `shared` tensors themselves.
+    """Return a deep copy of the model that refers to the `shared` tensors instead of copying them.
 
-    A module may keep a tensor of its last forward (`self.aux_loss = ...`). It hangs in a graph, and torch refuses to
-    copy it; the copy has its value.
+    A module may keep a tensor of its last forward (`self.aux_loss = ...`). torch refuses to copy such a non-leaf
+    tensor; the copy gets a detached clone.
     """
     memo = {id(tensor): tensor for tensor in shared}
     for module in model.modules():

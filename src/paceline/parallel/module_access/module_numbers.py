@@ -1,6 +1,6 @@
 """Python numbers among the attributes of a model's modules, such as a momentum that decays or a count of calls.
 
-A forward may move them as it moves a buffer, and no `state_dict` has them.
+A forward may change them as it changes a buffer, and no `state_dict` has them.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -10,16 +10,16 @@ from torch import nn
 
 _TORCHS = frozenset({"training", "_is_full_backward_hook"})
 _KINDS: tuple[type, ...] = (type(None), bool, int, float)
-_LARGEST = 2**53  # larger integers are not all float64
+_LARGEST = 2**53  # float64 can't hold all larger integers
 WIDTH = 2
 
 
 class ModuleNumbers:
-    """Numbers and None in attributes that `model` has now; what a forward adds later is not among them.
+    """The attributes of `model`'s modules that are numbers or None now; attributes added later are not included.
 
     `keep` remembers them, `put_back` restores them. `moved` and `take` carry those that have changed since to a model
-    built alike: a value that differs between ranks, such as a rank, stays each rank's own while no forward moves it.
-    `but` names the attributes of a module that are left alone.
+    built alike: a value that differs between ranks, such as a rank, stays each rank's own while no forward changes
+    it. `but` gives the attributes of a module to ignore.
     """
 
     def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
@@ -37,12 +37,12 @@ class ModuleNumbers:
         return len(self._places)
 
     def keep(self) -> None:
-        """Remember them; none has moved."""
+        """Remember the current values; none counts as changed."""
         self._kept = self._now()
         self._has_moved.clear()
 
     def put_back(self) -> None:
-        """Restore what was remembered."""
+        """Restore the remembered values."""
         for index in self._changed():
             attributes, name = self._places[index]
             attributes[name] = self._kept[index]
@@ -51,7 +51,7 @@ class ModuleNumbers:
     def moved(self) -> list[float]:
         """Return `WIDTH` numbers for each attribute, which float64 holds exactly: its type and its value.
 
-        The type is -1 where nobody has moved it.
+        The type is -1 for an attribute that has not changed.
         """
         self._has_moved.update(self._changed())
         found = [-1.0, 0.0] * len(self)
@@ -64,7 +64,7 @@ class ModuleNumbers:
         return found
 
     def take(self, moved: Sequence[float]) -> None:
-        """Set what another rank's `moved` has returned."""
+        """Set the values that another rank's `moved` returned."""
         for index, (attributes, name) in enumerate(self._places):
             kind, value = moved[index * WIDTH : (index + 1) * WIDTH]
             if kind >= 0:

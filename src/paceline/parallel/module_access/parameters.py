@@ -1,4 +1,4 @@
-"""Units: the groups of gradients that travel together, in one fixed order on every rank."""
+"""Trainable parameters, and buckets: groups of gradients sent together, in the same order on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PASSING_BYTES = 10 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class NamedParameter:
-    """A trainable parameter with its FQN and its place in the model's order."""
+    """A trainable parameter with its FQN and its position in the model's order."""
 
     index: int
     name: str
@@ -25,21 +25,21 @@ class NamedParameter:
 
 
 def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
-    """The model's trainable parameters, a tied one once, under its first name."""
+    """Return the model's trainable parameters; a tied one appears once, under its first name."""
     found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [NamedParameter(index=index, name=name, parameter=p) for index, (name, p) in enumerate(found)]
 
 
 def renumber_parameters(named: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """Some of a model's parameters, counted anew."""
+    """Return the parameters with `index` counted from 0."""
     return [NamedParameter(index=index, name=m.name, parameter=m.parameter) for index, m in enumerate(named)]
 
 
 def make_buckets(named: Sequence[NamedParameter], *, bucket_bytes: int = BUCKET_BYTES) -> list[list[NamedParameter]]:
-    """Cut into units, last layers first, since backward finishes them first.
+    """Group parameters into buckets, last layers first, since backward finishes them first.
 
-    A large parameter travels alone and is reduced where it lies; the others share buffers of the size that DDP
-    has found good: a small first one, so that sending starts early, then few and large ones.
+    A large parameter has its own bucket and is reduced in place; the others share buckets of DDP's default sizes: a
+    small first one, so that sending starts early, then few large ones.
     """
     units: list[list[NamedParameter]] = []
     backwards = list(reversed(named))
@@ -52,10 +52,10 @@ def make_buckets(named: Sequence[NamedParameter], *, bucket_bytes: int = BUCKET_
 
 
 def passing_bytes(world: World) -> int:
-    """How full a buffer gets that is made and let go in every step.
+    """Return the bucket size in bytes for buffers that are allocated and freed in every step.
 
-    On CPU less, since glibc hands blocks of more than 32 MiB back to the system at every free: every page is then
-    cleared anew in every step. Imagined ranks that send over nccl stand for GPUs.
+    It is smaller on CPU, since glibc returns blocks of more than 32 MiB to the system at every free: every page would
+    be cleared again in every step. Simulated ranks with the nccl backend count as GPUs.
     """
     return PASSING_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
 
@@ -81,5 +81,5 @@ def _buckets(members: Sequence[NamedParameter], *, started: bool, full: int) -> 
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements."""
+    """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Which part of a whole tensor a rank holds: boxes that say where it lies in the whole and in the local tensor.
+"""Specs of the part of a whole tensor that a rank holds, as boxes that map the local tensor into the whole one.
 
-A rank that holds all of it has one box; one that holds heads of a fused projection has several; one that holds none
-of it has no box. Splitting and splitting again (tensor parallel, then sharded) narrows the boxes.
+A rank that holds the whole tensor has one box; one that holds heads of a fused projection has several; one that holds
+nothing has no box. Each further split (tensor parallel, then sharded) narrows the boxes.
 """
 
 import math
@@ -16,24 +16,24 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """`size` elements that begin at `whole` in the whole tensor and at `local` in this rank's."""
+    """A box of shape `size` that begins at `whole` in the whole tensor and at `local` in this rank's."""
 
     whole: Place
     local: Place
     size: Place
 
     def of_whole(self, tensor: Tensor) -> Tensor:
-        """The view of the whole tensor."""
+        """Return the box's view of the whole tensor."""
         return _view(tensor, self.whole, self.size)
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """The view of this rank's tensor."""
+        """Return the box's view of this rank's tensor."""
         return _view(tensor, self.local, self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """A rank's part of a tensor of `shape`; `local` is the shape of what it holds, None where it holds nothing."""
+    """A rank's part of a tensor of `shape`; `local` is the local tensor's shape, None if the rank holds nothing."""
 
     shape: Place
     local: Place | None
@@ -41,19 +41,19 @@ class ShardSpec:
 
     @staticmethod
     def all_of(shape: Sequence[int]) -> "ShardSpec":
-        """The whole tensor."""
+        """Return the spec of a rank that holds the whole tensor."""
         size = tuple(shape)
         start = (0,) * len(size)
         return ShardSpec(shape=size, local=size, boxes=(Box(whole=start, local=start, size=size),))
 
     @staticmethod
     def none_of(shape: Sequence[int]) -> "ShardSpec":
-        """Nothing: another stage's."""
+        """Return the spec of a rank that holds nothing, such as another pipeline stage."""
         return ShardSpec(shape=tuple(shape), local=None, boxes=())
 
     @staticmethod
     def of_ranges(shape: Sequence[int], *, dim: int, ranges: Sequence[tuple[int, int]]) -> "ShardSpec":
-        """What `[start, stop)` ranges along `dim` hold, one after another."""
+        """Return the spec of `[start, stop)` ranges along `dim`, concatenated in the local tensor."""
         whole = ShardSpec.all_of(shape)
         boxes: list[Box] = []
         offset = 0
@@ -65,23 +65,23 @@ class ShardSpec:
 
     @property
     def is_all(self) -> bool:
-        """Whether the rank holds the whole tensor."""
+        """Return whether the rank holds the whole tensor."""
         return self.local is not None and self.numel == math.prod(self.shape)
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Return the number of elements that the rank holds."""
         return 0 if self.local is None else math.prod(self.local)
 
     def narrowed(self, *, dim: int, start: int, stop: int) -> "ShardSpec":
-        """The rows `[start, stop)` of the local tensor along `dim`."""
+        """Return the spec of the rows `[start, stop)` of the local tensor along `dim`."""
         assert self.local is not None
         boxes = [cut for box in self.boxes if (cut := _narrowed(box, dim, start, stop)) is not None]
         local = tuple(max(stop - start, 0) if d == dim else n for d, n in enumerate(self.local))
         return ShardSpec(shape=self.shape, local=local, boxes=tuple(boxes))
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole tensor, as a tensor of its own."""
+        """Return a copy of this rank's part of the whole tensor."""
         assert self.local is not None
         found = whole.new_empty(self.local)
         for box in self.boxes:
@@ -94,13 +94,13 @@ class ShardSpec:
             box.of_whole(into).copy_(box.of_local(local))
 
     def as_json(self) -> list[Any]:
-        """For the other ranks, and the manifest."""
+        """Return the spec as JSON values, for the other ranks and the manifest."""
         boxes = [[list(box.whole), list(box.local), list(box.size)] for box in self.boxes]
         return [list(self.shape), None if self.local is None else list(self.local), boxes]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> "ShardSpec":
-        """From `as_json`."""
+        """Return the spec that `as_json` encoded."""
         shape, local, boxes = value
         return ShardSpec(
             shape=tuple(shape),
@@ -113,13 +113,13 @@ Parts = Mapping[str, ShardSpec]
 
 
 def row_range(rows: int, *, place: int, places: int) -> tuple[int, int]:
-    """The rows of one of `places`, cut as `torch.chunk` and `fully_shard` do: the last may have fewer, or none."""
+    """Return a place's row range, cut as `torch.chunk` and `fully_shard` do: the last may have fewer rows or none."""
     each = -(-rows // places) if rows else 0
     return min(place * each, rows), min((place + 1) * each, rows)
 
 
 def shard_rows(part: ShardSpec, *, place: int, places: int) -> ShardSpec:
-    """The rows of the local tensor's first dimension that one of `places` keeps; a scalar counts as one row."""
+    """Return the spec of one place's rows of the local tensor's first dimension; a scalar counts as one row."""
     assert part.local is not None
     if not part.local:
         return part if place == 0 else ShardSpec(shape=part.shape, local=None, boxes=())

@@ -1,4 +1,4 @@
-"""What every rank holds of every tensor, and how whole tensors are put together from it, bit for bit."""
+"""Tensors whose parts lie on several ranks, and their bitwise exact assembly into whole tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """A tensor of the model, by FQN, as this rank has it. `find` gives it as it is now: forwards replace buffers."""
+    """This rank's part of a model tensor. `find` returns the current tensor, because forwards may replace buffers."""
 
     name: str
     part: ShardSpec
@@ -25,12 +25,12 @@ class LocalTensor:
 
     @property
     def tensor(self) -> Tensor | None:
-        """Without its history; None where the rank has nothing of it."""
+        """Return the detached tensor; None if the rank has no part of it."""
         return None if self.part.local is None else self.find().detach()
 
 
 class ShardedTensors:
-    """The tensors of all ranks. Every rank makes it with the same names, and calls what it offers together."""
+    """The tensors of all ranks. Every rank builds it with the same names; methods that communicate are collective."""
 
     def __init__(self, *, world: World, held: Sequence[LocalTensor]) -> None:
         self._world = world
@@ -42,30 +42,30 @@ class ShardedTensors:
 
     @property
     def world(self) -> World:
-        """The ranks that hold it."""
+        """Return the ranks that hold the tensors."""
         return self._world
 
     @property
     def names(self) -> list[str]:
-        """In the model's order."""
+        """Return the names in the model's order."""
         return list(self.mine)
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """The names that are no buffers."""
+        """Return the names of the parameters."""
         return frozenset(name for name, one in self.mine.items() if not one.is_buffer)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every rank holds everything."""
+        """Return whether every rank holds every tensor whole."""
         return all(part.is_all for parts in self._parts.values() for part in parts)
 
     def parts(self, name: str) -> list[ShardSpec]:
-        """Every rank's part of a tensor."""
+        """Return every rank's part of a tensor."""
         return self._parts[name]
 
     def copies(self, name: str) -> list[list[int]]:
-        """The ranks that hold it whole together, for each copy there is."""
+        """Return for each copy of a tensor the ranks whose parts form it."""
         holders: dict[object, list[int]] = {}
         for rank, part in enumerate(self._parts[name]):
             if part.boxes:
@@ -74,12 +74,12 @@ class ShardedTensors:
         return [[ranks[copy % len(ranks)] for ranks in holders.values()] for copy in range(most)]
 
     def owns(self, name: str) -> bool:
-        """Whether this rank's part belongs to the first copy: then it speaks for it."""
+        """Return whether this rank owns its part of a tensor, that is, its part belongs to the first copy."""
         copies = self.copies(name)
         return bool(copies) and self._world.rank in copies[0]
 
     def whole(self, name: str, tensor: Tensor | None, *, copy: int = 0) -> Tensor:
-        """The whole tensor, on every rank, from `tensor`, each rank's part of it (a gradient, a weight)."""
+        """Return the whole tensor on every rank, assembled from each rank's part `tensor` (a gradient, a weight)."""
         held, ranks = self.mine[name], self.copies(name)[copy]
         part = self._parts[name][self._world.rank]
         found = torch.zeros(part.shape, dtype=held.dtype, device=self._world.device)
@@ -87,23 +87,23 @@ class ShardedTensors:
             part.put(tensor.detach(), into=found)
         if len(ranks) == 1:
             return self._world.broadcast(found, source=ranks[0])
-        if found.numel():  # every byte is one rank's alone, so that the sum adds only zeros
+        if found.numel():  # every byte comes from one rank only, so the sum adds only zeros
             self._world.all_reduce(found.view(-1).view(torch.uint8))
         return found
 
     def wholes(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """One whole tensor after another: no rank holds all of them, unless it keeps them."""
+        """Yield one whole tensor after another, so that a rank need not hold all of them at once."""
         for name in self.names:
             yield name, self.whole(name, tensors.get(name))
 
     def take(self, name: str, whole: Tensor) -> Tensor | None:
-        """This rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor, or None."""
         part = self._parts[name][self._world.rank]
         return None if part.local is None else part.take(whole)
 
 
 def all_of(model: nn.Module) -> list[LocalTensor]:
-    """Parameters and buffers of a model that is whole."""
+    """Return the parameters and buffers of a whole model."""
     buffers = [_whole(model, name, tensor, is_buffer=True) for name, tensor in model.named_buffers()]
     return [
         *(_whole(model, name, parameter, is_buffer=False) for name, parameter in model.named_parameters()),
@@ -112,7 +112,7 @@ def all_of(model: nn.Module) -> list[LocalTensor]:
 
 
 def all_shares(named: Sequence[NamedParameter]) -> list[LocalTensor]:
-    """The parameters that optimizers hold whole."""
+    """Return the parameters that optimizers hold whole."""
     return [
         LocalTensor(
             name=m.name,
@@ -136,7 +136,7 @@ def _live(model: nn.Module, name: str) -> Tensor:
 
 
 def _parts(one: LocalTensor, told: Sequence[Sequence[Any] | None]) -> list[ShardSpec]:
-    """Of every rank; those that have said the same words share one."""
+    """Return every rank's part; ranks that sent the same object share one spec."""
     words = {id(each): each for each in told}
     whole = ShardSpec.all_of(one.part.shape)
     found = {place: whole if each is None else ShardSpec.from_json(each) for place, each in words.items()}

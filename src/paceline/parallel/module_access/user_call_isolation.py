@@ -1,4 +1,4 @@
-"""Forwards that only look, as planning runs them: after them the user's model is as it was."""
+"""Calls of user code without side effects, as planning needs: afterwards the model is unchanged."""
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -27,12 +27,12 @@ _PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 @contextmanager
 def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Run forwards inside; afterwards the model's attributes, buffers and parameters and the generators are as before.
+    """Restore the model's attributes, buffers and parameters and the random generators after forwards run inside.
 
-    Attributes are what modules keep in plain Python: numbers, texts, lists, dicts and sets (in each other too),
-    tensors, arrays, generators, and modules that are not registered; objects of other classes are not looked into.
-    A parameter is copied when an operation is about to write to it; these are given, with what they were. Without
-    `parameters` that is not looked for.
+    Attributes are values that modules keep in plain Python: numbers, strings, lists, dicts and sets (nested too),
+    tensors, arrays, generators, and unregistered modules; objects of other classes are not inspected. A parameter is
+    copied when an operation is about to write to it; the context yields these parameters with their old values.
+    Without `parameters`, writes to parameters are not detected.
     """
     weights = list(model.parameters()) if parameters else []
     memory = [(parameter, parameter.data) for parameter in weights]
@@ -54,10 +54,10 @@ def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[l
 
 @contextmanager
 def call_stateless(function: object) -> Iterator[None]:
-    """Call a function of the user's inside; afterwards what it keeps in Python is as before.
+    """Restore the Python state of a user's function after it is called inside.
 
-    That is what it closes over, or an object's attributes. Modules, and tensors and containers that are too large for
-    a running state, are taken to be only read.
+    The state is its closure, or its object's attributes. Modules, and tensors and containers that are too large for a
+    running state, are assumed to be only read.
     """
     kept = _Small()
     owner = getattr(function, "__self__", function)
@@ -72,7 +72,7 @@ def call_stateless(function: object) -> Iterator[None]:
 
 
 def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What these modules keep in plain Python: numbers, texts, and what is in their containers and small objects."""
+    """Return the plain Python state of these modules: numbers, strings, and the content of containers and objects."""
     known: dict[int, Any] = {}
     return {
         f"{name}.{key}".lstrip("."): plain_value(value, known)
@@ -83,7 +83,7 @@ def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, nothing, a container, or an object of a class that keeps what it is given."""
+    """Return whether a value is a number, a string, None, a container, or a non-callable object with attributes."""
     if value is None or isinstance(value, (*_PLAIN, *_NUMBERS)):
         return True
     kind = type(value)
@@ -92,7 +92,7 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_value(value: Any, known: dict[int, Any]) -> Any:
-    """What two of them that are equal are equal in; of a long container its length, of what is not plain its class."""
+    """Return a comparable form of a value; a long container becomes its length, a value that is not plain its class."""
     if isinstance(value, np.generic):
         return plain_value(value.item(), known)
     if isinstance(value, float | complex):
@@ -102,7 +102,7 @@ def plain_value(value: Any, known: dict[int, Any]) -> Any:
     if not is_plain(value):
         return type(value).__name__
     if id(value) not in known:
-        known[id(value)] = type(value).__name__  # for one that holds itself
+        known[id(value)] = type(value).__name__  # for a container that holds itself
         inner = value if isinstance(value, (*_PLAIN, tuple, frozenset)) else vars(value)
         if len(inner) > _SHORT:
             known[id(value)] = len(inner)
@@ -116,7 +116,7 @@ def plain_value(value: Any, known: dict[int, Any]) -> Any:
 
 
 class _Writes(DispatchMode):
-    """Copies a parameter before the first operation that writes to its memory."""
+    """A dispatch mode that copies a parameter before the first operation that writes to its memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ class _Writes(DispatchMode):
             self._sharing.setdefault(storage_key(parameter), []).append(parameter)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Copy, then run it."""
+        """Copy the parameters that `func` writes to, then run it."""
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for tensor in written_tensors(func, args, kwargs or {}):
                 for parameter in self._sharing.pop(storage_key(tensor), ()):
@@ -135,7 +135,7 @@ class _Writes(DispatchMode):
 
 
 class _Kept:
-    """What modules keep, and how each of it is put back. `without` are memories that are looked after elsewhere."""
+    """A snapshot of the values that modules keep, and how to restore each. `without`: storages that are skipped."""
 
     def __init__(self, without: Iterator[int]) -> None:
         self._known: dict[int, object] = {}
@@ -143,7 +143,7 @@ class _Kept:
         self._without = frozenset(without)
 
     def keep(self, value: Any) -> None:
-        """A module or a value of one, with all that is in it."""
+        """Remember a module, or a value of one, with everything inside it."""
         if id(value) in self._known:
             return
         if isinstance(value, nn.Module):
@@ -161,7 +161,7 @@ class _Kept:
             self._undos.append(undo)
 
     def put_back(self) -> None:
-        """All of it as it was."""
+        """Restore all remembered values."""
         for undo in self._undos:
             undo()
 
@@ -189,23 +189,23 @@ class _Kept:
 
 
 class _Small(_Kept):
-    """Without modules and what is large, by itself or together with what came before."""
+    """A snapshot without modules and without large values, large alone or together with earlier ones."""
 
     def __init__(self) -> None:
         super().__init__(iter(()))
         self._left = 16 * _MOST
 
     def keep(self, value: Any) -> None:
-        """A value with all that is in it."""
+        """Remember a value with everything inside it, unless it is too large."""
         size = _size(value)
         if not isinstance(value, nn.Module) and size <= min(_MOST, self._left):
             self._left -= size
             super().keep(value)
 
     def keep_cells(self, cells: Sequence[CellType]) -> None:
-        """What names a function closes over, and what they stand for."""
+        """Remember the contents of a function's closure cells."""
         for cell in cells:
-            with suppress(ValueError):  # one that has no value yet
+            with suppress(ValueError):  # a cell that has no value yet
                 value = cell.cell_contents
                 self._undos.append(partial(setattr, cell, "cell_contents", value))
                 self.keep(value)
@@ -222,7 +222,7 @@ def _size(value: Any) -> int:
 
 
 def _refill(value: Any, inner: list[Any]) -> None:
-    """Give a container what was in it, in the same order; one that still has it is left alone."""
+    """Restore a container's content in the same order, unless it is unchanged."""
     now = _inner(value)
     if len(now) == len(inner) and all(new is old for new, old in zip(now, inner, strict=True)):
         return

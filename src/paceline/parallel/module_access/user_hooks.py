@@ -1,4 +1,4 @@
-"""Hooks of the user's own on parameters: a layout that puts another tensor in a parameter's place can't honour them."""
+"""Checks for user hooks on parameters: a layout that replaces a parameter by another tensor can't honour them."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,7 +11,7 @@ _CAUSE = "register_hook or register_post_accumulate_grad_hook on a parameter in 
 
 
 def hooked_in(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters with hooks, by name; before anything of ours is hooked to them."""
+    """Return the parameters with hooks, by name; call this before Paceline registers its own hooks."""
     return {name: parameter for name, parameter in model.named_parameters() if has_hooks(parameter)}
 
 
@@ -19,7 +19,7 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     """Refuse hooks on tensors of a model that is built without memory.
 
     Raises:
-        JobError: by name.
+        JobError: a tensor has a hook; the message names it.
     """
     for name, tensor in tensors.items():
         if has_hooks(tensor):
@@ -32,10 +32,10 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_lost(hooked: Mapping[str, nn.Parameter], model: nn.Module, *, without: Collection[str], layout: str) -> None:
-    """Refuse what is no longer the tensor that has the hook; those in `without` are another rank's.
+    """Refuse a layout that replaced a hooked parameter by another tensor; those in `without` are on other ranks.
 
     Raises:
-        LayoutError: by name.
+        LayoutError: a hooked parameter was replaced; the message names it.
     """
     now = dict(model.named_parameters())
     for name, parameter in hooked.items():

@@ -1,1 +1,1 @@
-"""Stages of any model: where it is cut, what crosses, and running one by the model's own forward."""
+"""Pipeline stages of any model: cutting it, the values sent between stages, and running a stage."""

@@ -1,4 +1,4 @@
-"""Giving up the memory of what other stages hold; names, shapes and types stay as they are."""
+"""Freeing of parameters and buffers that other stages hold; names, shapes and dtypes don't change."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from paceline.torch_internals.private_api import storage_key
 
 
 def keep_shared_storage(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that neither are, hold nor stand in a block."""
+    """Yield the modules that are not blocks, contain no block and lie in no block."""
     inside = {id(part) for block in blocks for part in block.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and not any(id(part) in inside for part in module.modules()):
@@ -29,11 +29,11 @@ def free_other_stages(
     blocks: Sequence[nn.Module],
     device: torch.device | None = None,
 ) -> None:
-    """Move what none of this process's stages holds to the device "meta".
+    """Move parameters and buffers that none of this process's stages holds to the device "meta".
 
-    A parameter that belongs to a module around the blocks, whose forward runs on every stage, or that is read between
-    blocks becomes NaN without memory instead: that code can go on, on `device` where the model has none yet. Tied
-    parameters stay tied.
+    A parameter of a module around the blocks, whose forward runs on every stage, or one that is read between blocks
+    becomes an expanded NaN without memory instead, so that this code can still run, on `device` if the model has no
+    memory yet. Tied parameters stay tied.
     """
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     first = {id(p): name for name, p in model.named_parameters()}
@@ -53,7 +53,7 @@ def free_other_stages(
 
 
 def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) -> None:
-    """Move what none of this process's stages holds to the device "meta"; buffers of modules that none calls too."""
+    """Move parameters that none of this process's stages holds, and buffers of modules that none calls, to "meta"."""
     empty = {id(parameter) for parameter in hollow_parameters(model, cut=cut, own=own)}
     new: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -68,18 +68,18 @@ def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) 
 
 
 def hollow_parameters(model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int]) -> set[nn.Parameter]:
-    """The parameters without memory: what sharding, optimizers and checkpoints of this process leave out."""
+    """Return the parameters without memory, which this process's sharding, optimizers and checkpoints leave out."""
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     return {parameter for name, parameter in model.named_parameters() if name not in held}
 
 
 def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
-    """The same model without the memory of its parameters and buffers, to export from when they are gone.
+    """Return a copy of the model whose parameters and buffers have no memory, to export from after they are freed.
 
-    What never had any is said to be on `device`.
+    Meta tensors are placed on `device` in the copy.
 
     Raises:
-        LayoutError: it can't be copied.
+        LayoutError: the model can't be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -100,10 +100,10 @@ def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> 
 def _empty_buffers(
     model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int], theirs: Sequence[nn.Module]
 ) -> None:
-    """Move the buffers of modules that only other processes call to "meta", but for memory that is used here too.
+    """Move the buffers of modules that only other processes call to "meta", except for memory that is used here too.
 
-    That is memory of a module that stands elsewhere as well, of another buffer, and what a module of a stage of this
-    process takes from one that is not in it.
+    Such memory belongs to a module that is also registered elsewhere, or is shared with another buffer, or is read by
+    a stage of this process from a module outside that stage.
     """
     kept = {storage_key(model.get_buffer(name)) for stage in own for name in cut.parts[stage].buffers}
     kept |= {storage_key(buffer) for module in _outside(model, theirs) for buffer in module.buffers(recurse=False)}
@@ -114,7 +114,7 @@ def _empty_buffers(
 
 
 def _outside(model: nn.Module, closed: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that are reached without a way through the closed ones."""
+    """Yield the modules that can be reached without passing through the closed ones."""
     seen, queue = {id(module) for module in closed}, [model]
     while queue:
         module = queue.pop()

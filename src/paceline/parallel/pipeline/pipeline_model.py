@@ -1,4 +1,4 @@
-"""A model as the stages of a pipeline: which this rank runs, and in what order."""
+"""A model as pipeline stages: the stages that this rank runs, and their schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +32,11 @@ Seconds = Callable[[Mapping[str, nn.Module]], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineModel:
-    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients.
+    """The pipeline stages of one rank.
 
-    `splits`: whether a stage's backward can be had in halves, as zero-bubble schedules ask for it.
+    `program(n)` is the schedule of all ranks for n microbatches, `forward(n)` the schedule without gradients.
+
+    `splits`: whether a stage's backward can be split in two, as zero-bubble schedules require.
     """
 
     stages: Stages | GraphStages
@@ -47,17 +49,17 @@ class PipelineModel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank runs the last stage."""
+        """Return whether this rank runs the last stage."""
         return self.cut.num_stages - 1 in self.stages.own
 
     @property
     def along_graph(self) -> bool:
-        """Whether the stages are steps of an exported graph, and no blocks of a chain."""
+        """Return whether the stages are steps of an exported graph rather than blocks of a chain."""
         return isinstance(self.stages, GraphStages)
 
     @property
     def ties(self) -> dict[str, list[int]]:
-        """Parameters that several ranks hold, and the ranks."""
+        """Return the parameters that several ranks hold, with the ranks."""
         owners = self.forward(1).rank_of_stage
         found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
@@ -78,16 +80,16 @@ def cut_model(
 ) -> PipelineModel:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
-    A model without a chain of blocks is cut along its graph, and `say` hears of it. `seconds` are what modules cost,
-    where stages are to be of equal cost. `late`: the model has no memory yet.
+    A model without a chain of blocks is cut along its exported graph, and `say` receives a note. `seconds` measures
+    the modules' times if stages are to be balanced by them. `late`: the model has no memory yet.
 
     Raises:
-        LayoutError: what can't be cut, by name.
+        LayoutError: the model can't be cut; the message names the cause.
     """
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
     own = some.stages_of(world.rank)
-    compares = not world.is_imagined  # there are no numbers
+    compares = not world.is_imagined  # simulated ranks have no values
     found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)
     stages: Stages | GraphStages
     if isinstance(found, StageSplit):
@@ -132,7 +134,7 @@ def _chain(
     late: DeferredModel | None,
     compares: bool,
 ) -> StageSplit | NoChain | None:
-    """The first way; why it can't be gone, or None where it was not asked for."""
+    """Cut along the chain of blocks; return why this is impossible, or None if only `export` was asked for."""
     if how.cut == "export":
         return None
     blocks, bounds = how.blocks or None, how.stages or None
@@ -141,7 +143,7 @@ def _chain(
         weights = None if seconds is None else seconds(chain)
         plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
 
-        if late is not None:  # a whole forward, stage by stage, would hold what nobody may hold
+        if late is not None:  # a whole stagewise forward would need more memory than allowed
             return late.planned(plan)
         cut = plan()
         compare_stagewise(model, cut=cut, call=call, compares=compares)
@@ -163,7 +165,7 @@ def _graph(
     device: torch.device,
     late: DeferredModel | None,
 ) -> GraphPlan:
-    """The second way; where neither can be gone, what was wrong with the first is told too."""
+    """Cut along the exported graph; if that fails too, the error also says why the chain was refused."""
     blocks, bounds = how.blocks or None, how.stages or None
     try:
         return plan_graph(
@@ -183,7 +185,7 @@ def _graph(
 
 
 def _refuse_counted(cut: StageSplit, program: Program) -> None:
-    """A rank with several stages begins the forward once for each."""
+    """Refuse a forward that counts in Python if a rank has several stages, since it starts the forward for each."""
     several = program.num_stages > len(set(program.rank_of_stage))
     if cut.counts and several:
         raise LayoutError(
@@ -204,14 +206,14 @@ def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
 
 
 def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
-    """For the console and the log."""
+    """Return a note on the cut along the graph, for the console and the log."""
     why = "asked for" if refused is None else refused.what.partition(":")[0]
     borders = ", ".join(f"{border.after} +{border.steps}" if border.steps else border.after for border in cut.borders)
     return f"note: stages are cut along the exported graph ({why}); borders after {borders}"
 
 
 def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...]) -> frozenset[str]:
-    """Parameters and buffers that are other ranks' alone."""
+    """Return the parameters and buffers that only other ranks hold."""
     empty = hollow_parameters(model, cut=cut, own=own)
     found = {name for name, parameter in model.named_parameters() if parameter in empty}
     found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
@@ -219,7 +221,7 @@ def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...
 
 
 def _hollow(model: nn.Module, *, cut: StageSplit, own: tuple[int, ...]) -> frozenset[str]:
-    """Parameters and buffers that are other ranks' alone."""
+    """Return the parameters and buffers that only other ranks hold."""
     empty = hollow_parameters(model, cut=cut, own=own)
     found = {name for name, parameter in model.named_parameters() if parameter in empty}
     found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}

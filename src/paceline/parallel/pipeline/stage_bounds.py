@@ -1,4 +1,4 @@
-"""Which blocks each stage gets: listed, or as even as they come."""
+"""Assignment of blocks to stages: as listed, or balanced."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -11,7 +11,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
-    """From the listed number of blocks of each stage.
+    """Return the bounds for the listed number of blocks of each stage.
 
     Raises:
         LayoutError: the numbers do not add up, or a stage would have no block.
@@ -27,10 +27,10 @@ def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> B
 
 
 def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
-    """As even as can be over the weights.
+    """Return bounds that balance the weights over the stages; None weighs all blocks equally.
 
     Raises:
-        LayoutError: more stages than blocks.
+        LayoutError: there are more stages than blocks, or `weights` has another length than `blocks`.
     """
     if num_stages > len(blocks):
         names = ", ".join(block.name for block in blocks[:3])

@@ -1,4 +1,4 @@
-"""What blocks take and return, as a flat list of tensors and a plain description that JSON can hold."""
+"""Flattening of the values that blocks take and return into a list of tensors and a JSON description."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,18 +15,18 @@ _PLAIN = (bool, int, float, str)
 
 @dataclass(frozen=True, kw_only=True)
 class OutputClasses:
-    """The classes, beside the plain containers, that blocks return; found when the model is cut, equal on all ranks."""
+    """The container classes that blocks return; they are found when the model is cut and are equal on all ranks."""
 
     by_name: Mapping[str, type]
 
     @staticmethod
     def of(values: Sequence[Any]) -> "OutputClasses":
-        """Those in these values."""
+        """Return the container classes in these values."""
         return OutputClasses(by_name={_name(kind): kind for value in values for kind in _kinds(value)})
 
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor with the way to it; what is no container of ours is passed over."""
+    """Yield every tensor with the path to it; objects that are not known containers are skipped."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -35,7 +35,7 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def replace_at(value: Any, new: Mapping[Path, Tensor], path: Path = ()) -> Any:
-    """The same with other tensors at some places."""
+    """Return the value with the tensors at some paths replaced."""
     if path in new:
         return new[path]
     if not any(place[: len(path)] == path for place in new):
@@ -44,10 +44,10 @@ def replace_at(value: Any, new: Mapping[Path, Tensor], path: Path = ()) -> Any:
 
 
 def flatten_output(value: Any, *, where: str) -> tuple[list[Tensor], Spec]:
-    """Its tensors, and the description from which `unflatten_output` makes it again.
+    """Return a value's tensors, and the description from which `unflatten_output` rebuilds it.
 
     Raises:
-        LayoutError: an object that is neither tensor, number, text nor container of those.
+        LayoutError: an object is neither a tensor, number, string nor None, nor a container of those.
     """
     if isinstance(value, Tensor):
         return [value], ["tensor"]
@@ -68,7 +68,7 @@ def flatten_output(value: Any, *, where: str) -> tuple[list[Tensor], Spec]:
 
 
 def unflatten_output(spec: Spec, tensors: Iterator[Tensor], kinds: OutputClasses) -> Any:
-    """The value that `flatten_output` described, with these tensors."""
+    """Return the value that `flatten_output` described, with these tensors."""
     if spec[0] == "tensor":
         return next(tensors)
     if spec[0] == "plain":

@@ -1,4 +1,4 @@
-"""A cut tried out in one process: do the stages, one after another, give what the whole model gives?"""
+"""Check of a cut in one process: the stages, run one after another, must give the whole model's result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,12 @@ _ROUNDING = 1e-5
 
 
 def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], Any], compares: bool = True) -> None:
-    """Run a whole model stage by stage on one example, without gradients, and compare. Costs two forwards.
+    """Run a whole model stage by stage on one example, without gradients, and compare. This costs two forwards.
 
-    What other stages hold answers with NaN, so a value that is needed and does not cross shows itself; and hooks on
-    other stages' blocks are not called, so that what they catch is missed. Each stage begins with the model as it is,
-    as each does in a process of its own, and with the generators where the whole one's forward began. Where tensors
-    have no numbers, nothing `compares`.
+    Modules of other stages return NaN, so a needed value that is not sent shows; hooks on other stages' blocks are not
+    called, so values that they catch are missing. Each stage starts with the unchanged model, as in a process of its
+    own, and with the random generators as at the start of the whole forward. `compares` is False if tensors have no
+    values.
 
     Raises:
         NoChain: a stage fails, or the last stage's result is not the whole model's.

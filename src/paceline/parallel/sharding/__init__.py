@@ -1,1 +1,1 @@
-"""Parameters, gradients and optimizer state in shares: ZeRO and `fully_shard`."""
+"""Sharding of parameters, gradients and optimizer state: ZeRO and `fully_shard`."""

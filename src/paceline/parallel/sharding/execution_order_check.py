@@ -1,8 +1,8 @@
-"""Which units the ranks gather, and in which order: each rank's own must be the others'.
+"""Check that all ranks gather the same FSDP units in the same order.
 
-Rows are gathered by position: where two ranks call different units of one shape, each would get rows of both, and
-nothing would say so. So every rank folds the units that it calls, and those that run backward, into one number, and
-the numbers meet once a step, before the update.
+Rows are gathered by position: if two ranks call different units of one shape, each silently gets rows of both. So
+every rank folds the units that it calls, and those that run backward, into one checksum, and the ranks compare their
+checksums once a step, before the update.
 """
 
 import zlib
@@ -18,7 +18,7 @@ _KEPT = 4096
 
 
 class UnitOrderCheck:
-    """Of one rank. `names` are the units', by their numbers."""
+    """The record of one rank's unit gathers. `names` holds the units' names, indexed by unit number."""
 
     def __init__(self, names: Sequence[str], *, world: World) -> None:
         self._names, self._world = tuple(names), world
@@ -26,7 +26,7 @@ class UnitOrderCheck:
         self._sent: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
 
     def saw(self, number: int, *, backward: bool = False) -> None:
-        """This unit is gathered now, for its forward or its backward."""
+        """Record that unit `number` is gathered now, for its forward or its backward."""
         word = 2 * number + backward
         self._sum = zlib.crc32(word.to_bytes(4, "little"), self._sum)
         self._count += 1
@@ -34,10 +34,10 @@ class UnitOrderCheck:
             self._first.append(word)
 
     def compare(self) -> None:
-        """Every rank calls this once a step. On a GPU what is read is the step before, which has long arrived.
+        """Compare the ranks' checksums, once a step on every rank; a GPU reads the previous step's, without waiting.
 
         Raises:
-            DesyncError: the ranks have gathered other units, or in another order.
+            DesyncError: the ranks have gathered different units, or in a different order.
         """
         self.hear()
         vector = torch.tensor([self._sum, -self._sum], dtype=torch.int64).to(self._world.device)
@@ -54,10 +54,10 @@ class UnitOrderCheck:
             self.hear()
 
     def hear(self) -> None:
-        """Read what was compared last.
+        """Read the result of the last comparison.
 
         Raises:
-            DesyncError: the ranks have gathered other units, or in another order.
+            DesyncError: the ranks have gathered different units, or in a different order.
         """
         if self._sent is None:
             return
@@ -69,12 +69,12 @@ class UnitOrderCheck:
             raise self._apart(self._world.gather_json(mine))
 
     def told(self) -> str:
-        """How far this rank is in the step, for those who find that the ranks wait for each other."""
+        """Return a description of this rank's progress in the step, for a report on ranks that wait for each other."""
         last = f", the last {self._said(self._first[-1])}" if self._first and self._count <= _KEPT else ""
         return f"has gathered units {self._count} times in this step{last}"
 
     def _apart(self, every: Sequence[Sequence[int]]) -> DesyncError:
-        """Every rank finds the same: the first rank that is not as rank 0, and where."""
+        """Return the error that names the first rank that differs from rank 0, and where; it is equal on every rank."""
         rank = next((r for r, own in enumerate(every) if list(own) != list(every[0])), 0)
         pairs = zip(every[0], every[rank], strict=False)
         place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(every[0]), len(every[rank])))

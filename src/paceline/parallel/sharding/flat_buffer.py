@@ -1,8 +1,8 @@
-"""Packing: the rows of several parameters laid out for one reduce-scatter or all-gather.
+"""Flat buffer layout: the rows of several parameters packed for one reduce-scatter or all-gather.
 
-The buffer has one chunk for each place, all of one size. Members that are cut by rows begin at the same offset in every
-chunk, so that a whole tensor is copied in or out at once; a place with fewer rows leaves the end of its room unused.
-Members that have an owner follow, in that place's chunk alone.
+The buffer has one chunk for each place (rank of the shard group), all of one size. Members that are cut by rows begin
+at the same offset in every chunk, so that a whole tensor is copied in or out at once; a place with fewer rows leaves
+the end of its space unused. Members that have an owner follow, in that place's chunk only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import copy_all
 
 
 class FlatBufferLayout:
-    """The layout of one unit."""
+    """The flat buffer layout of one unit's parameters."""
 
     def __init__(self, members: Sequence[NamedParameter], *, cut: Mapping[str, RowSplit], places: int) -> None:
         self.members = list(members)
@@ -35,16 +35,16 @@ class FlatBufferLayout:
         self.chunk = max(ends)
 
     def empty(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for all places, of zeros."""
+        """Return a zero-filled buffer of shape (places, chunk)."""
         return torch.zeros(self.places, self.chunk, dtype=dtype, device=device)
 
     def pieces(self, chunk: Tensor, *, place: int) -> list[Tensor]:
-        """The flat views of a place's rows in its chunk, one a member."""
+        """Return flat views of a place's rows in its chunk, one per member."""
         sizes = [each.numel(place) for each in self.cuts]
         return [chunk.narrow(0, o if n else 0, n) for o, n in zip(self._offsets, sizes, strict=True)]
 
     def pairs(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Views of the buffer and of a member's contiguous tensor that hold the same elements, in few pieces."""
+        """Return matching views of the buffer and of a member's contiguous tensor, as pairs, in few pieces."""
         cut, offset, flat = self.cuts[position], self._offsets[position], tensor.view(-1)
         if cut.owner is not None:
             return [(buffer[cut.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
@@ -55,7 +55,7 @@ class FlatBufferLayout:
         return [*found, (buffer[full].narrow(0, offset, rest.numel()), rest)] if rest.numel() else found
 
     def by_place(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same, flat and place by place; what is not contiguous is copied first."""
+        """Yield flat (buffer, tensor) views of a member's elements, place by place; strided rows are copied first."""
         for place, cut in enumerate([self.cuts[position]] * self.places):
             if cut.numel(place):
                 room = buffer[place].narrow(0, self._offsets[position], cut.numel(place))
@@ -67,7 +67,7 @@ class FlatBufferLayout:
         copy_all([piece.view(tensor.shape) for piece, tensor in pairs], [tensor for _, tensor in pairs])
 
     def spread(self, buffer: Tensor, holders: Sequence[Tensor]) -> None:
-        """Copy every place's rows over the holders' own."""
+        """Copy every place's rows from the buffer into the whole tensors `holders`."""
         pairs = []
         for position, holder in enumerate(holders):
             if holder.is_contiguous():
@@ -85,7 +85,7 @@ class FlatBufferLayout:
 
 
 def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
-    """Add `buffer` of shape (places, chunk) over the world into each place's `out`; call the answer to wait."""
+    """Start to reduce-scatter `buffer` of shape (places, chunk) into each place's `out`; return the wait function."""
     if world.group is None:
         out.copy_(buffer.view(-1))
         return _nothing
@@ -96,7 +96,7 @@ def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callab
 
 
 def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
-    """Collect every place's chunk in `out` of shape (places, chunk); call the answer to wait."""
+    """Start to all-gather every place's chunk into `out` of shape (places, chunk); return the wait function."""
     if world.group is None:
         out.view(-1).copy_(chunk)
         return _nothing

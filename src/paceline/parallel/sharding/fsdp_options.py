@@ -1,4 +1,4 @@
-"""What can be chosen about full sharding."""
+"""Options of full sharding."""
 
 from dataclasses import dataclass, field
 
@@ -12,12 +12,12 @@ from paceline.parallel.sharding.units import UnitChoice, units_of
 
 @dataclass(frozen=True, kw_only=True)
 class FullySharded:
-    """`units` are gathered together.
+    """Options of full sharding. `units` chooses the modules whose parameters are gathered together.
 
     `reshard`: whether a unit's parameters are freed between forward and backward; None frees all but the model's
     own, which backward needs first. `prefetch`: how many units ahead are gathered; 0 leaves it to torch.
-    `params`: the type that parameters are gathered and used in, where that is not their own. `offload`: keep
-    parameters, gradients and optimizer state in host memory.
+    `params`: the dtype that parameters are gathered and used in; None keeps their own. `offload`: keep parameters,
+    gradients and optimizer state in host memory.
     """
 
     units: UnitChoice = field(default_factory=UnitChoice)
@@ -28,7 +28,7 @@ class FullySharded:
 
 
 def fsdp_options(model: nn.Module, *, asked: Layout, how: PlacementSettings) -> FullySharded:
-    """What layout and settings say of it."""
+    """Return the full-sharding options that the layout and the placement settings ask for."""
     return FullySharded(
         units=units_of(how.units, model=model),
         reshard=how.reshard,

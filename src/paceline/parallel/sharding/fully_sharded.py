@@ -1,9 +1,9 @@
-"""ZeRO-3 on `fully_shard`: between uses each rank holds its rows of every parameter, and nothing else.
+"""ZeRO-3 on `fully_shard`: between uses each rank holds only its rows of every parameter.
 
 `fully_shard` gathers a unit's parameters before they are used and frees them afterwards. Gradients are taken from it
-as soon as autograd has written them, and added by the reducer of ZeRO-2: so exact mode, parameters without a gradient
-and replicas of the shards work alike, and a unit may be of any make. With replicas (hybrid sharding; Zhao et al.,
-"PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
+as soon as autograd has written them, and added by the ZeRO-2 reducer: so exact mode, parameters without a gradient
+and replicas of the shards work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et
+al., "PyTorch FSDP", VLDB 2023) only the sums of rows are exchanged between them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 
 
 class DeferredRows(Protocol):
-    """A rank's rows of parameters that have no memory yet, by name: a dict, or what makes them when they are taken."""
+    """A rank's rows of parameters without memory, by name: a dict, or an object that makes them when they are taken."""
 
     def __contains__(self, name: object, /) -> bool: ...
 
@@ -55,14 +55,15 @@ def shard_fully(
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
 
-    `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, and
-    others run before its backward does: then what is in no unit stays gathered until the step's end.
-    Parameters named in `without` (experts) stay as they are. With `parts`, what passes between units may be cut too.
-    `rows` are this rank's, by name, where the model's parameters have no memory yet; they are taken out as they are
-    used.
+    `hollow` names the parameters that other pipeline stages hold. If it is given, even empty, the model's
+    forward is left before its end, and other forwards run before its backward: then parameters outside all units stay
+    gathered until the step's end.
+    Parameters named in `without` (experts) are not sharded. With `parts`, activations between units may be sharded
+    too. `rows` are this rank's rows by name, if the model's parameters have no memory yet; they are removed as they
+    are used.
 
     Raises:
-        LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
+        LayoutError: a parameter can't be sharded, or the model does not have a named unit.
     """
     asked = asked or FullySharded()
     if data.shard.world_size == 1:
@@ -102,10 +103,11 @@ def shard_fully(
 
 
 class _Settle:
-    """After an update: scalars reach every rank, and what is still gathered is freed, since it is old now.
+    """The step after an update: send scalars to every rank and free parameters that are still gathered, now outdated.
 
-    Backward frees it; an evaluation, or a model whose output hides its tensors, leaves the model's own gathered. A
-    forward that `is_left` in its midst says that it is running: then only what is freed after forwards is freed.
+    Backward usually frees them; after an evaluation, or for a model whose output hides its tensors, the model's own
+    stay gathered. With `is_left`, `fully_shard` believes that the forward still runs, and frees only what it frees
+    after forwards; so `reshard_after_forward` is switched on for the call.
     """
 
     def __init__(self, model: nn.Module, spread: ParameterAllGather, *, is_left: bool) -> None:
@@ -132,7 +134,7 @@ def _wrap(
     is_left: bool,
     around: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
 ) -> UnitGuards:
-    """`around` is put around the hooks of each unit."""
+    """Apply `fully_shard` to the units and the model; the contexts `around` enclose each unit's hooks."""
     device = data.shard.device.type
     assert data.shard.group is not None
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
@@ -161,9 +163,9 @@ def _wrap(
 
 
 def row_parts(model: nn.Module, *, world: World, base: Parts | None = None) -> Parts:
-    """What each rank of `world` will hold of the parameters that are cut; a scalar is whole on all.
+    """Return the part of each cut parameter that this rank of `world` will hold; scalars, whole on all, are left out.
 
-    `base`: those that are to be cut, and which part of the whole each is before; None: all of them, each whole.
+    `base`: the parameters to cut, with the part of the whole that each already is; None: all of them, each whole.
     """
     before = {n: ShardSpec.all_of(p.shape) for n, p in model.named_parameters()} if base is None else base
     some = [(n, p) for n, p in model.named_parameters() if p.dim() and n in before]
@@ -182,7 +184,7 @@ def _fill(model: nn.Module, rows: DeferredRows, *, device: torch.device, without
 
 
 def _own_memory(output: Any) -> Any:
-    """Copies in place of views: what writes to a view drops the hook that gathers the unit again for backward."""
+    """Return `output` with views cloned: a write to a view drops the hook that gathers the unit again for backward."""
     if isinstance(output, Tensor):
         return output.clone() if output.requires_grad and is_view(output) else output
     if type(output) in (tuple, list):
@@ -196,7 +198,7 @@ def _own_memory(output: Any) -> Any:
 
 
 def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """A unit's parameters are gathered as one, so they have one type."""
+    """Raise LayoutError if a unit has parameters of several dtypes; they are gathered in one buffer."""
     names = {p: name for name, p in model.named_parameters()}
     taken = set(ignored)
     for unit in units:
@@ -213,7 +215,7 @@ def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.
 
 
 def _prefetch(model: nn.Module, ahead: int) -> None:
-    """Units in the order of the model, which is the order of forward where blocks form a chain."""
+    """Set prefetching of `ahead` units in module order, which is the forward order if blocks form a chain."""
     units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     for place, unit in enumerate(units if ahead else ()):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
@@ -221,7 +223,7 @@ def _prefetch(model: nn.Module, ahead: int) -> None:
 
 
 def _gathered(model: nn.Module, guards: UnitGuards) -> dict[str, nn.Parameter]:
-    """The parameters that autograd will write to; each unit is gathered once to see them."""
+    """Return the unsharded parameters, to which autograd will write; each unit is gathered once to find them."""
     holders = dict(model.named_parameters())
     first = {id(p): name for name, p in holders.items()}
     found: dict[str, nn.Parameter] = {}
@@ -250,7 +252,7 @@ def _sharded_in(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 def _share(
     member: NamedParameter, holder: nn.Parameter, cut: Mapping[str, RowSplit], place: int, base: Parts
 ) -> RowShard:
-    """The local tensor lies in the storage that `fully_shard` gathers from, and stays there."""
+    """Return this rank's share of a parameter: a view of the local storage that `fully_shard` gathers from."""
     if not isinstance(holder, DTensor):
         return shares_of([member], cut=dict(cut), place=place, parts=base)[0]
     local = _local(holder)

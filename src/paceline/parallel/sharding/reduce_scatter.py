@@ -1,9 +1,9 @@
-"""Gradients added so that each rank keeps its own rows only (ZeRO-2 and -3; Rajbhandari et al., 2020).
+"""Gradient reduce-scatter: each rank keeps only its own rows of the sums (ZeRO-2 and -3; Rajbhandari et al., 2020).
 
 A hook takes each gradient as soon as backward has made it and copies it to the buffer of its unit; a full unit is
-reduce-scattered at once, while backward goes on. Full gradients live as long as their unit is under way. Where it
-happens is the same for a model that keeps its parameters whole and for one whose parameters `fully_shard` gathers:
-the hook sits on whatever parameter autograd writes to. In exact mode what travels are int64 sums on the grid.
+reduce-scattered at once, while backward goes on. Full gradients live as long as their unit is in flight. The hook is
+registered on the parameter that autograd writes to, so a model that keeps its parameters whole and one whose
+parameters `fully_shard` gathers work alike. In exact mode the messages are int64 sums on the grid.
 """
 
 import math
@@ -27,7 +27,7 @@ IN_FLIGHT = 2
 
 
 class _Unit:
-    """Gradients that travel together, and this rank's sums of them over the step's microbatches."""
+    """Gradients that are reduce-scattered together, and this rank's sums of them over the step's microbatches."""
 
     def __init__(self, packing: FlatBufferLayout, *, place: int, dtype: torch.dtype, device: torch.device) -> None:
         self.packing = packing
@@ -40,22 +40,22 @@ class _Unit:
 
     @cached_property
     def sums(self) -> Tensor:
-        """Made in the first step, so that a run that only evaluates has none."""
+        """This rank's gradient sums, allocated in the first step, so that a run that only evaluates has none."""
         return torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._device)
 
     @cached_property
     def parts(self) -> list[Tensor]:
-        """The sums of each member."""
+        """The views of `sums`, one per member."""
         return list(self.sums.split(self._sizes))
 
     def open(self) -> Tensor:
-        """Room for this microbatch's gradients."""
+        """Return the buffer for this microbatch's gradients; allocate it if needed."""
         if self.buffer is None:
             self.buffer = self.packing.empty(dtype=self._dtype, device=self._device)
         return self.buffer
 
     def send(self, world: World, *, first: bool) -> Callable[[], None]:
-        """Start to add over the world; call the answer to have the result in the sums."""
+        """Start the reduce-scatter; return a function that waits for it and adds the result to the sums."""
         buffer, self.buffer = self.open(), None
         out = torch.empty(self.packing.chunk, dtype=buffer.dtype, device=buffer.device)
         wait = start_reduce_scatter(buffer, out=out, world=world)
@@ -68,11 +68,11 @@ class _Unit:
 
 
 class ScatterReducer:
-    """Adds over microbatches and ranks; leaves this rank's rows of the global gradient in the shares' `.grad`.
+    """A reducer that adds gradients over microbatches and ranks into the shares' `.grad`, each this rank's rows.
 
-    `sources` are the parameters that autograd writes to, one a share; `shard` are the ranks that the rows are cut
-    over, `replicas` those that hold the same rows. Every rank must run backward equally often (`meets`). `order` is of
-    the units that the ranks gather.
+    `sources` are the parameters that autograd writes to, one per share; the rows are cut over the ranks of `shard`,
+    and the ranks of `replicas` hold the same rows. Every rank must run backward equally often (`meets`). `order`
+    checks the order in which the ranks gather units.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class ScatterReducer:
 
     @property
     def meets(self) -> bool:
-        """Whether a rank without a sample must take part in a microbatch with `counts=False`."""
+        """Return whether a rank without a sample must take part in a microbatch with `counts=False`."""
         return self._shard.world_size > 1
 
     def begin(self) -> None:
-        """Forget the last step's gradients, and those of one that was dropped."""
+        """Clear the gradients of the previous step, also of a step that was dropped."""
         self._land(keep=0)
         self._forget()
         if self._grid is not None:
@@ -120,7 +120,7 @@ class ScatterReducer:
             source.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """A microbatch is about to run backward; one that does not count takes part with nothing."""
+        """Prepare for a microbatch's backward; with `counts=False` it contributes zeros."""
         self._counts = counts
         self._next = 0
         for unit in self._units:
@@ -128,16 +128,16 @@ class ScatterReducer:
         self._taken = [False] * len(self._shares)
 
     def after_backward(self) -> None:
-        """Send what backward did not reach."""
+        """Send the units that backward did not reach."""
         while self._next < len(self._units):
             self._launch_next()
         self._rounds += 1
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Leave gradients in the shares, or set a better grid and answer False.
+        """Store the gradients in the shares. If exact mode's grid does not fit, set a better one and return False.
 
         Raises:
-            RunError: no grid holds gradients of this size; on every rank alike.
+            RunError: no grid holds gradients of this size; raised on every rank.
             DesyncError: the ranks have gathered different units.
         """
         if self.order is not None:
@@ -154,7 +154,7 @@ class ScatterReducer:
         return self._finish_exact(self._grid, divisor) if self._grid is not None else self._finish(divisor)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         if self._grid is not None:
             self._grid.close()
         for handle in self._handles:

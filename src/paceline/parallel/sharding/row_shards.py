@@ -1,7 +1,7 @@
-"""Shares: the rows of each parameter that this rank's optimizer works on, as plain local tensors.
+"""Row shards: the rows of each parameter that this rank's optimizer updates, as plain local tensors.
 
-A parameter is cut on its first dimension as `torch.chunk` and `fully_shard` do, or, for update rules that look at a
-whole tensor, given whole to one place. A scalar is one row, the first place's.
+A parameter is cut along its first dimension as `torch.chunk` and `fully_shard` do, or, for update rules that need a
+whole tensor, given whole to one place. A scalar is one row and belongs to the first place.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,9 +18,9 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """How a parameter of this process's model is cut: for each place its rows `[start, stop)`.
+    """The cut of a parameter of this process's model: for each place its rows `[start, stop)`.
 
-    `owner` is the place that has all of them, where it is not cut by rows.
+    `owner` is the place that has all rows of a parameter that is not cut.
     """
 
     shape: tuple[int, ...]
@@ -29,30 +29,30 @@ class RowSplit:
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row."""
+        """Return the number of elements in one row."""
         return int(torch.Size(self.shape[1:]).numel()) if self.shape else 1
 
     def numel(self, place: int) -> int:
-        """Elements that a place has."""
+        """Return the number of elements that a place has."""
         start, stop = self.ranges[place]
         return (stop - start) * self.row_numel
 
     def shape_of(self, place: int) -> tuple[int, ...]:
-        """The shape of a place's tensor; where a scalar is another place's, an empty vector."""
+        """Return the shape of a place's tensor; (0,) for a scalar that another place has."""
         start, stop = self.ranges[place]
         if not self.shape:
             return () if stop > start else (0,)
         return (stop - start, *self.shape[1:])
 
     def rows(self, tensor: Tensor, place: int) -> Tensor:
-        """The view of a place's rows of a tensor of the full shape."""
+        """Return the view of a place's rows in a tensor of the full shape."""
         start, stop = self.ranges[place]
         if not self.shape:
             return tensor if stop > start else tensor.view(1).narrow(0, 0, 0)
         return tensor.narrow(0, start, stop - start)
 
     def part(self, base: ShardSpec, place: int) -> ShardSpec:
-        """The place's part of the whole model's tensor, where this process's model has the part `base`."""
+        """Return a place's part of the whole model's tensor, given that this process's model has the part `base`."""
         start, stop = self.ranges[place]
         if not self.shape:
             return base if stop > start else ShardSpec.none_of(base.shape)
@@ -61,10 +61,10 @@ class RowSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class RowShard(NamedParameter):
-    """What this rank's optimizer has of one parameter.
+    """The share of one parameter that this rank's optimizer updates.
 
-    `index` is the place in the whole model's order; `parameter` holds this rank's rows, perhaps none; `part` says
-    which those are of the whole; `holder` is the model's own parameter.
+    `index` is the position in the whole model's order; `parameter` holds this rank's rows, perhaps none; `part`
+    locates them in the whole tensor; `holder` is the model's own parameter.
     """
 
     part: ShardSpec
@@ -72,7 +72,7 @@ class RowShard(NamedParameter):
 
 
 def cut_rows(named: Sequence[NamedParameter], *, places: int, whole: Collection[str] = ()) -> dict[str, RowSplit]:
-    """By rows; those named in `whole` go to one place each, the largest first to the place that has least."""
+    """Cut parameters by rows; those in `whole` go to one place each, largest first to the place with fewest bytes."""
     found = {m.name: _by_rows(tuple(m.parameter.shape), places) for m in named if m.name not in whole}
     load = [0] * places
     for member in sorted((m for m in named if m.name in whole), key=lambda m: (-num_bytes(m.parameter), m.index)):
@@ -93,9 +93,9 @@ def _by_rows(shape: tuple[int, ...], places: int) -> RowSplit:
 def shares_of(
     named: Sequence[NamedParameter], *, cut: dict[str, RowSplit], place: int, parts: Parts | None = None
 ) -> list[RowShard]:
-    """Views of this place's rows, in the storage of the model's own parameters.
+    """Return views of this place's rows, in the storage of the model's own parameters.
 
-    `parts` says what this process's model has of the whole, where that is not all of it (tensor parallel).
+    `parts` gives this process's part of each whole tensor, under tensor parallelism; None: all of it.
     """
     return [
         RowShard(
@@ -110,7 +110,7 @@ def shares_of(
 
 
 def view_of(tensor: Tensor) -> nn.Parameter:
-    """A trainable parameter in the same storage."""
+    """Return a trainable parameter that shares the tensor's storage."""
     return nn.Parameter(tensor.detach(), requires_grad=True)
 
 

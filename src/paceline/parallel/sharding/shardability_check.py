@@ -1,7 +1,7 @@
-"""Whether an update rule is right on a part of what it moves: tried, not read off its name.
+"""Check by trial, not by name, that an optimizer's update rule is correct on a part of its parameters.
 
-A copy of the rule takes a few steps on a random tensor and on its two halves, and on one alone and beside another.
-A rule that acts otherwise only after more steps, or only on larger tensors, is not found by this.
+A copy of the rule takes a few steps on a random tensor and on its two halves, and on a tensor alone and together
+with another. A rule that differs only after more steps, or only on larger tensors, is not detected.
 """
 
 import copy
@@ -18,15 +18,15 @@ from paceline.torch_internals.dispatch_modes import hide_from_modes
 
 FIELDS = ("state", "param_groups")
 _SMALL = (7, 5, 3, 2, 2)
-_LARGE = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some rules leave small matrices to another one
-_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients, step by step: what is clipped has to be large
+_LARGE = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some rules hand small matrices to another rule
+_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients, step by step; large ones, so that clipping shows
 _BARE = 5  # the step at which one half has no gradient
 _FEW = 10_000
 _RATE = 1e-3  # at least: a rate of 0 that a schedule raises later would hide the rule
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Its groups with parameters, where those that differ in their rate or name alone are one."""
+    """Return the optimizer's non-empty groups; groups that differ only in learning rate or name are merged."""
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         own = ("params", "param_names", "lr", "initial_lr", "name")
@@ -36,7 +36,7 @@ def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
-    """Empty where what is cut along `dim` may be updated alone; otherwise what was seen."""
+    """Return why the rule is wrong on pieces cut along `dim`; empty if each piece may be updated alone."""
     kind = type(optimizer).__name__
     for shape in (shape for dims in sorted({p.dim() for p in group["params"] if p.dim()}) for shape in _shapes(dims)):
         whole, gradients = _drawn(shape, exact)
@@ -55,10 +55,10 @@ def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact:
 
 
 def refuse_across(optimizer: Optimizer) -> None:
-    """For layouts in which it may have some of its parameters.
+    """Refuse a rule that combines several parameters, for layouts in which a rank has only some of them.
 
     Raises:
-        JobError: it looks at several at once.
+        JobError: the rule updates a parameter differently if there is a second one.
     """
     for group in merge_equal_groups(optimizer):
         shape = _shapes(max(p.dim() for p in group["params"]))[0]
@@ -67,7 +67,7 @@ def refuse_across(optimizer: Optimizer) -> None:
             both = _stepped(optimizer, group, [one, two], [[a, b] for a, b in zip(first, second, strict=True)])
             apart = [_stepped(optimizer, group, [s], [[g] for g in gs])[0] for s, gs in ((one, first), (two, second))]
         except Exception:
-            return  # the other try names it
+            return  # `shardability_error` reports it
         if not all(_same(here, alone, False) for here, alone in zip(both, apart, strict=True)):
             raise JobError(
                 f"{type(optimizer).__name__} moves a parameter otherwise beside a second one than alone.",
@@ -77,10 +77,10 @@ def refuse_across(optimizer: Optimizer) -> None:
 
 
 def refuse_unmoved(optimizer: Optimizer) -> None:
-    """For layouts in which it steps on other tensors than the factory was given.
+    """Refuse an optimizer that ignores its groups, for layouts that replace the tensors that the factory was given.
 
     Raises:
-        JobError: it does not move what its groups hold.
+        JobError: the optimizer does not update the parameters in its groups.
     """
     groups = merge_equal_groups(optimizer)
     for group in groups:
@@ -88,7 +88,7 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
         try:
             way = _stepped(optimizer, group, [start], [[g] for g in gradients])[0]
         except Exception:
-            return  # the other try names it
+            return  # `shardability_error` reports it
         if not torch.equal(way[-1], start):
             return
     if groups:
@@ -100,20 +100,20 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
 
 
 def takes_nothing(optimizer: Optimizer) -> bool:
-    """Whether it steps on a tensor without elements, as a rank has of what others hold, where it does on one alone."""
+    """Return whether the optimizer can step on an empty tensor; True also if it can't step on a lone non-empty one."""
     for group in merge_equal_groups(optimizer):
         some = torch.zeros(_shapes(max(p.dim() for p in group["params"]))[0])
-        none = some[:0] if some.dim() else some.new_zeros(0)  # a scalar is another rank's: this one has an empty vector
+        none = some[:0] if some.dim() else some.new_zeros(0)  # another rank's scalar is an empty vector here
         for start in (some, none):
             try:
                 _stepped(optimizer, group, [start], [[start]])
             except Exception:
-                return start is some  # one alone is not what it is made for: nothing is known
+                return start is some  # it is not made for a single tensor: nothing is known
     return True
 
 
 def built_again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """One that makes its state at once is made anew, with the same defaults, where its tensors are."""
+    """Build the optimizer again on `groups`, with the same defaults, so that it creates its state for these tensors."""
     kind = type(optimizer)
     plain = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
     try:
@@ -134,7 +134,7 @@ def _shapes(dims: int) -> list[tuple[int, ...]]:
 
 
 def _drawn(shape: Sequence[int], exact: bool, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A tensor and its gradients; a large one has the last few."""
+    """Return a random tensor and its gradients, one per step; a large tensor gets only the last few."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if exact else torch.float64
     start, drawn = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(2))
@@ -145,7 +145,7 @@ def _drawn(shape: Sequence[int], exact: bool, seed: int = 0) -> tuple[Tensor, li
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Where a copy of the rule takes the tensors: for each, one after every step."""
+    """Step a copy of the optimizer on `starts`; return for each tensor its values after every step, stacked."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
     options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
     if isinstance(options.get("lr"), int | float | Tensor) and abs(options["lr"]) < _RATE:
@@ -164,7 +164,7 @@ def _stepped(
 
 
 def _copied(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """With groups and state of its own, which an optimizer inside it that shared them goes on to share."""
+    """Return a copy with its own groups and state; an inner optimizer that shared them shares those of the copy."""
     if optimizer.state:
         return built_again(optimizer, [group])
     probe = object.__new__(type(optimizer))
@@ -176,7 +176,7 @@ def _copied(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _same(one: Tensor, other: Tensor, exact: bool) -> bool:
-    """What is not finite in both says nothing: the gradients may be too large for the rule."""
+    """Return whether two results agree; non-finite values are ignored, as gradients may be too large for the rule."""
     if torch.equal(one, other):
         return True
     one, other = one.nan_to_num(), other.nan_to_num()

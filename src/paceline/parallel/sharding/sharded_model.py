@@ -1,4 +1,4 @@
-"""What sharding leaves: the shares of this rank's optimizer, and what the step and the checkpoint need to know."""
+"""The sharded model: the shares that this rank's optimizer updates, and data for the step and the checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from paceline.parallel.sharding.zero1_zero2 import ParameterAllGather, RowsReduc
 class DataGroups:
     """The ranks that split a batch: all of them, those that split rows, those that hold the same rows.
 
-    `compress`: how those that hold everything send their gradients.
+    `compress` is the gradient compression for ranks that hold whole parameters.
     """
 
     all: World
@@ -31,11 +31,11 @@ class DataGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """One rank's side of a sharded model.
+    """The part of a sharded model that one rank has.
 
-    `parts` says which part of each of the model's parameters, frozen ones too, this rank's model holds between two
-    steps; `locals` are those tensors, `sources` what autograd writes to, one a share. `spread` is called after each
-    update of the shares, `settle` where `locals` got other values on every rank.
+    `parts` gives the part of each of the model's parameters, frozen ones too, that this rank's model holds between
+    two steps; `locals` are those tensors. Autograd writes to `sources`, one per share. Call `spread` after each update
+    of the shares, and `settle` after `locals` were given other values on every rank.
     """
 
     shares: Sequence[RowShard]
@@ -49,7 +49,7 @@ class Sharded:
 
     @property
     def meets(self) -> bool:
-        """Whether every rank must run forward and backward equally often."""
+        """Return whether every rank must run forward and backward equally often."""
         return bool(getattr(self.reducer, "meets", False))
 
 
@@ -63,7 +63,7 @@ def shard_zero12(
     parts: Parts | None = None,
     whole: Sequence[str] = (),
 ) -> Sharded:
-    """ZeRO stage 1 or 2: the model keeps its parameters whole. `whole` names those that are not cut into rows."""
+    """Shard for ZeRO stage 1 or 2; the model keeps whole parameters. `whole` names those that are not cut into rows."""
     cut = cut_rows(named, places=data.shard.world_size, whole=whole)
     shares = shares_of(named, cut=cut, place=data.shard.rank, parts=parts)
     every = {name: p.detach() for name, p in model.named_parameters()}
@@ -103,5 +103,5 @@ def _reducer(
 
 
 def whole_parts(tensors: Mapping[str, Tensor]) -> Parts:
-    """All of each."""
+    """Return specs that say that each tensor is whole."""
     return {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}

@@ -1,6 +1,6 @@
-"""The job's optimizer on shares: the groups are learned on the whole model, the work is done on local tensors.
+"""The job's optimizer on shares: its groups come from the whole model, its updates act on local tensors.
 
-A rule that treats each element by itself is right on any cut; `tried` finds out.
+An elementwise update rule is correct on any cut; `shardability_check` finds out by trial.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,7 +28,7 @@ Pairs = list[tuple[str, nn.Parameter]]
 
 
 def meta_pairs(named: Sequence[NamedParameter]) -> Pairs:
-    """The whole model's parameters as shapes without memory, for the job's factory."""
+    """Return the whole model's parameters as meta tensors, for the job's optimizer factory."""
     return [
         (m.name, nn.Parameter(torch.empty(m.parameter.shape, dtype=m.parameter.dtype, device="meta"))) for m in named
     ]
@@ -36,16 +36,16 @@ def meta_pairs(named: Sequence[NamedParameter]) -> Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptimizerFactory:
-    """The job's optimizers over `pairs`, the whole model's parameters."""
+    """The job's optimizers over `pairs`, the whole model's parameters on the meta device."""
 
     pairs: Pairs
     optimizers: Sequence[Optimizer]
 
     def whole(self, *, exact: bool = False) -> dict[str, str]:
-        """The parameters whose rule looks at whole tensors, with what it is that differs.
+        """Return the parameters whose update rule needs whole tensors, each with the difference that was found.
 
         Raises:
-            JobError: a rule that no cut gets right.
+            JobError: a rule combines several parameters, so no cut is correct.
         """
         names = {id(p): name for name, p in self.pairs}
         found: dict[str, str] = {}
@@ -58,10 +58,10 @@ class ShardedOptimizerFactory:
         return found
 
     def refuse_rows(self, *, layout: str, exact: bool = False) -> None:
-        """For layouts that cut every parameter into rows.
+        """Refuse rules that need whole tensors, for layouts that cut every parameter into rows.
 
         Raises:
-            LayoutError: the rule that is not right on rows, by name.
+            LayoutError: a rule is not correct on rows; the message names it.
         """
         whole = self.whole(exact=exact)
         for name, reason in whole.items():
@@ -73,19 +73,19 @@ class ShardedOptimizerFactory:
             )
 
     def refuse_apart(self) -> None:
-        """For layouts in which a rank's optimizer has some of the parameters.
+        """Refuse rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
 
         Raises:
-            JobError: a rule that looks at several at once.
+            JobError: a rule combines several parameters.
         """
         for optimizer in self.optimizers:
             refuse_across(optimizer)
 
     def refuse_pieces(self, cut: Collection[str], *, layout: str) -> None:
-        """For the parameters of which this rank has a piece, along whatever dimension.
+        """Refuse rules that are wrong on the parameters in `cut`, of which this rank has a piece along any dimension.
 
         Raises:
-            LayoutError: the rule that is not right on pieces, by name.
+            LayoutError: a rule is not correct on pieces; the message names it.
         """
         names = {id(p): name for name, p in self.pairs}
         for optimizer in self.optimizers:
@@ -105,10 +105,10 @@ class ShardedOptimizerFactory:
                     )
 
     def on(self, shares: Sequence[NamedParameter]) -> list[Optimizer]:
-        """The same optimizers, groups and options over the shares; a parameter without a share is left out, and one
-        whose share has no element where the rule fails on such.
+        """Return the optimizers with the same groups and options over the shares.
 
-        Called once: the optimizers themselves move.
+        A parameter without a share is left out, and so is an empty share if the rule fails on empty tensors. Call this
+        once: it changes the optimizers in place.
         """
         local = {share.name: share.parameter for share in shares}
         names = {id(p): name for name, p in self.pairs}
@@ -116,10 +116,10 @@ class ShardedOptimizerFactory:
 
 
 def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[NamedParameter]) -> ShardedOptimizerFactory:
-    """Call the job's factory once, on shapes.
+    """Call the job's optimizer factory once, on meta tensors.
 
     Raises:
-        JobError: it looks at values, hooks into the step, or gives an optimizer that moves other tensors.
+        JobError: the factory reads values, hooks into the step, or returns an optimizer that updates other tensors.
     """
     pairs = meta_pairs(named)
     try:
@@ -146,10 +146,10 @@ def shared_optimizers(
     layout: str,
     exact: bool = False,
 ) -> list[Optimizer]:
-    """The job's optimizers over shares that are cut by rows.
+    """Return the job's optimizers over shares that are cut by rows.
 
     Raises:
-        JobError, LayoutError: the factory or a rule does not fit.
+        JobError, LayoutError: the factory or an update rule does not support it.
     """
     rules = try_optimizer_factory(factory, named)
     rules.refuse_rows(layout=layout, exact=exact)
@@ -157,7 +157,7 @@ def shared_optimizers(
 
 
 def _moved(optimizer: Optimizer, local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> Optimizer:
-    """In place, since named groups may not be empty when they are made, and a share's rows may be."""
+    """Replace the optimizer's parameters by the shares, in place: new named groups may not be empty, but shares may."""
     empty = [name for name, share in local.items() if not share.numel()]
     if empty and not takes_nothing(optimizer):
         local = {name: share for name, share in local.items() if share.numel()}
@@ -181,7 +181,7 @@ def _refuse_hooked(optimizer: Optimizer) -> None:
     own = vars(optimizer)
     hooks = [h for when in ("pre", "post") for h in own.get(f"_optimizer_step_{when}_hooks", {}).values()]
     step = own.get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a schedule's wrap does nothing of its own
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # an LR scheduler's wrapper has no own effect
         hooks.append(step)
     for hook in hooks:
         name = getattr(hook, "__qualname__", type(hook).__qualname__)

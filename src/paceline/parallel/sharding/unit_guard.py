@@ -1,8 +1,8 @@
-"""What a unit of fsdp would do otherwise than the same module in one process, found while it is called.
+"""Guards that detect, during calls, where an FSDP unit would differ from the same module in one process.
 
-`fully_shard` hands a unit copies of the lists and dicts that it was given, puts its own parameters in place before
-the unit runs, and drops what was written to them when they are gathered again. None of this fails: a write that gets
-lost, or parameters that are put back, would be another training.
+`fully_shard` passes a unit copies of the lists and dicts in its arguments, puts its own parameters in place before
+the unit runs, and drops writes to them when they are gathered again. None of this raises: a lost write or restored
+parameters would silently change the training.
 """
 
 import copy
@@ -38,7 +38,10 @@ _open: list[None] = []  # forwards that have not ended, of all threads: on a GPU
 
 
 class UnitGuards:
-    """Of one model. `is_left`: its forward is left in its midst, and others run before its backward does."""
+    """The guards of one model's units.
+
+    `is_left`: the model's forward is left before its end, and other forwards run before its backward.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_left: bool) -> None:
         names = {id(module): name or "the model's own" for name, module in model.named_modules()}
@@ -49,7 +52,7 @@ class UnitGuards:
 
     @contextmanager
     def around(self, unit: nn.Module) -> Iterator[None]:
-        """Hooks outside and inside of those that the unit is given inside."""
+        """Register the guard's hooks outside and inside of those that the body of the `with` registers on the unit."""
         guard = self._guards[id(unit)]
         unit.register_forward_pre_hook(guard.entered, prepend=True, with_kwargs=True)
         unit.register_forward_hook(guard.left)
@@ -57,13 +60,13 @@ class UnitGuards:
         unit.register_forward_pre_hook(guard.called, prepend=True, with_kwargs=True)
 
     def watched(self, unit: nn.Module, output: Any) -> Any:
-        """What a unit gives, where its backward is noticed; before the hooks that gather it for that."""
+        """Watch a unit's output for the start of its backward, before the hooks that gather it; return the output."""
         if unit is not self._model:
             self._guards[id(unit)].given(output)
         return output
 
     def know(self, unit: nn.Module, name: str, owner: nn.Module, own: str, either: Sequence[nn.Parameter]) -> None:
-        """A parameter of a unit: sharded, and gathered."""
+        """Register a parameter of a unit; `either` holds it sharded and gathered."""
         if isinstance(either[0], DTensor):
             either[0].__class__ = LockedParameter  # type: ignore[assignment]
             vars(either[0])["known_as"] = name
@@ -71,12 +74,12 @@ class UnitGuards:
         self._guards[id(unit)].trains.append(either[0].requires_grad)
 
     def begin(self) -> None:
-        """When all parameters are known. Of stages nobody calls the whole model."""
+        """Intercept the model's calls, after all parameters are registered; pipeline stages make no such calls."""
         if not self._is_left:
             CallInterceptor(self._model, self._run)
 
     def refuse_early(self) -> None:
-        """Raises: LayoutError: a unit runs backward while the model's forward has not ended, or the loss."""
+        """Raise LayoutError if a unit runs backward before the model's forward or the loss has ended."""
         if self._runs or _open:
             raise LayoutError(
                 "the forward or the loss runs a backward of its own, through units that fsdp has let go of already.",
@@ -94,7 +97,7 @@ class UnitGuards:
 
 
 class _Guard:
-    """One unit's, from call to call."""
+    """The guard of one unit; it keeps state from call to call."""
 
     def __init__(self, guards: UnitGuards, name: str, number: int) -> None:
         self.name, self._guards, self._number = name, guards, number
@@ -106,7 +109,7 @@ class _Guard:
         self._left: list[int] = []
 
     def called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """As a pre-hook, before all others."""
+        """Check the unit's parameters before the call; a forward pre-hook that runs before all others."""
         self._from_caller = [*_containers((*args, *kwargs.values()))]
         for number, (name, owner, own, either) in enumerate(self.parameters):
             if self._left and tensor_version(either[-1]) != self._left[number]:
@@ -124,7 +127,7 @@ class _Guard:
                 )
 
     def entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """As a pre-hook, after those that gather."""
+        """Record the arguments and parameter versions; a forward pre-hook that runs after those that gather."""
         if not in_backward():
             self._guards.order.saw(self._number)
         self._freeze()
@@ -134,7 +137,7 @@ class _Guard:
         self._versions = [tensor_version(either[-1]) for *_, either in self.parameters]
 
     def _freeze(self) -> None:
-        """A parameter that is frozen or let go, sharded or gathered as the user met it, is so both ways."""
+        """Apply a change of `requires_grad`, made on either the sharded or the gathered parameter, to both."""
         for number, (*_, either) in enumerate(self.parameters):
             if either[0].requires_grad != either[-1].requires_grad:
                 for parameter in either:
@@ -142,7 +145,7 @@ class _Guard:
             self.trains[number] = either[0].requires_grad
 
     def left(self, *_: Any) -> None:
-        """As a hook, before those that let go."""
+        """Check for lost writes after the call; a forward hook that runs before those that free the parameters."""
         for given, before in self._copies:
             if not _is_same(_content(given), before):
                 raise LayoutError(
@@ -162,7 +165,7 @@ class _Guard:
         self._left = self._versions
 
     def given(self, output: Any) -> None:
-        """Notice the first of its tensors to which a gradient comes."""
+        """Call the backward checks when the first tensor of the output gets a gradient."""
         if not torch.is_grad_enabled() or in_backward():
             return
         came: list[Callable[[], None]] = [
@@ -180,11 +183,11 @@ class _Guard:
 
 
 class LockedParameter(DTensor):
-    """A sharded parameter, which no forward may use: a number read off it would be of this rank's rows."""
+    """A sharded parameter that no forward may use: a value computed from it would cover only this rank's rows."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """As ever, outside of forwards."""
+        """Raise LayoutError inside a forward; elsewhere dispatch as DTensor does."""
         if getattr(_running, "depth", 0) and not in_backward():
             for leaf in tree_flatten((args, kwargs))[0]:
                 if isinstance(leaf, cls) and "known_as" in vars(leaf):
@@ -194,10 +197,10 @@ class LockedParameter(DTensor):
 
 @contextmanager
 def forward_runs() -> Iterator[None]:
-    """Around a forward: sharded parameters are not used, and what `fully_shard` leads to is told in our words.
+    """Guard a forward: refuse uses of sharded parameters, and replace errors from `fully_shard` by clearer ones.
 
     Raises:
-        LayoutError: what the model's author can do about it.
+        LayoutError: says what the model's author can do about it.
     """
     _running.depth = getattr(_running, "depth", 0) + 1
     _open.append(None)
@@ -214,7 +217,7 @@ def forward_runs() -> Iterator[None]:
 
 
 def _copied(error: Exception) -> LayoutError | None:
-    """What fully_shard and tensors in parts say of a copy."""
+    """Return the error for a module copied in the forward, if `fully_shard` or a sharded tensor refused the copy."""
     frames = extract_tb(error.__traceback__)
     if not any(frame.filename == copy.__file__ for frame in frames):
         return None
@@ -244,7 +247,7 @@ def _explained(error: Exception) -> LayoutError | None:
 
 
 def in_the_loss(name: str) -> LayoutError:
-    """Of a weight penalty, whose gradient would go to rows that no backward writes to."""
+    """Return the error for a weight penalty in the loss; its gradient would go to rows that no backward writes to."""
     return LayoutError(
         f"the loss is made of {name} itself, and under fsdp a rank has its rows only.",
         cause="a weight penalty: a sum over model.parameters() that is added to the loss",
@@ -261,7 +264,7 @@ def _elsewhere(name: str) -> LayoutError:
 
 
 def _containers(values: Sequence[Any], depth: int = 0) -> Iterator[Any]:
-    """What can be written to, among the arguments of a call and inside of it."""
+    """Yield the mutable containers among the values, nested ones too."""
     for value in values:
         if value is None or isinstance(value, Tensor | int | float | str) or depth > _DEEP:
             continue

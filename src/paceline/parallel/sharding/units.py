@@ -1,8 +1,8 @@
-"""Which modules are gathered together: the units of a fully sharded model, outermost last.
+"""Choice of FSDP units, the modules whose parameters are gathered together, outermost last.
 
-A unit's parameters are whole while its forward or backward runs. Found by themselves they are the repeated blocks;
-they can also be named by class, by pattern or by size. What is in no unit belongs to the model itself, which stays
-whole from its forward to its backward.
+A unit's parameters are whole while its forward or backward runs. By default the units are the repeated blocks; they
+can also be chosen by class, by pattern or by size. Parameters in no unit belong to the model itself and stay whole
+from its forward to its backward.
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, kw_only=True)
 class UnitChoice:
-    """How units are chosen; nothing given finds the repeated blocks.
+    """The rule that chooses units; by default the repeated blocks.
 
-    `classes` are class names, `names` FQN patterns such as `layers.*`, `min_numel` the parameters' elements from
-    which the innermost module is one.
+    `classes` are class names, `names` FQN patterns such as `layers.*`; with `min_numel`, the innermost modules with
+    at least that many parameter elements are units.
     """
 
     classes: Sequence[str] = ()
@@ -31,10 +31,10 @@ class UnitChoice:
 
 
 def units_of(words: Sequence[str], *, model: nn.Module) -> UnitChoice:
-    """From `place.units`: one number is a size, a word that is a module's class is one, what remains are patterns.
+    """Parse `place.units`: a single number is a size, a module's class name is a class, other words are patterns.
 
     Raises:
-        LayoutError: a number and something else.
+        LayoutError: a number is given together with other words.
     """
     sizes = [word for word in words if word.isdigit()]
     if sizes and len(words) > 1:
@@ -50,12 +50,12 @@ def units_of(words: Sequence[str], *, model: nn.Module) -> UnitChoice:
 
 
 def find_units(model: nn.Module, *, by: UnitChoice) -> dict[str, nn.Module]:
-    """The units by FQN, inner ones before those around them; the model itself is not among them.
+    """Return the units by FQN, inner ones before those around them, without the model itself.
 
-    A unit that shares a parameter with a module outside it is left out: then that parameter is the model's own.
+    A unit that shares a parameter with a module outside it is left out: that parameter then belongs to the model.
 
     Raises:
-        LayoutError: a name or class that no module has.
+        LayoutError: no module has a given name or class.
     """
     found = dict(_chosen(model, by))
     shared = _shared(model, found)
@@ -81,7 +81,7 @@ def _chosen(model: nn.Module, by: UnitChoice) -> Iterator[tuple[str, nn.Module]]
 
 
 def _can_be(module: nn.Module) -> bool:
-    """Containers are never called, so nothing would gather their parameters."""
+    """Return whether a module can be a unit: containers are never called, so nothing would gather their parameters."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict) and any(
         True for _ in module.parameters()
     )
@@ -98,7 +98,7 @@ def _check(wanted: str, known: Sequence[str], *, what: str) -> None:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a chain whose class stands in it twice or more and that have modules of their own."""
+    """Yield the repeated blocks: children of a chain with submodules, whose class occurs in it at least twice."""
     blocks = [c for c in module.children() if _can_be(c) and any(True for _ in c.children())]
     often = Counter(type(c) for c in blocks) if isinstance(module, _CHAINS) else Counter()
     for name, child in module.named_children():
@@ -109,7 +109,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _by_size(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
-    """From the inside out: a module whose parameters in no inner unit reach the size."""
+    """Yield, innermost first, each module with at least `least` parameter elements outside of inner units."""
     taken: set[int] = set()
     for name, module in sorted(model.named_modules(), key=lambda pair: -pair[0].count(".") if pair[0] else 1):
         own = [p for p in module.parameters() if id(p) not in taken]
@@ -119,7 +119,7 @@ def _by_size(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _shared(model: nn.Module, units: dict[str, nn.Module]) -> set[int]:
-    """Parameters that two units use, or a unit and what is outside it; of nested units the innermost has them."""
+    """Return ids of parameters used by two units, or inside and outside of one; nested units: the innermost counts."""
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         inside = [u for u in units if name == u or name.startswith(f"{u}.") or module is units[u]]

@@ -1,7 +1,7 @@
-"""ZeRO-1 and ZeRO-2: each rank's optimizer has its own rows; the updated rows are gathered into the whole parameters.
+"""ZeRO-1 and ZeRO-2: each rank's optimizer updates its own rows, which are then gathered into the whole parameters.
 
-The model stays the user's own and whole. Stage 1 adds whole gradients as data parallelism does, stage 2 keeps each
-rank's own rows of them (Rajbhandari et al., "ZeRO", 2020).
+The model stays the user's own and whole. Stage 1 adds whole gradients as data parallelism does; stage 2 keeps only
+each rank's own rows of them (Rajbhandari et al., "ZeRO", 2020).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ IN_FLIGHT = 2
 
 
 class RowsReducer:
-    """ZeRO-1: another reducer's whole gradients, of which each share gets its rows, without a copy."""
+    """The ZeRO-1 reducer: another reducer adds whole gradients, and each share gets a view of its rows."""
 
     meets = False
 
@@ -30,18 +30,18 @@ class RowsReducer:
         self._place = place
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the gradients of the previous step."""
         self._inner.begin()
         for share in self._shares:
             share.parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """As for whole gradients, where no replica has to stand in; one that does adds zeros."""
+        """Prepare the inner reducer. `counts` is ignored: a microbatch that does not count adds zeros."""
         del counts
         self._inner.before_backward(last=last)
 
     def after_backward(self) -> None:
-        """As for whole gradients."""
+        """Collect gradients in the inner reducer."""
         self._inner.after_backward()
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
@@ -54,12 +54,12 @@ class RowsReducer:
         return True
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         self._inner.close()
 
 
 class ParameterAllGather:
-    """After an update: every place's new rows, gathered into the parameters that each rank holds whole."""
+    """The all-gather after an update: it copies every place's new rows into each rank's whole parameters."""
 
     def __init__(self, shares: Sequence[RowShard], *, cut: Mapping[str, RowSplit], world: World) -> None:
         self._shares = list(shares)
@@ -70,7 +70,7 @@ class ParameterAllGather:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Gather; a few units are under way at a time, so that no second copy of the model is held."""
+        """Gather the updated rows, a few units at a time, so that no second copy of the model is in memory."""
         rooms = [_Room(self._packings[turn::IN_FLIGHT]) for turn in range(IN_FLIGHT)]
         under_way: list[Callable[[], None]] = []
         for turn, packing in enumerate(self._packings):
@@ -94,15 +94,18 @@ class ParameterAllGather:
 
 
 class _Room:
-    """Memory for one gather after another. gloo's thread lets go of a unit's tensors some time after it is waited for:
-    with new ones for each unit, now and then three units would be held in the place of two."""
+    """A buffer reused by one all-gather after another.
+
+    gloo's thread frees a unit's tensors some time after the wait: with new tensors for each unit, three units would
+    sometimes be in memory instead of two.
+    """
 
     def __init__(self, packings: Sequence[FlatBufferLayout]) -> None:
         self._num_bytes = max((_bytes(packing) * (packing.places + 1) for packing in packings), default=0)
         self._memory: Tensor | None = None
 
     def lay(self, packing: FlatBufferLayout) -> tuple[Tensor, Tensor]:
-        """Every place's chunk, and this rank's own, of zeros."""
+        """Return a buffer for every place's chunk, and a zeroed one for this rank's own."""
         first = packing.members[0].parameter
         if self._memory is None:
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=first.device)

@@ -1,4 +1,4 @@
-"""A tensor plan for a model that brings none: derived from one run, and tried against one process."""
+"""Derivation of a tensor plan from one run of a model that brings none, and a check of the plan against one process."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ from paceline.torch_internals.dispatch_modes import has_dispatch_mode
 
 Run = Callable[[nn.Module], Any]
 IN_LOCAL = "its module runs on pieces"
-LARGE = 1000  # rows from which an embedding without a head is a vocabulary
+LARGE = 1000  # an embedding without a head is a vocabulary from this number of rows
 
 
 def choose_plan(
@@ -51,10 +51,10 @@ def choose_plan(
     file: Path | None = None,
     replicate: Sequence[str] = (),
 ) -> TensorPlan:
-    """The user's file, else derived from a run, else the model's own.
+    """Return the plan of the user's file, else one derived from a run, else the model's own.
 
     Raises:
-        LayoutError: there is none of them, or what `derive_plan` raises. UsageError: what `read_plan` raises.
+        LayoutError: there is none of these, or `derive_plan` raised it. UsageError: `read_plan` raised it.
     """
     _refuse_unknown(model, replicate)
     if file is not None:
@@ -75,14 +75,14 @@ def choose_plan(
 
 
 def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[str] = ()) -> TensorPlan:
-    """Which weights `ranks` ranks can cut, found by running the model.
+    """Find the weights that `ranks` ranks can shard, by running the model.
 
-    `run` calls the model on a small batch and returns its output (the loss of it, where the loss is at hand). The
-    model is left as it was. Modules that the model's own plan runs on pieces (experts) are taken from there;
-    `replicate` names modules or parameters that stay whole.
+    `run` calls the model on a small batch and returns its output (or its loss, if it is available). The model is left
+    unchanged. Modules that the model's own plan runs on shards (experts) are taken from that plan; `replicate` names
+    modules or parameters that stay whole.
 
     Raises:
-        LayoutError: nothing can be cut, or heads do not divide, by name.
+        LayoutError: nothing can be sharded, or heads do not divide; the message names them.
     """
     local = {p: r for p, r in _own_local(model, ranks).items() if not _asked(p, replicate)}
     fixed = {
@@ -127,7 +127,7 @@ def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
 def _own_local(model: nn.Module, ranks: int) -> dict[str, ParameterRole]:
     try:
         own = own_plan(model, ranks=ranks)
-    except LayoutError:  # a style that is not known here: what it is for can be derived
+    except LayoutError:  # an unknown style: the role of its modules can be derived
         return {}
     if own is None:
         return {}
@@ -169,7 +169,7 @@ def _explored(
 
 
 def _settle_ends(found: dict[str, WeightDecision], explorer: PlanSearchMode, model: nn.Module) -> bool:
-    """Columns that no row follows stay whole, but for a vocabulary's head; its embedding is cut with it."""
+    """Keep whole every column weight that no row weight follows, except a vocabulary head; shard its embedding too."""
     changed = False
     shapes = {name: p.shape for name, p in model.named_parameters()}
     rows = set(explorer.embeddings.values())
@@ -192,10 +192,9 @@ def _settle_ends(found: dict[str, WeightDecision], explorer: PlanSearchMode, mod
 
 
 def _refuse_heads(found: dict[str, WeightDecision], ranks: int, heads: dict[str, int]) -> None:
-    """A projection whose heads do not divide, and no other of its module is cut: an attention that can't be split.
+    """Raise if a projection's heads do not divide by `ranks` and no sibling projection is sharded.
 
-    Where stages have other numbers of heads, as in Swin, and those of one divide, the others stay whole, and a note
-    says so.
+    If stages have different numbers of heads, as in Swin, and those of one divide, the others stay whole with a note.
     """
     others = any(found[name].dim is not None for name in heads)
     problems: dict[str, PacelineError] = {}
@@ -221,7 +220,10 @@ def _refuse_heads(found: dict[str, WeightDecision], ranks: int, heads: dict[str,
 
 
 def _roles(model: nn.Module, found: dict[str, WeightDecision], heads: dict[str, int]) -> dict[str, ParameterRole]:
-    """By module where a module's weight is meant, else by parameter; equal ones of numbered modules as one pattern."""
+    """Return the roles by module for weights, else by parameter name.
+
+    Numbered modules with equal roles are merged into one pattern.
+    """
     owners = dict(model.named_modules())
     exact: dict[str, ParameterRole | None] = {}
     for name, parameter in model.named_parameters():
@@ -257,7 +259,10 @@ def _role(known: WeightDecision, parameter: Tensor, owner: nn.Module, heads: int
 
 
 def _compressed(exact: dict[str, ParameterRole | None]) -> dict[str, ParameterRole]:
-    """All numbers as `*` where every name so meant has one role, else the first alone, else the name itself."""
+    """Replace numbers in names by `*` where all matching names share one role.
+
+    Tried in this order: all numbers, the first number, the name itself.
+    """
     groups: dict[str, set[ParameterRole | None]] = {}
     for name, role in exact.items():
         for pattern in (name_pattern(name), first_number(name)):
@@ -288,11 +293,13 @@ def _linears(model: nn.Module) -> str:
 
 
 def hold_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int) -> None:
-    """Run the model once, each function on cut tensors by all ranks and by one process: a forward's time, and the
-    threads'. A model whose parameters have no memory is left out, and a plan, whose dispatch mode computes no numbers.
+    """Check a plan in one run: each function on sharded tensors is computed by all ranks and by one process.
+
+    It takes the time of one forward plus that of the threads. The check is skipped for a model with parameters on the
+    meta device, and inside a dispatch mode, which computes no numbers.
 
     Raises:
-        LayoutError: a function gives a rank another value than one process has, with the line that calls it.
+        LayoutError: a rank's value differs from one process's; the message gives the line that calls the function.
     """
     has_no_memory = any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters())
     if has_no_memory or has_dispatch_mode():
@@ -309,7 +316,7 @@ def hold_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int) -> No
 
 @contextmanager
 def _said_as_planning(model: nn.Module, run: Run) -> Iterator[None]:
-    """Errors of the user's code: as they are where one process has them too, else with the words that tp is planned."""
+    """Re-raise errors of the user's code: unchanged if one process raises them too, else as errors of tp planning."""
     try:
         yield
     except PacelineError:
@@ -327,11 +334,12 @@ def _said_as_planning(model: nn.Module, run: Run) -> Iterator[None]:
 
 
 def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequence: bool = False) -> float:
-    """Try a plan: all ranks as threads of this process against the whole model, on copies; the largest difference of
-    the outputs, relative.
+    """Run a plan on copies, with all ranks as threads of this process, and compare it with the whole model.
+
+    Returns the largest relative difference of the outputs.
 
     Raises:
-        JobError: `run` gives another output each time. LayoutError: an output differs by more than rounding.
+        JobError: `run` returns a different output each time. LayoutError: an output differs by more than rounding.
     """
 
     def alone(subject: nn.Module) -> list[Tensor]:

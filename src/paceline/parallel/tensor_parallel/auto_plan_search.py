@@ -1,8 +1,8 @@
-"""Find which weights can be cut by letting the model run: rank 0's work in a group that nobody else is in.
+"""Search for the weights that can be sharded, by running the model as rank 0 of a group without other ranks.
 
-Every product with a weight is tried as a column split; the cut then travels through the model's own forward. Where it
-meets another product it has found its row split; where something needs the whole, the weight behind it stays whole, or
-is tried again as the fused projection that it turned out to be.
+Every matmul with a weight is tried as a column split; the sharding then propagates through the model's own forward.
+If it reaches another matmul, that weight becomes the row split. If something needs the whole tensor, the weight that
+produced it stays whole, or is tried again as the fused projection that it turned out to be.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from paceline.torch_internals.pytree import tensor_leaves
 
 TURNS = (".T", ".mT", "t")
 LOSSES = ("cross_entropy", "nll_loss", "argmax")
-PRODUCTS = {  # the parameters that are the factor, the weight and the bias
+PRODUCTS = {  # names of the parameters for input, weight and bias
     "linear": ("input", "weight", "bias"),
     "addmm": ("mat1", "mat2", "input"),
     "matmul": ("input", "other"),
@@ -32,9 +32,9 @@ PRODUCTS = {  # the parameters that are the factor, the weight and the bias
 
 @dataclass(kw_only=True)
 class WeightDecision:
-    """What is known of one weight: the dimension that is cut and its borders, or why it stays whole.
+    """The decision for one weight: the sharded dimension and its section borders, or why it stays whole.
 
-    `suggested`: the borders are those of its likes in other blocks; `alone`: it was found to be unlike them.
+    `suggested`: the borders are copied from the same weight of another block; `alone`: they did not fit this weight.
     """
 
     dim: int | None = None
@@ -48,13 +48,13 @@ class WeightDecision:
     alone: bool = False
 
     def sections(self, size: int) -> tuple[int, ...]:
-        """The sizes between the borders."""
+        """Return the sizes between the borders."""
         ends = [0, *sorted(b for b in self.borders if 0 < b < size), size]
         return tuple(b - a for a, b in pairwise(ends))
 
 
 class PlanSearchMode(TorchFunctionMode):
-    """One run of the model: decides a weight when it is first used, and shows the decided ones as cut."""
+    """A run of the model that decides each weight at its first use, and shows decided weights as sharded."""
 
     def __init__(self, *, names: dict[int, str], found: dict[str, WeightDecision], ranks: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PlanSearchMode(TorchFunctionMode):
         self._turned: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Decide, show, go on."""
+        """Decide the weights of this call, show them as sharded, and call the function."""
         name, kwargs = name_of(func), kwargs or {}
         given = (read_call(name, args, kwargs) if name in SIGNATURES else None) or {}
         first: Any = args[0] if args else given.get("input")
@@ -84,7 +84,7 @@ class PlanSearchMode(TorchFunctionMode):
         return func(*(self._show(a) for a in args), **{k: self._show(a) for k, a in kwargs.items()})
 
     def reached(self, value: ShardPropagatingTensor, what: str) -> None:
-        """Something that may be cut reads what these weights made."""
+        """Record that a value which these weights produced reaches a consumer that may be sharded."""
         for origin in value.origins:
             self.consumed.setdefault(origin, set()).add(what)
 
@@ -149,9 +149,9 @@ def _borders(cut: DimSharding) -> frozenset[int]:
 
 
 def learn_from_blocked(explorer: PlanSearchMode, found: dict[str, WeightDecision]) -> bool:
-    """Take what blocked a cut into account; whether another run is needed.
+    """Update the decisions from what needed a whole tensor, and return whether another run is needed.
 
-    A projection that turns out to be fused changes what follows it, so then nothing else is concluded from this run.
+    A weight that turns out to be fused changes what follows it; then nothing else is concluded from this run.
     """
     blocked = [
         (found[origin], what, misfit)
@@ -174,7 +174,7 @@ def learn_from_blocked(explorer: PlanSearchMode, found: dict[str, WeightDecision
 def _refine(known: WeightDecision, misfit: IncompatibleReshape | None) -> bool:
     if misfit is None or not misfit.sections:
         return False
-    each = known.size // sum(misfit.sections)  # rows of the weight to one of what was sliced, as a head has them
+    each = known.size // sum(misfit.sections)  # rows of the weight per element of the sliced dimension, e.g. per head
     ends, at = set() if known.suggested else set(known.borders), 0
     for size in misfit.sections[:-1]:
         at += size * each
@@ -186,7 +186,7 @@ def _refine(known: WeightDecision, misfit: IncompatibleReshape | None) -> bool:
 
 
 def _leave_alone(known: WeightDecision) -> bool:
-    """Forget borders that were only suggested, for good; whether there were any."""
+    """Drop borders that were only suggested, for good, and return whether there were any."""
     was = known.suggested
     if was:
         known.borders, known.suggested, known.alone = frozenset(), False, True
@@ -194,7 +194,10 @@ def _leave_alone(known: WeightDecision) -> bool:
 
 
 def forget_guesses(found: dict[str, WeightDecision]) -> None:
-    """Before another run: keep what stays whole, the vocabulary, and where fused projections have their borders."""
+    """Reset the decisions before another run.
+
+    Kept are weights that stay whole, the vocabulary, and the section borders of fused projections.
+    """
     for name, known in list(found.items()):
         if known.kind == "whole" or known.why == "embedding":
             continue
@@ -206,9 +209,10 @@ def forget_guesses(found: dict[str, WeightDecision]) -> None:
 
 
 def suggest_for_all_blocks(found: dict[str, WeightDecision], likes: dict[str, tuple[object, ...]]) -> None:
-    """Before another run: what one block's fused projection has shown is tried for those of all blocks at once.
+    """Suggest the borders found for one block's fused projection to the same projection of all blocks.
 
-    `likes` says which weights are alike, by name. Else a model would be run once for each of its blocks.
+    Call it before another run. `likes` maps names to a key that is equal for like weights. Without it the model would
+    be run once per block.
     """
     own = [n for n, known in found.items() if n in likes and not (known.kind or known.suggested or known.alone)]
     shown = {likes[name]: found[name].borders for name in own}
@@ -218,5 +222,5 @@ def suggest_for_all_blocks(found: dict[str, WeightDecision], likes: dict[str, tu
 
 
 def splits_of(value: Any) -> Iterable[ShardPropagatingTensor]:
-    """Every cut tensor in an output of any shape."""
+    """Return every sharded tensor in an output of any structure."""
     return (tensor for tensor in tensor_leaves(value) if isinstance(tensor, ShardPropagatingTensor))

@@ -1,7 +1,7 @@
-"""What tensor ranks say to each other, and the same as steps of autograd.
+"""Collectives of a tensor-parallel group, plain and as autograd functions.
 
-The rule that makes every gradient right: the gradient of a whole value is whole and equal on all ranks, the gradient
-of a cut value is the rank's own piece. Each function here keeps it (Megatron-LM's f and g, and their relatives).
+Every function keeps one invariant: the gradient of a whole value is whole and equal on all ranks, and the gradient of
+a sharded value is the rank's own shard. (They are Megatron-LM's f and g, and their relatives.)
 """
 
 from typing import Any, Protocol
@@ -17,30 +17,30 @@ from paceline.torch_internals.private_api import tensor_version
 
 
 class TensorParallelGroup(Protocol):
-    """The collectives of one tensor-parallel group; `sequence`: sums come back as pieces of the sequence."""
+    """The collectives of one tensor-parallel group; with `sequence`, sums return as shards of the sequence."""
 
     rank: int
     size: int
     sequence: bool
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks; the argument may be overwritten."""
+        """Return the sum over all ranks; the argument may be overwritten."""
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The maximum over all ranks."""
+        """Return the maximum over all ranks."""
 
     def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """The whole of what each rank holds a piece of."""
+        """Return the whole tensor, joined from every rank's piece."""
 
     def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """This rank's piece of the sum over all ranks."""
+        """Return this rank's piece of the sum over all ranks."""
 
     def tell(self, what: str) -> None:
-        """Note once that something whole was put together that need not have been."""
+        """Note once that a whole tensor was gathered unnecessarily."""
 
 
 class WorldWire:
-    """Over the processes of a `World`."""
+    """A tensor-parallel group whose ranks are the processes of a `World`."""
 
     def __init__(self, world: World, *, sequence: bool = False) -> None:
         self._world = world
@@ -49,15 +49,15 @@ class WorldWire:
         self.told: dict[str, None] = {}
 
     def total(self, tensor: Tensor) -> Tensor:
-        """An all-reduce."""
+        """Sum over all ranks with an all-reduce."""
         return self._world.all_reduce(tensor.contiguous())
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """An all-reduce."""
+        """Return the maximum over all ranks with an all-reduce."""
         return self._world.all_reduce(tensor.contiguous(), op="max")
 
     def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """An all-gather; pieces of unequal size are padded for the way."""
+        """Return the whole tensor with an all-gather; pieces of unequal size are padded for the transfer."""
         if self.size == 1:
             return tensor
         sizes = [cut.held(rank) for rank in range(self.size)]
@@ -70,7 +70,7 @@ class WorldWire:
         return join_pieces([p[:n].movedim(0, cut.dim) for p, n in zip(pieces, sizes, strict=True)], cut)
 
     def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """A reduce-scatter; an all-reduce where the pieces are of unequal size."""
+        """Reduce-scatter the tensor; use an all-reduce if the pieces are unequal or in several sections."""
         if self.size == 1:
             return tensor
         sizes = {cut.held(rank) for rank in range(self.size)}
@@ -83,18 +83,18 @@ class WorldWire:
         return own.movedim(0, cut.dim).contiguous()
 
     def tell(self, what: str) -> None:
-        """Kept for the notes."""
+        """Record a message for the notes."""
         self.told[what] = None
 
 
 def piece_of(whole: Tensor, cut: DimSharding, rank: int) -> Tensor:
-    """A rank's piece of a whole tensor."""
+    """Return a rank's piece of a whole tensor."""
     parts = [whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges(rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
 
 
 def join_pieces(pieces: list[Tensor], cut: DimSharding) -> Tensor:
-    """The whole of all ranks' pieces."""
+    """Return the whole tensor, joined from all ranks' pieces."""
     if len(cut.sections) == 1:
         return torch.cat(pieces, cut.dim)
     found, offsets = [], [0] * len(pieces)
@@ -110,7 +110,7 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, wire: TensorParallelGroup) -> Tensor:
         ctx.wire = wire
-        return whole.detach()  # no view: it would hold `whole`, which remembers it, and neither would ever go
+        return whole.detach()  # not a view: it would reference `whole`, which caches it, so neither would ever be freed
 
     @staticmethod
     @once
@@ -168,7 +168,10 @@ class _Scatter(torch.autograd.Function):
 
 
 def copy_in(whole: Tensor, wire: TensorParallelGroup) -> Tensor:
-    """A whole value that cut work reads: forward as it is, backward summed; once, however often it is read."""
+    """Return a whole value for sharded work to read: identity in forward, all-reduce in backward.
+
+    The gradient is summed once, however often the value is read.
+    """
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     if whole.is_leaf:
@@ -183,24 +186,27 @@ def copy_in(whole: Tensor, wire: TensorParallelGroup) -> Tensor:
 
 
 def reduce_out(partial: Tensor, wire: TensorParallelGroup) -> Tensor:
-    """The sum of what the ranks hold in part: forward summed, backward as it is."""
+    """Sum the partial values of all ranks: all-reduce in forward, identity in backward."""
     found: Tensor = _ReduceOut.apply(partial, wire)  # type: ignore[no-untyped-call]
     return found
 
 
 def take_own(whole: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-    """This rank's piece of a whole value; backward puts the pieces' gradients together."""
+    """Return this rank's piece of a whole value; backward all-gathers the pieces' gradients."""
     found: Tensor = _TakeOwn.apply(whole, cut, wire)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather(local: Tensor, cut: DimSharding, wire: TensorParallelGroup, *, partial: bool = False) -> Tensor:
-    """The whole of a cut value; `partial` where what reads it is cut work, so that gradients must be summed."""
+    """Return the whole of a sharded value.
+
+    Set `partial` if sharded work reads it, so that backward sums its gradients over the ranks.
+    """
     found: Tensor = _Gather.apply(local, cut, wire, partial)  # type: ignore[no-untyped-call]
     return found
 
 
 def scatter(partial: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-    """This rank's piece of the sum of what the ranks hold in part; backward gathers."""
+    """Return this rank's piece of the sum of all ranks' partial values; backward all-gathers."""
     found: Tensor = _Scatter.apply(partial, cut, wire)  # type: ignore[no-untyped-call]
     return found

@@ -1,4 +1,4 @@
-"""The plan that a model brings: Hugging Face's `_tp_plan` and `base_model_tp_plan`."""
+"""Tensor plans that a model brings: Hugging Face's `_tp_plan` and `base_model_tp_plan`."""
 
 from typing import Any
 
@@ -25,11 +25,12 @@ KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")
 
 
 def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
-    """The model's own plan, None where it has none. Outputs that its styles would put together stay cut until
-    something needs the whole.
+    """Return the model's own plan, or None if it has none.
+
+    Outputs that its styles would gather stay sharded until something needs the whole.
 
     Raises:
-        LayoutError: a style that is not known here, by name.
+        LayoutError: a style is unknown; the message names it.
     """
     styles = _styles(model)
     if not styles:
@@ -54,7 +55,7 @@ def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
 
 
 def _styles(model: nn.Module) -> dict[str, str]:
-    """The model's own patterns, and its base model's below the base model's name."""
+    """Return the model's own patterns, and its base model's patterns prefixed with the base model's name."""
     found: dict[str, str] = {}
     prefix = getattr(model, "base_model_prefix", "")
     config: Any = getattr(model, "config", None)

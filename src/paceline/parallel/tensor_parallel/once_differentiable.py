@@ -1,4 +1,4 @@
-"""Backward passes that have no derivative of their own, and say so in our words."""
+"""A decorator for backward passes without a second derivative, which raises our own error when one is needed."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -30,7 +30,10 @@ class _Refused(torch.autograd.Function):
 
 
 def once(backward: Backward) -> Backward:
-    """As torch's `once_differentiable`, but refused where the gradient depends on the forward's values alone, too."""
+    """Mark a backward as once differentiable, and raise on any double backward.
+
+    Unlike torch's `once_differentiable`, this also raises if the gradient depends only on the forward's values.
+    """
 
     @wraps(backward)
     def found(ctx: Any, *grads: Any) -> Any:

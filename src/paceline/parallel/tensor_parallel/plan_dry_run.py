@@ -1,7 +1,7 @@
-"""What a plan is looked for and tried on: one process's values, beside the cuts that the rules find.
+"""Dry runs for searching and checking a plan: tensors carry one process's values beside their sharding.
 
-A value that the user's code sees here is that of one process, so an `assert`, a `while error > tolerance` or a branch
-goes the way that it goes in the run.
+User code sees the values of one process here, so an `assert`, a `while error > tolerance` or a branch behaves as it
+does in the run.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ _EMPTY = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 
 def shown_whole(whole: Tensor, cut: DimSharding, wire: "DryWire", *, origins: Any = ()) -> ShardPropagatingTensor:
-    """Show a whole tensor as cut."""
+    """Wrap a whole tensor as sharded."""
     made = ShardPropagatingTensor.of(piece_of(whole, cut, 0), cut, wire, origins=origins)
     made.truth = whole
     return made
 
 
 def with_truth(made: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what one process has in the places of what a rule made; where that is cut, cut."""
+    """Replace the results of a rule by one process's values; sharded results stay sharded and get them as `truth`."""
     leaves, shape = tree_flatten(made)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return made
@@ -55,8 +55,11 @@ def _one_process(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass(kw_only=True)
 class DryWire:
-    """Rank 0's end of a group without the others. Each function is computed as one process does it, too, and what
-    comes out is that: so code that decides by a value decides as it will in the run."""
+    """A tensor-parallel group that consists of rank 0 alone.
+
+    Each function is also computed as in one process, and that result is returned. So code that branches on a value
+    takes the same branch as in the run.
+    """
 
     rank: int = 0
     size: int
@@ -65,15 +68,15 @@ class DryWire:
     heads: dict[str, int] = field(default_factory=dict)
 
     def total(self, tensor: Tensor) -> Tensor:
-        """As it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """As it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """The others' pieces are zero; only what a rule puts together on its own is of these."""
+        """Return the whole tensor with zeros for the other ranks' pieces; only a rule's own all-gathers use it."""
         shape = [cut.size if d == cut.dim else n for d, n in enumerate(tensor.shape)]
         whole, offset = tensor.new_zeros(shape), 0
         for start, stop in cut.ranges(self.rank):
@@ -82,28 +85,28 @@ class DryWire:
         return whole
 
     def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """The own piece."""
+        """Return rank 0's piece of the tensor."""
         return piece_of(tensor, cut, self.rank)
 
     def tell(self, what: str) -> None:
-        """`blocked` is told more."""
+        """Do nothing, since `blocked` records more."""
 
     def blocked(self, origins: frozenset[str], name: str, misfit: IncompatibleReshape | None) -> None:
-        """The whole was needed."""
+        """Record that a function needed the whole tensor."""
         self.events.append((origins, name.strip("."), misfit))
 
     def read_as(self, origins: frozenset[str], heads: int) -> None:
-        """A projection was read as heads."""
+        """Record that the output of a projection was viewed as this number of heads."""
         for origin in origins:
             self.heads.setdefault(origin, heads)
 
     def answer(self, func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-        """Apply a function by its rule, and give what one process has, cut as the rule says."""
+        """Apply a function by its rule, and return one process's values, sharded as the rule says."""
         return with_truth(by_rule(func, args, kwargs, name=name), func, args, kwargs)
 
 
 class ShownCuts(TorchFunctionMode):
-    """A run of the model in which the parameters of these ids are seen as they are cut."""
+    """A function mode in which the parameters with these ids appear as sharded tensors."""
 
     def __init__(self, cuts: Mapping[int, DimSharding], wire: "CheckWire") -> None:
         super().__init__()
@@ -111,7 +114,7 @@ class ShownCuts(TorchFunctionMode):
         self._shown: dict[int, ShardPropagatingTensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Show, and go on."""
+        """Show the parameters as sharded, and call the function."""
         leaves, shape = tree_flatten((args, kwargs or {}))
         args, kwargs = tree_unflatten([self._show(leaf) for leaf in leaves], shape)
         return func(*args, **kwargs)
@@ -127,16 +130,19 @@ class ShownCuts(TorchFunctionMode):
 
 @dataclass(kw_only=True)
 class CheckWire(DryWire):
-    """Every rank's end, for a plan that was found: each function is done by all ranks, as threads, on pieces of what
-    one process has, and is held to what one process makes of it."""
+    """A group that checks a finished plan.
+
+    Each function is computed by all ranks, as threads, on pieces of one process's values, and compared with one
+    process's result.
+    """
 
     calls: int = 0
 
     def answer(self, func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-        """Apply a function by its rule on every rank.
+        """Apply a function by its rule on every rank, and compare the results with one process's.
 
         Raises:
-            LayoutError: a rank has another value than one process.
+            LayoutError: a rank's value differs from one process's.
         """
         if _draws(name, args, kwargs) or name in _EMPTY or name.startswith("."):
             return super().answer(func, args, kwargs, name=name)
@@ -173,7 +179,7 @@ class CheckWire(DryWire):
         for rank, found in enumerate(ranks):
             for mine, whole in zip(found, true, strict=True):
                 if not isinstance(whole, Tensor) or (has_floats and not whole.is_floating_point()):
-                    continue  # of equal values another may be the first
+                    continue  # e.g. indices: among equal values another one may come first
                 own, expected = (
                     (mine.local, piece_of(whole, mine.cut, rank))
                     if isinstance(mine, ShardPropagatingTensor)
@@ -190,7 +196,7 @@ class CheckWire(DryWire):
 
 
 class _Autocast:
-    """What the thread that asks has on, in a thread of its own."""
+    """A context manager that enables the calling thread's autocast settings in another thread."""
 
     def __init__(self, kept: list[tuple[str, bool, torch.dtype]]) -> None:
         self._all = [torch.autocast(device, dtype=dtype, enabled=on) for device, on, dtype in kept if on]
@@ -205,7 +211,7 @@ class _Autocast:
 
 
 def _draws(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether it takes random numbers, which threads share."""
+    """Return whether the call draws random numbers, whose generators threads share."""
     given = read_call(name, args, kwargs) if name in ("dropout", "scaled_dot_product_attention") else None
     return given is not None and bool(given.get("dropout_p") or (given.get("p") and given["training"]))
 
@@ -225,7 +231,7 @@ def _piece(leaf: Any, wire: ThreadWire, *, keep: bool) -> Any:
 
 
 def _apart(mine: Any, expected: Tensor, whole: Tensor) -> str:
-    """Say how far a rank's value is from one process's; empty where no further than rounding goes."""
+    """Describe how far a rank's value is from one process's; return an empty string within rounding."""
     if mine.shape != expected.shape:
         return f"a tensor of {list(mine.shape)} for {list(expected.shape)}"
     if not whole.is_floating_point():

@@ -23,7 +23,7 @@ FIELDS = {"role": str, "fused": int, "heads": int, "dim": int, "sections": list}
 
 
 def write_plan(plan: TensorPlan, *, path: Path) -> None:
-    """Write it, under a temporary name first."""
+    """Write the plan to `path`, atomically by way of a temporary file."""
     lines = [HEADING, *(f"# {note}\n" for note in plan.notes), "\n[roles]\n"]
     lines += [f"{json.dumps(name)} = {_value(role)}\n" for name, role in plan.roles.items()]
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -46,10 +46,12 @@ def _value(role: ParameterRole) -> str:
 
 
 def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
-    """Read it. With `model` a file that can't be read is also held against the model's names, so that all is said.
+    """Read a plan file.
+
+    With `model`, names in a faulty file are checked too, so that all problems are reported at once.
 
     Raises:
-        UsageError: with the file and line; several at once as `Problems`.
+        UsageError: with the file and line; several at once are raised as `Problems`.
     """
     try:
         text = given_text(path, what="a tensor plan", hint='[roles], and below it "layers.*.up" = "column"')
@@ -121,7 +123,7 @@ def _wrong(value: Any) -> str:
 
 
 def _where(path: Path, text: str, key: str) -> str:
-    """The first line that begins with the key, quoted or not."""
+    """Return the place of the first line that begins with the key, quoted or not."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip().lstrip("[\"'").startswith(key):
             return f"{path}:{number}"

@@ -1,7 +1,7 @@
-"""A tensor of which each rank holds a piece: it says the whole shape, and every torch function on it knows the cut.
+"""A tensor subclass that holds one rank's shard, reports the whole shape and propagates its sharding.
 
-What is not known puts the whole together first: right, only slower, and noted. So a model's own forward, whatever it
-does, computes what it computes in one process.
+A function without a rule first all-gathers the whole tensor: correct, only slower, and noted. So any model's own
+forward computes what it computes in one process.
 """
 
 import sys
@@ -32,7 +32,7 @@ AUTOGRAD = autograd_function.__file__
 
 
 class NoRule(Exception):
-    """No rule keeps the cut here."""
+    """The error raised when no rule keeps the sharding in this call."""
 
     def __init__(self, misfit: IncompatibleReshape | None = None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class NoRule(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """One call of a torch function: as it was spelt, and its arguments by name where the table has its signature."""
+    """A call of a torch function: as it was written, and its arguments by name if its signature is in the table."""
 
     func: Any
     name: str
@@ -68,7 +68,7 @@ Rule = Callable[[FunctionCall], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTensor:
-    """A whole tensor that was put together, how often it had been written to then, and the piece that it is of."""
+    """A gathered whole tensor, its version when it was gathered (`written`) and the version of its shard (`of`)."""
 
     whole: Tensor
     written: int
@@ -76,7 +76,7 @@ class JoinedTensor:
 
 
 class ShardPropagatingTensor(Tensor):
-    """This rank's piece `local` of a tensor of shape `whole`, cut as `cut`; `origins` are the parameters it is of."""
+    """This rank's shard `local` of a tensor of shape `whole`, sharded as `cut`; `origins` are its source parameters."""
 
     local: Tensor
     cut: DimSharding
@@ -85,13 +85,13 @@ class ShardPropagatingTensor(Tensor):
     whole: tuple[int, ...]
     joined: dict[tuple[bool, bool], "JoinedTensor"]
     truth: Tensor | None
-    """While a plan is looked for: the whole, as one process has it."""
+    """The whole tensor as one process has it; set only while a plan is searched or checked."""
 
     @staticmethod
     def of(
         local: Tensor, cut: DimSharding, wire: TensorParallelGroup, *, origins: Iterable[str] = ()
     ) -> "ShardPropagatingTensor":
-        """Say how a local tensor is cut; the whole shape follows from it."""
+        """Wrap a local tensor with its sharding; the whole shape follows from both."""
         shape = tuple(local.shape)
         whole = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
         made: ShardPropagatingTensor = make_wrapper_tensor(ShardPropagatingTensor, like=local, shape=whole)
@@ -100,7 +100,7 @@ class ShardPropagatingTensor(Tensor):
         return made
 
     def gathered(self, *, partial: bool = False) -> Tensor:
-        """The whole tensor, put together once, and again where the piece was written to since."""
+        """Return the whole tensor: gathered once, and again only after the shard was written to."""
         if self.truth is not None:
             return self.truth
         key = (partial, torch.is_grad_enabled())
@@ -113,7 +113,7 @@ class ShardPropagatingTensor(Tensor):
         return known.whole
 
     def refuse_lost_writes(self) -> None:
-        """Refuse what wrote in place to a view of the whole, which the piece knows nothing of."""
+        """Raise if code wrote in place to a view of the gathered tensor, because the shard would miss the write."""
         if any(tensor_version(known.whole) != known.written for known in self.joined.values()) and not is_searching(
             self
         ):
@@ -121,7 +121,7 @@ class ShardPropagatingTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply a torch function: by its rule, or on the whole."""
+        """Apply a torch function by its rule, or else on the whole tensor."""
         kwargs = kwargs or {}
         name = name_of(func)
         for value in (*args, *kwargs.values()):
@@ -140,7 +140,7 @@ class ShardPropagatingTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Only code outside torch's own functions gets here, and `torch.func`'s."""
+        """Raise, except in a plan search: only custom operators, autograd functions and `torch.func` reach this."""
         if all(is_searching(split) for split in split_in(args, kwargs)):
             return _seen_by_transform(func, args, kwargs or {}, name=name_of(func))
         raise LayoutError(
@@ -151,7 +151,7 @@ class ShardPropagatingTensor(Tensor):
 
 
 def by_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-    """Raise `NoRule` where there is no rule, or where its signature does not fit the call."""
+    """Apply a function by its rule. Raise `NoRule` if it has no rule or the call does not fit its signature."""
     rule = RULES.get(name)
     given = read_call(name, args, kwargs) if name in SIGNATURES else {}
     if rule is None or given is None:
@@ -160,7 +160,7 @@ def by_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
 
 
 def name_of(func: Any) -> str:
-    """What a rule is found by: a function's or method's own name, or `.name` for an attribute."""
+    """Return the name under which a rule is registered: a function's or method's own, or `.name` for an attribute."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
@@ -170,7 +170,7 @@ def name_of(func: Any) -> str:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Say which functions a rule is for."""
+    """Register the decorated rule for these functions."""
 
     def add(made: Rule) -> Rule:
         for name in names:
@@ -182,15 +182,15 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def split_in(args: Any, kwargs: Any) -> list[ShardPropagatingTensor]:
-    """Every cut tensor among the arguments, in lists too."""
+    """Return every sharded tensor among the arguments, including those in lists."""
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, ShardPropagatingTensor)]
 
 
 def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: IncompatibleReshape | None = None) -> Any:
-    """Put together what is cut, and apply the function to that.
+    """Gather the sharded arguments, and apply the function to the whole tensors.
 
     Raises:
-        LayoutError: the function wrote to what was put together, in whichever argument; the pieces would not have it.
+        LayoutError: the function wrote in place to a gathered argument; the shards would miss the write.
     """
     splits = split_in(args, kwargs)
     for split in splits:
@@ -221,7 +221,10 @@ def _writes_in_place(what: str, split: ShardPropagatingTensor) -> LayoutError:
 
 
 def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-    """Inside of vmap, grad or jvp no sum over ranks has a rule, so the plan keeps whole what such work reads."""
+    """Apply a function to whole tensors inside vmap, grad or jvp, where a sum over ranks has no rule.
+
+    Raises unless a plan is being searched; the search keeps whole what such code reads.
+    """
     for split in split_in(args, kwargs):
         if not is_searching(split):
             raise LayoutError(
@@ -237,12 +240,12 @@ def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
 
 
 def is_searching(split: ShardPropagatingTensor) -> bool:
-    """Whether the plan is still being looked for."""
+    """Return whether the plan is still being searched for."""
     return hasattr(split.wire, "blocked")
 
 
 def _refuse_own_autograd() -> None:
-    """An autograd function that is given a cut tensor would send its gradient where the hollow one has none."""
+    """Raise if a custom autograd function reads a sharded tensor, whose gradient would be lost in the wrapper."""
     name, given = _own_autograd()
     for split in given:
         if not is_searching(split):
@@ -255,7 +258,7 @@ def _refuse_own_autograd() -> None:
 
 
 def _own_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
-    """The autograd function that is running its forward here, and what is cut among its arguments."""
+    """Return the custom autograd function whose forward is running, and the sharded tensors among its arguments."""
     frame: FrameType | None = sys._getframe(3)
     for _ in range(12):
         if frame is None:
@@ -268,7 +271,7 @@ def _own_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
 
 
 def record_all_gather(split: ShardPropagatingTensor, name: str, misfit: IncompatibleReshape | None = None) -> None:
-    """Tell that something whole is put together."""
+    """Record that a whole tensor is gathered for the function `name`."""
     listener = getattr(split.wire, "blocked", None)
     if listener is not None:
         listener(split.origins, name, misfit)
@@ -277,7 +280,7 @@ def record_all_gather(split: ShardPropagatingTensor, name: str, misfit: Incompat
 
 
 def wire_and_origins(splits: Iterable[ShardPropagatingTensor]) -> tuple[TensorParallelGroup, frozenset[str]]:
-    """The wire, and every parameter that they are of."""
+    """Return the tensors' group, and all parameters that they come from."""
     found = list(splits)
     if len(found) == 1:
         return found[0].wire, found[0].origins
@@ -285,10 +288,10 @@ def wire_and_origins(splits: Iterable[ShardPropagatingTensor]) -> tuple[TensorPa
 
 
 def operand(value: Any, *, of: ShardPropagatingTensor, dim: int) -> Any:
-    """Another operand of cut work, aligned from the right: `dim` is negative and cut in `of`.
+    """Return this rank's piece of another operand, aligned from the right: `dim` is negative and sharded in `of`.
 
-    A whole operand that has the dimension gives its piece; one that has not is read by all. Where `of` has one entry
-    there, on one of the ranks, nothing can be spread along it.
+    A whole operand that has the dimension is sliced; one that lacks it, or has size 1 there, is read whole by every
+    rank. If `of` has size 1 along `dim`, held by one rank, nothing can be broadcast along it.
     """
     if not isinstance(value, Tensor):
         return value
@@ -299,5 +302,5 @@ def operand(value: Any, *, of: ShardPropagatingTensor, dim: int) -> Any:
     if value.dim() < -dim or value.shape[dim] == 1:
         return copy_in(value, of.wire)
     if value.shape[dim] != of.cut.size:
-        raise NoRule  # a cut of one entry, which spreads; or a mistake that is torch's to tell
+        raise NoRule  # a size of 1, which broadcasts; or a mistake that torch reports
     return take_own(value, of.cut.at(value.dim() + dim), of.wire)

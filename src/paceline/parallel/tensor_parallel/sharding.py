@@ -1,7 +1,7 @@
-"""How one dimension of a whole tensor is cut over the ranks, and what a reshape or a slice makes of the cut.
+"""Sharding of one tensor dimension over the ranks, and its propagation through reshapes and slices.
 
-A fused projection is several sections, each cut by itself: a rank holds its piece of every section, in order.
-Nothing here looks at values; every rank computes the same.
+A fused projection has several sections, each sharded separately: a rank holds its piece of every section, in order.
+Nothing here reads values, so every rank computes the same result.
 """
 
 import math
@@ -14,27 +14,27 @@ Fences = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DimSharding:
-    """Dimension `dim` is cut: section after section, rank r holding `[fences[r], fences[r + 1])` of each."""
+    """The sharding of dimension `dim`: in every section, rank r holds `[fences[r], fences[r + 1])`."""
 
     dim: int
     sections: tuple[Fences, ...]
 
     @cached_property
     def size(self) -> int:
-        """Of the whole dimension."""
+        """Return the size of the whole dimension."""
         return sum(fences[-1] for fences in self.sections)
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks."""
+        """Return the number of ranks that share the dimension."""
         return len(self.sections[0]) - 1
 
     def held(self, rank: int) -> int:
-        """Elements along the dimension that a rank holds."""
+        """Return the number of elements along the dimension that a rank holds."""
         return sum(fences[rank + 1] - fences[rank] for fences in self.sections)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """The `[start, stop)` in the whole dimension that a rank holds, one per section."""
+        """Return the `[start, stop)` ranges of the whole dimension that a rank holds, one per section."""
         found, offset = [], 0
         for fences in self.sections:
             found.append((offset + fences[rank], offset + fences[rank + 1]))
@@ -42,15 +42,15 @@ class DimSharding:
         return found
 
     def at(self, dim: int) -> "DimSharding":
-        """The same cut, of another dimension."""
+        """Return the same sharding for another dimension."""
         return self if dim == self.dim else DimSharding(dim=dim, sections=self.sections)
 
     def repeated(self, times: int) -> "DimSharding":
-        """Each element `times` times, one after another."""
+        """Return the sharding after each element is repeated `times` times in a row."""
         return DimSharding(dim=self.dim, sections=tuple(tuple(f * times for f in fences) for fences in self.sections))
 
     def sliced(self, start: int, stop: int) -> "tuple[int, int] | None":
-        """The sections `[first, last)` that make up `[start, stop)` exactly, or None."""
+        """Return the sections `[first, last)` that make up `[start, stop)` exactly, or None."""
         ends = [0]
         for fences in self.sections:
             ends.append(ends[-1] + fences[-1])
@@ -60,7 +60,7 @@ class DimSharding:
 
 
 def even_cut(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 0, unit: int = 1) -> DimSharding:
-    """Each section cut as evenly as it goes in multiples of `unit`; `sections` left out is one."""
+    """Cut each section as evenly as possible in multiples of `unit`; without `sections` there is one section."""
     sizes = tuple(sections) or (size,)
     assert sum(sizes) == size
     return DimSharding(
@@ -70,7 +70,7 @@ def even_cut(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 
 
 @dataclass(frozen=True, kw_only=True)
 class IncompatibleReshape:
-    """Why a cut does not survive a reshape or slice, and the cut of the source that would."""
+    """The reason why a sharding does not survive a reshape or slice, and the source sharding that would."""
 
     what: str
     sections: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class IncompatibleReshape:
 
 @lru_cache(maxsize=4096)
 def reshape_cut(cut: DimSharding, old: tuple[int, ...], new: tuple[int, ...]) -> DimSharding | IncompatibleReshape:
-    """The cut after the whole shape `old` is read as `new` (same number of elements, row-major)."""
+    """Return the sharding after a tensor of whole shape `old` is reshaped (row-major) to `new`, of equal size."""
     for before, after in _groups(old, new):
         if cut.dim in before:
             return _within(cut, [old[d] for d in before], cut.dim - before[0], [new[d] for d in after], after)
@@ -87,7 +87,7 @@ def reshape_cut(cut: DimSharding, old: tuple[int, ...], new: tuple[int, ...]) ->
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions with equal products."""
+    """Return the smallest runs of dimensions with equal products."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -132,7 +132,7 @@ def _unflattened(flat: list[Fences], *, outer: int, inner: int, size: int) -> tu
 
 
 def _advice(cut: DimSharding, old: list[int], new: list[int]) -> IncompatibleReshape:
-    """A leading small factor is a fused projection; a trailing one that the cut goes through is a head."""
+    """Suggest a sharding: a small leading factor is a fused projection, a trailing one that the cut splits a head."""
     what = f"a reshape of {'×'.join(map(str, old))} to {'×'.join(map(str, new))}"
     real = [n for n in new if n > 1]
     if len(old) == 1 and len(cut.sections) == 1 and len(real) == 3 and real[0] <= 4 and old[0] % real[0] == 0:

@@ -1,4 +1,4 @@
-"""A model split over tensor-parallel ranks: its own modules, its own names, each rank's pieces of the weights."""
+"""Splitting of a model over tensor-parallel ranks: modules and names stay, each rank keeps its weight shards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ assert len(RULES) > 100
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlaced:
-    """What `split_model` did.
+    """The result of `split_model`.
 
     `parts`: what this rank holds of every parameter, by name. `summed`: parameters whose gradient each rank holds only
-    in part; always empty, since the sums are steps of backward. `close` takes the hooks away; the pieces stay. `rest`
-    is for whoever leaves the model's forward in its midst.
+    in part; always empty, since backward sums them. `close` removes the hooks; the shards stay. `rest` hides the
+    sharded parameters again; call it when the model's forward was left before its end.
     """
 
     parts: dict[str, ShardSpec]
@@ -37,24 +37,24 @@ class TensorPlaced:
 
     @property
     def notes(self) -> list[str]:
-        """What the plan noted, and what had to be put together so far."""
+        """Return the plan's notes, and the tensors that had to be gathered so far."""
         return [*self.plan.notes, *getattr(self.wire, "told", ())]
 
 
 def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False) -> TensorPlaced:
-    """Cut the model's parameters in place and let its forward work on the pieces.
+    """Shard the model's parameters in place, and make its forward work on the shards.
 
-    Every rank of `world` calls this on the same whole model (memory-free tensors will do) and keeps its own slices.
-    A batch is the same on all its ranks, and so are the random generators.
+    Every rank of `world` calls this on the same whole model (meta tensors are enough) and keeps its own slices. All
+    ranks must be given the same batch and have the same random generator states.
 
     Raises:
-        LayoutError: the plan can't be had on this model, by name.
+        LayoutError: the plan does not fit this model; the message names the parameter.
     """
     return split_over(model, plan=plan, wire=WorldWire(world, sequence=sequence))
 
 
 def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup) -> TensorPlaced:
-    """`split_model` over any wire."""
+    """Shard the model as `split_model` does, over any `TensorParallelGroup`."""
     cuts = cuts_of(model, plan, ranks=wire.size)
     parts: dict[str, ShardSpec] = {}
     made: dict[int, nn.Parameter] = {}
@@ -63,7 +63,7 @@ def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup)
             name = f"{prefix}.{own}" if prefix else own
             cut = cuts.of.get(name)
             if id(parameter) in {id(p) for p in made.values()}:
-                continue  # a module that is there twice
+                continue  # the module occurs twice
             if cut is None:
                 parts[name] = ShardSpec.all_of(parameter.shape)
                 continue
@@ -77,7 +77,7 @@ def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup)
 
 def _own(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
     whole = parameter.detach()
-    if whole.dim() and not any(whole.stride()) and part.local is not None:  # one number: another stage has the memory
+    if whole.dim() and not any(whole.stride()) and part.local is not None:  # strides 0: another stage has the memory
         piece = whole[(0,) * whole.dim()].expand(part.local) if whole.numel() else whole
     else:
         piece = part.take(whole)
@@ -87,14 +87,14 @@ def _own(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
 
 
 def _once(model: nn.Module, parts: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
-    """By the names that the model itself reports, each tied weight once."""
+    """Return the parts under the names that the model itself reports, each tied weight once."""
     return {name: parts[name] for name, _ in model.named_parameters()}
 
 
 def show_cut_parameters(
     model: nn.Module, cuts: ParameterCuts, wire: TensorParallelGroup
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Show each cut parameter as what it is while the model runs; returns the undo, and what ends a run."""
+    """Show each sharded parameter as a sharded tensor while the model runs; return `undo` and `rest`."""
     handles: list[Any] = []
     shown: list[_Shown] = []
     for prefix, module in model.named_modules():
@@ -126,8 +126,11 @@ def _join(prefix: str, own: str) -> str:
 
 
 class _Shown:
-    """Cut parameters of one module. They lie in its `__dict__` while it runs, before what is registered under the
-    same name: the module sees the whole's shape, everybody else the plain piece."""
+    """The sharded parameters of one module.
+
+    While the module runs they are in its `__dict__`, which Python reads before the registered parameter of the same
+    name: the module sees the whole shape, all other code sees the plain shard.
+    """
 
     def __init__(self, module: nn.Module, cuts: dict[str, tuple[str, DimSharding]], wire: TensorParallelGroup) -> None:
         self.module, self._cuts, self._wire = module, cuts, wire
@@ -145,7 +148,7 @@ class _Shown:
             parameter = self.module._parameters[own]
             known = self.module.__dict__.get(own)
             if type(parameter) not in (nn.Parameter, Tensor) and not _is_plain(parameter):
-                continue  # still sharded along another axis: shown once it is put together
+                continue  # still sharded along another axis: shown after its all-gather
             if known is None or known.local is not parameter:
                 assert parameter is not None
                 self.module.__dict__[own] = ShardPropagatingTensor.of(parameter, cut, self._wire, origins=(name,))
@@ -166,7 +169,7 @@ def _is_plain(parameter: Any) -> bool:
 
 
 def _everywhere(model: nn.Module, shown: list[_Shown]) -> list[Any]:
-    """A weight that another module reads (a tied head written by hand) must look the same there."""
+    """Register hooks that show every sharded weight during the whole forward, for modules that read a tied weight."""
 
     def show(*_: Any) -> None:
         for each in shown:
@@ -183,7 +186,7 @@ def _everywhere(model: nn.Module, shown: list[_Shown]) -> list[Any]:
 
 
 def _run_locally(module: nn.Module, wire: TensorParallelGroup) -> list[Any]:
-    """The module's own forward on its pieces: inputs are read by cut work, outputs are summed."""
+    """Run the module's own forward on its shards: input gradients and outputs are summed over ranks."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return _mapped((args, kwargs), lambda x: _read(x, wire))

@@ -1,4 +1,4 @@
-"""Which dimension of which parameter is cut: a readable mapping of name patterns to roles."""
+"""The tensor-parallel plan: a readable mapping of name patterns to roles, which say how parameters are sharded."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ KINDS = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRole:
-    """What a module's parameters, or one parameter, do.
+    """The role of a module's parameters, or of one parameter.
 
-    `column`: outputs are cut. `row`: inputs are cut. `embedding`, `head`: the vocabulary is cut. `whole`: every rank
-    holds it. `local`: the module's own forward runs on the pieces of its parameters, and its outputs are summed
-    (experts). `fused` equal projections, or `sections` of these sizes, lie behind one another; `heads` must divide by
-    the number of ranks; `dim` is the dimension that is cut, where the role alone does not say it.
+    `column`: outputs are sharded. `row`: inputs are sharded. `embedding`, `head`: the vocabulary is sharded. `whole`:
+    every rank holds it. `local`: the module's own forward runs on the shards of its parameters, and its outputs are
+    summed (experts). A weight may concatenate `fused` equal projections, or `sections` of these sizes; `heads` must
+    divide by the number of ranks; `dim` is the sharded dimension if the role alone does not determine it.
     """
 
     kind: Kind
@@ -34,9 +34,9 @@ class ParameterRole:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Roles by pattern: `*` is one name between dots, `**` any number of them; an exact name wins over a pattern.
+    """Roles by pattern: `*` matches one name between dots, `**` any number; an exact name wins over a pattern.
 
-    What no pattern names stays whole. `source` says where the plan is from.
+    Parameters that match no pattern stay whole. `source` says where the plan comes from.
     """
 
     roles: Mapping[str, ParameterRole]
@@ -44,7 +44,7 @@ class TensorPlan:
     notes: tuple[str, ...] = field(default=())
 
     def role_of(self, name: str) -> ParameterRole | None:
-        """Of a parameter (or of the module that it is in), or of a module."""
+        """Return the role of a module, or of a parameter (by its own name, or by that of its module)."""
         for target in (name, name.rpartition(".")[0]):
             found = [p for p in self.roles if p == target or pattern_matches(p, target)]
             if found:
@@ -52,7 +52,7 @@ class TensorPlan:
         return None
 
     def without(self, patterns: Sequence[str]) -> "TensorPlan":
-        """The plan with what these patterns name (modules, or all below them) kept whole."""
+        """Return the plan with everything that these patterns name (modules and all below them) kept whole."""
         kept = dict(self.roles)
         for pattern in patterns:
             kept[pattern] = kept[f"{pattern}.**"] = ParameterRole(kind="whole")
@@ -63,7 +63,7 @@ class TensorPlan:
 
 
 def pattern_matches(pattern: str, name: str) -> bool:
-    """Whether a pattern means a module or parameter of this name."""
+    """Return whether a pattern matches the name of a module or parameter."""
     words = {"**": ".*", "*": "[^.]*"}
     parts = re.split(r"(\*\*|\*)", pattern)
     return re.fullmatch("".join(words.get(p) or re.escape(p) for p in parts), name) is not None
@@ -71,18 +71,18 @@ def pattern_matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCuts:
-    """A plan on a model: the cut of every parameter that has one, by each of its names, and the local modules."""
+    """A plan resolved for a model: each sharded parameter's sharding, under each of its names, and local modules."""
 
     of: Mapping[str, DimSharding]
     local: tuple[str, ...]
 
 
 def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> ParameterCuts:
-    """What a plan means on this model.
+    """Resolve a plan for this model.
 
     Raises:
-        LayoutError: by name, with the reason: heads that do not divide, one weight in two roles, a type that cannot be
-            cut, a pattern that names nothing. Several at once as `Problems`.
+        LayoutError: names the parameter and the reason: heads that do not divide, one weight in two roles, a type that
+            cannot be sharded, a pattern that matches nothing. Several at once are raised as `Problems`.
     """
     problems: list[PacelineError] = []
     found: dict[str, DimSharding] = {}
@@ -108,7 +108,7 @@ def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> ParameterCuts:
 
 
 def _each_once(problems: list[PacelineError]) -> Iterator[PacelineError]:
-    """What is wrong with the same weight of every block is said of the first."""
+    """Yield each problem once: a problem with the same weight of every block is reported for the first block."""
     known: set[str] = set()
     for problem in problems:
         alike = re.sub(r"\d+", "*", problem.what)
@@ -129,12 +129,12 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module
 
 
 def is_turned(module: nn.Module) -> bool:
-    """Whether a module keeps its weight as (inputs, outputs), as Hugging Face's Conv1D does."""
+    """Return whether a module stores its weight as (inputs, outputs), as Hugging Face's Conv1D does."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def cut_dim(parameter: Tensor, owner: nn.Module, role: ParameterRole) -> int | None:
-    """The dimension that a role cuts; None for what stays whole beside it."""
+    """Return the dimension that a role shards, or None if the parameter stays whole."""
     if role.kind == "whole":
         return None
     if role.dim is not None and parameter.dim() > 1:
@@ -150,7 +150,10 @@ def cut_dim(parameter: Tensor, owner: nn.Module, role: ParameterRole) -> int | N
 def _cut(
     name: str, parameter: Tensor, owner: nn.Module, role: ParameterRole, ranks: int, *, grouped: bool
 ) -> DimSharding | None:
-    """`grouped`: in multiples of 16 bytes where it goes, which torch's grouped products ask for."""
+    """Return the sharding of one parameter by its role, None if it stays whole.
+
+    With `grouped` the pieces are multiples of 16 bytes where possible, as torch's grouped matmul requires.
+    """
     dim = cut_dim(parameter, owner, role)
     if dim is None:
         return None
@@ -212,7 +215,7 @@ def _follow_ties(model: nn.Module, found: dict[str, DimSharding]) -> None:
 
 
 def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[PacelineError]:
-    """What is wrong with patterns that fit nothing of the model; to keep whole what is not there harms nobody."""
+    """Return an error for each pattern that matches nothing in the model; roles of kind `whole` may match nothing."""
     names = [n for n, _ in model.named_modules(remove_duplicate=False)] + [n for n, _, _ in _parameters(model)]
     return [
         LayoutError(
@@ -242,12 +245,12 @@ def _not_cut(model: nn.Module, local: Sequence[str], found: Mapping[str, DimShar
 
 
 def name_pattern(name: str) -> str:
-    """The pattern of a name: its numbers as `*`."""
+    """Return the pattern of a name: every number becomes `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def first_number(name: str) -> str:
-    """The pattern of a name: its first number, a block's, as `*`."""
+    """Return the pattern of a name: its first number, a block's index, becomes `*`."""
     parts = name.split(".")
     at = next((n for n, part in enumerate(parts) if part.isdigit()), None)
     return name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])

@@ -1,4 +1,4 @@
-"""All ranks of a tensor-parallel group as threads of one process: for trying a plan, and for tests."""
+"""Simulation of a tensor-parallel group with threads of one process, for checking a plan and for tests."""
 
 import threading
 from collections.abc import Callable
@@ -12,55 +12,57 @@ from paceline.parallel.tensor_parallel.sharding import DimSharding
 
 
 class Meeting:
-    """Where the threads put what they say and read what the others said."""
+    """A meeting point where the threads exchange values."""
 
     def __init__(self, size: int) -> None:
         self._slots: list[Any] = [None] * size
         self._gate = threading.Barrier(size, timeout=60.0)
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
-        """Everybody's value, in the order of ranks."""
-        self._slots[rank] = value.clone()  # who said it may write to it before everybody has read it
+        """Return every rank's value, in rank order."""
+        self._slots[rank] = value.clone()  # the sender may write to it before every rank has read it
         self._gate.wait()
         found = list(self._slots)
         self._gate.wait()
         return found
 
     def leave(self) -> None:
-        """A rank failed: nobody waits for it."""
+        """Abort the exchange after a rank failed, so that no rank waits for it."""
         self._gate.abort()
 
 
 class ThreadWire:
-    """One thread's end."""
+    """A tensor-parallel group as one thread sees it."""
 
     def __init__(self, *, rank: int, size: int, meeting: Meeting, sequence: bool = False) -> None:
         self.rank, self.size, self.sequence, self._meeting = rank, size, sequence, meeting
         self.told: dict[str, None] = {}
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Added in the order of ranks, the same on every rank."""
+        """Return the sum, added in rank order and so identical on every rank."""
         return torch.stack(self._meeting.exchange(self.rank, tensor.detach())).sum(0)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The maximum."""
+        """Return the maximum over all ranks."""
         return torch.stack(self._meeting.exchange(self.rank, tensor.detach())).amax(0)
 
     def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """The whole."""
+        """Return the whole tensor, joined from every rank's piece."""
         return join_pieces(self._meeting.exchange(self.rank, tensor.detach()), cut)
 
     def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """A piece of the sum."""
+        """Return this rank's piece of the sum."""
         return piece_of(self.total(tensor), cut, self.rank).contiguous()
 
     def tell(self, what: str) -> None:
-        """Kept."""
+        """Record a message."""
         self.told[what] = None
 
 
 def run_simulated_ranks(work: Callable[[ThreadWire], Any], *, ranks: int, sequence: bool = False) -> list[Any]:
-    """Every rank's result. Threads share torch's generators, so what draws random numbers does not belong here.
+    """Run `work` on every rank, each in a thread, and return the results.
+
+    Threads share torch's generators, so `work` must not draw random numbers.
 
     Raises:
         BaseException: the first rank's error.

@@ -1,4 +1,4 @@
-"""Where code that knows nothing of cut tensors looks at what a module is given and gives: it is shown the pieces."""
+"""Exposure of plain local shards to module hooks that do not know sharded tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +12,11 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 @contextmanager
 def expose_local_shards(module: nn.Module) -> Iterator[None]:
-    """Hooks that the module is given inside, a pre-hook in front of the others, see each rank's pieces.
+    """Let hooks that are registered inside this context see each rank's plain shards.
 
-    What they put in a piece's place is cut as the piece was. So `fully_shard` gathers before a cut activation is read
-    and lets go once its gradient has come: its identities and hooks are on the piece, which autograd knows.
+    Register pre-hooks with `prepend=True`. A tensor that a hook returns in a shard's place gets the shard's
+    sharding. So `fully_shard` gathers before a sharded activation is read and frees after its gradient has arrived: its
+    identities and hooks are on the plain shard, which autograd knows.
     """
     given, made = _Laid(), _Laid()
     module.register_forward_pre_hook(given.cut_again, prepend=True, with_kwargs=True)
@@ -26,27 +27,27 @@ def expose_local_shards(module: nn.Module) -> Iterator[None]:
 
 
 class _Laid:
-    """The cut tensors of one call, by their places among its values, from before the hooks until after them."""
+    """The sharded tensors of one call, by position among its values, kept from before the hooks until after them."""
 
     def __init__(self) -> None:
         self._cut: dict[int, ShardPropagatingTensor] = {}
 
     def as_pieces(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """As a pre-hook."""
+        """Expose the plain shards; runs as a pre-hook."""
         return self.pieces((args, kwargs))
 
     def cut_again(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """As a pre-hook, after the others."""
+        """Restore the sharded tensors; runs as a pre-hook, after the others."""
         return self.put_back((args, kwargs))
 
     def pieces(self, values: Any) -> Any:
-        """None where nothing is cut: hooks read it as no change."""
+        """Return the values with plain shards, or None if nothing is sharded; hooks treat None as no change."""
         leaves, shape = tree_flatten(values)
         self._cut = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, ShardPropagatingTensor)}
         return self._changed(leaves, shape, lambda split, _: split.local)
 
     def put_back(self, values: Any) -> Any:
-        """The same cut on what now stands in the pieces' places."""
+        """Wrap the tensors that are now in the shards' places with the original sharding."""
         if not self._cut:
             return None
         leaves, shape = tree_flatten(values)

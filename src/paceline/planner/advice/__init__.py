@@ -1,1 +1,1 @@
-"""What a plan says to its reader: recommendations, explanations, differences between plans."""
+"""The text of a plan: recommendations, explanations, differences between plans."""

@@ -1,4 +1,4 @@
-"""Layouts that a user names, each judged on a cluster, and what is different between them."""
+"""Layouts that a user names, each judged on a cluster, and the differences between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from paceline.planner.search.shortlist import retimed
 
 @dataclass(frozen=True, kw_only=True)
 class NamedLayouts:
-    """`rows` are of those that can be had, in the order in which they were named; `missing` says why of the others.
+    """The judgement of named layouts: `rows` in the order of the names; `missing` says why the others are impossible.
 
-    `names` are the rows' as they were typed. Where the recommended one was not replayed, `unreplayed` says why.
+    `names` are the rows' as they were typed. If the recommended one was not replayed, `unreplayed` says why.
     """
 
     case: MemoryCase
@@ -33,28 +33,28 @@ class NamedLayouts:
 
     @property
     def first(self) -> PlanRow | None:
-        """The recommended row: the quickest of those that fit, or the simplest that ties with it."""
+        """The recommended row: the fastest of those that fit, or the simplest that ties with it."""
         fit = {row.estimate.candidate: row for row in self.rows if row.fits}
         return fit[simplest([row.estimate for row in fit.values()]).candidate] if fit else None
 
     @property
     def recommended(self) -> Estimate | None:
-        """Its estimate."""
+        """The estimate of the recommended row."""
         return None if self.first is None else self.first.estimate
 
     @property
     def tie(self) -> Estimate | None:
-        """The quickest of those that fit, where a simpler one that ties with it is recommended."""
+        """The fastest that fits, if a simpler one that ties with it is recommended; else None."""
         quickest = min((row.estimate for row in self.rows if row.fits), key=key_of, default=None)
         return None if quickest == self.recommended else quickest
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
-        """Of each against the first."""
+        """The differences of each row from the first."""
         return [layout_differences(self.rows[0].estimate, row.estimate) for row in self.rows[1:]]
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of a plan, and `layout_differences`."""
+        """Return the keys of a plan, and `differences`."""
         best, first, tie = self.recommended, self.first, self.tie
         is_replayed = first is not None and first.replayed
         lost = [{"layout": name, "fits": False, "why": why} for name, why in self.missing.items()]
@@ -70,7 +70,7 @@ class NamedLayouts:
         }
 
     def lines(self) -> Iterator[str]:
-        """As plain text."""
+        """Yield the lines of plain text."""
         yield f"case {self.case.number}: {self.case.says}"
         yield from row_lines(self.rows)
         yield from (f"  {name}: {why}" for name, why in self.missing.items())
@@ -95,12 +95,12 @@ def judge_asked_layouts(
     timed: Sequence[Estimate] = (),
     most: Mapping[str, int] | None = None,
 ) -> NamedLayouts:
-    """Each with its microbatches as given, or as is quickest for it; with the seconds of those that were `timed`.
+    """Return the judgement of each layout, with its given microbatch size or the fastest for it.
 
-    Of some layouts microbatches have at `most` so many samples.
+    Layouts that were `timed` have their measured seconds. `most` limits the samples of a microbatch for some layouts.
 
     Raises:
-        PacelineError: none of them can be had; what is wrong with the first.
+        PacelineError: no layout is possible; the error is that of the first.
     """
     named, missing = dict[str, Estimate](), dict[str, PacelineError]()
     for text in layouts:

@@ -1,4 +1,4 @@
-"""Why a layout is where it is in a plan, in one line each; and the error where none fits."""
+"""Explanations, in one line each, of a layout's place in a plan, and the error if no layout fits."""
 
 from dataclasses import replace
 
@@ -30,18 +30,18 @@ _TIMES = (2, 4, 8, 16, 32)
 
 
 def of_recommended(estimate: Estimate) -> str:
-    """What the step goes to."""
+    """Return the largest parts of the step's time."""
     return _shares(estimate)
 
 
 def left_of(estimate: Estimate) -> str:
-    """How much memory a device has beside."""
+    """Return how much memory of a device is left."""
     left = format_size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
     return f"{left} of {format_size(round(estimate.device_bytes))} are left"
 
 
 def of_simple(estimate: Estimate, quickest: Estimate) -> str:
-    """Why it is recommended, though another is a little quicker."""
+    """Return why it is recommended although another is slightly faster."""
     less, error = estimate.step_seconds / quickest.step_seconds - 1, seconds_error(estimate, quickest)
     what = "forecast" if quickest.timed is None else "timing"
     tie = f"a tie: {quickest.candidate} is {less:.1%} quicker, and the {what} may be {error:.0%} off"
@@ -49,7 +49,7 @@ def of_simple(estimate: Estimate, quickest: Estimate) -> str:
 
 
 def of_other(estimate: Estimate, best: Estimate) -> str:
-    """How much slower than the recommended one, and what takes longer."""
+    """Return how much slower than the recommended one it is, and what takes longer."""
     more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in SPENT_ON}
     worst = max(more, key=lambda name: more[name])
     times = estimate.step_seconds / best.step_seconds
@@ -61,7 +61,7 @@ def of_other(estimate: Estimate, best: Estimate) -> str:
 
 
 def of_misfit(estimate: Estimate) -> str:
-    """By how much it does not fit, and what is most of it."""
+    """Return by how much it does not fit, and its largest parts."""
     parts = estimate.memory.parts
     most = sorted(parts, key=lambda name: -parts[name])[:2]
     said = ", ".join(f"{name} {format_size(round(parts[name]))}" for name in most)
@@ -76,7 +76,7 @@ def of_misfit(estimate: Estimate) -> str:
 
 
 def bottlenecks(forecast: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
-    """What would make a step quicker: the largest part of its time; and memory, if that keeps a quicker one out."""
+    """Return what limits the step: the largest part of its time, and memory if a faster layout lacks it."""
     found = [f"limited by {SPENT_ON[_largest(best)]}"]
     device = replace(forecast.fleet.device, memory_bytes=2 * forecast.fleet.device.memory_bytes)
     roomy = CostModel(
@@ -94,7 +94,7 @@ def bottlenecks(forecast: CostModel, best: Estimate, grid: SearchSpace) -> tuple
 
 
 def no_candidate(family: str, forecast: CostModel) -> str:
-    """Why the grid has none of a family; nothing where that goes without saying."""
+    """Return why the grid has no candidate of a family; empty if that is obvious."""
     facts, ranks = forecast.facts, forecast.fleet.ranks
     for word in (family, f"{FAMILY}={family}"):
         if word in facts.refused:
@@ -115,12 +115,12 @@ def no_candidate(family: str, forecast: CostModel) -> str:
 
 
 def _is_size(word: str, family: str) -> bool:
-    """Whether it is a size of that axis, as `tp=4`."""
+    """Return True if the word is a size of that axis, like `tp=4`."""
     return word.startswith(f"{family}=") and word.removeprefix(f"{family}=").isdigit()
 
 
 def nothing_fits(forecast: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
-    """The error, with the nearest layout and a cluster on which one fits."""
+    """Return the error, with the nearest layout and a cluster on which a layout fits."""
     fleet, facts = forecast.fleet, forecast.facts
     name = facts.name or "the model"
     if nearest is None:

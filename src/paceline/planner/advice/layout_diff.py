@@ -1,4 +1,4 @@
-"""Two forecasts side by side: what is different between the layouts, and where the difference comes from."""
+"""Comparison of two forecasts: the differences between the layouts, and where they come from."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ _SMALL = 0.005
 
 
 def layout_differences(one: Estimate, other: Estimate) -> tuple[str, ...]:
-    """What to type differently, the step's time, the fullest rank's memory; parts that differ most come first."""
+    """Return the changed options, step time and peak memory; parts with the largest difference first."""
     changed = [f"{name} {_said(one, name)} -> {_said(other, name)}" for name in _NAMES if _differs(one, other, name)]
     seconds = _most(one.seconds.parts, other.seconds.parts, least=_SMALL * one.step_seconds)
     memory = _most(one.memory.parts, other.memory.parts, least=_SMALL * one.peak_bytes)

@@ -1,4 +1,4 @@
-"""Which of the three cases: all fits on one device, the model but not its training state does, a layer fits nowhere."""
+"""The memory case of a model: all fits on one device, all but the training state does, or a layer does not."""
 
 from dataclasses import dataclass, replace
 
@@ -12,14 +12,14 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """1, 2 or 3, and what it means for this model and this device."""
+    """The case number, 1, 2 or 3, and what it means for this model and this device."""
 
     number: int
     says: str
 
 
 def case_of(forecast: CostModel, *, grid: SearchSpace | None = None) -> MemoryCase:
-    """With the smallest microbatch, nothing computed again and nothing on the host."""
+    """Return the case for the smallest microbatch, without activation checkpointing or offloading."""
     fleet, facts = forecast.fleet, forecast.facts
     limit, samples = fleet.device.memory_bytes, (grid or SearchSpace()).micro_batch_size or 1
     alone = CostModel(facts=facts, fleet=replace(fleet, nodes=1, devices=1), efficiency=forecast.efficiency)
@@ -48,7 +48,7 @@ def _state(whole: Memory, limit: float) -> str:
 
 
 def _layers(alone: CostModel, samples: int) -> list[tuple[LayerProfile, float]]:
-    """Each part gathered, with its gradients and one microbatch's activations: the least that a device has to hold."""
+    """Return each part with the least bytes it needs: gathered, with gradients and one microbatch's activations."""
     each = alone.facts.element_bytes
     works = alone.works(Candidate(micro_batch_size=samples, precision=alone.facts.precision))
     reserve = alone.fleet.device.reserve_bytes

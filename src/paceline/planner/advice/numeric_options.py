@@ -1,8 +1,8 @@
-"""Options that change the numbers of a training, and what each would gain: shown beside a plan, never recommended.
+"""Options that change the numerics of training, with the gain of each: shown in a plan, never recommended.
 
-The layouts of a plan give the training of one process up to the rounding of sums. These do more, so that only a user
-can say that they are welcome: `params=bf16` rounds every weight before it is used, and compiled blocks join operations,
-with fewer roundings between them.
+The layouts of a plan train as one process does, up to the rounding of sums. These options change more, so only the user
+can choose them: `params=bf16` rounds every weight before use, and compiled blocks fuse operations, with fewer roundings
+between them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ _NO_TP = "torch.compile does not see through tensors of which each rank holds a 
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsOption:
-    """The best layout with one option, `words` as it is called, and what becomes of the numbers.
+    """The best layout with one option, named `words`, and how the option changes the numerics.
 
-    `seconds` is how long a step of the recommended layout is forecast without it.
+    `seconds` is the forecast step time of the recommended layout without it.
     """
 
     words: str
@@ -37,12 +37,12 @@ class NumericsOption:
 
     @property
     def command(self) -> str:
-        """What to type."""
+        """The options to type."""
         typed = "".join(f" --{name} {value}" for name, value in self.estimate.settings.items())
         return f"--layout {self.estimate.layout}{typed}"
 
     def as_json(self) -> dict[str, Any]:
-        """By name; `recommended_step_seconds` is by the same forecast, of the recommended layout."""
+        """Return the values by name; `recommended_step_seconds` is the forecast of the recommended layout."""
         found = self.estimate
         return {
             "option": self.words,
@@ -58,7 +58,7 @@ class NumericsOption:
         }
 
     def lines(self) -> Iterator[str]:
-        """Two lines of text."""
+        """Yield two lines of text."""
         found, ratio = self.estimate, self.seconds / self.estimate.step_seconds
         speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times as long as"
         speed = speed if abs(ratio - 1) >= _SMALL else "as fast as"
@@ -69,7 +69,7 @@ class NumericsOption:
 
 
 def with_compiled_blocks(facts: ModelProfile) -> ModelProfile:
-    """Return the facts of the same model with its blocks compiled."""
+    """Return the profile of the same model with its blocks compiled."""
     refused = {**facts.refused, "tp": facts.refused.get("tp", _NO_TP), "remat=selective": _WHOLE}
     return replace(facts, compiles=True, refused=refused)
 

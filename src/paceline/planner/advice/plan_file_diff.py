@@ -1,4 +1,4 @@
-"""Two files plan.json side by side: of what each is, and what is different between the layouts that they recommend."""
+"""Comparison of two plan.json files: their inputs, and the layouts that they recommend."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from paceline.planner.search.evaluate_named_layout import estimate_told, forecas
 
 
 def diff_plan_files(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """In words, what changed from one to the other.
+    """Yield in words what changed from one to the other.
 
     Raises:
-        UsageError: one of them recommends nothing, or does not say what it is of.
+        UsageError: one plan recommends nothing, or does not state its model and cluster.
     """
     first, second = forecast_of(before), forecast_of(after)
     for name, one, other in zip(_NAMES, _of(first), _of(second), strict=True):

@@ -1,4 +1,4 @@
-"""The answer to a plan: the case, the best layout of each family, the recommended one, and why."""
+"""The advice of a plan: the memory case, the best layout of each family, the recommended one, and why."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,9 +29,10 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One layout, with a line on its time, which one that does not fit needs not; `changes` would make that fit.
+    """A layout in a plan with an explanation of its time; if it does not fit, `changes` would make it fit.
 
-    `replayed`: its memory was counted, not reckoned. `refused` says why it can't be had after all.
+    `replayed` is True if its memory was counted by a replay, not forecast. `refused` says why it is impossible after
+    all.
     """
 
     family: str
@@ -43,23 +44,23 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be had, and no rank needs more than it has."""
+        """True if it is possible and no rank needs more memory than it has."""
         return self.estimate.fits and not self.refused
 
     @property
     def mark(self) -> str:
-        """Whether it can be had, in a word or three."""
+        """The row's verdict in one to three words."""
         return mark_of(fits=self.fits, tight=self.estimate.is_tight, refused=self.refused)
 
     @property
     def says(self) -> str:
-        """Why it is where it is."""
+        """The explanation of its place in the plan."""
         if self.refused or not self.fits:
             return self.refused or of_misfit(self.estimate)
         return f"{self.why or of_recommended(self.estimate)}; {left_of(self.estimate)}"
 
     def as_json(self) -> dict[str, Any]:
-        """Fixed keys: `layout`, `fits`, `peak_bytes`, its `parts`, `step_seconds`, `why`; others may come and go."""
+        """Return the stable keys `layout`, `fits`, `peak_bytes`, `parts`, `step_seconds`, `why`; others may change."""
         found = self.estimate
         return {
             "layout": found.layout,
@@ -90,15 +91,15 @@ class PlanRow:
 
 
 def mark_of(*, fits: bool, tight: bool, refused: str) -> str:
-    """Return the word for a row: `tight` is what no forecast can tell if it fits."""
+    """Return the word for a row; `tight` means that the forecast cannot tell if it fits."""
     return "refused" if refused else "fits" if fits else "tight" if tight else "does not fit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """`rows` are the best of each family, those that fit first; `missing` says of the other families why not.
+    """The advice of a plan: `rows` are the best of each family, those that fit first; `missing` explains the rest.
 
-    Where the recommended one was not replayed, `unreplayed` says why; where it ties with a quicker one, that is `tie`.
+    If the recommended one was not replayed, `unreplayed` says why; if it ties with a faster one, that is `tie`.
     """
 
     case: MemoryCase
@@ -110,11 +111,11 @@ class Advice:
 
     @property
     def recommended(self) -> Estimate:
-        """The quickest that fits, or a simpler one that is as quick for all that can be told."""
+        """The fastest that fits, or a simpler one that ties with it."""
         return self.rows[0].estimate
 
     def as_json(self) -> dict[str, Any]:
-        """Fixed keys: `case`, `recommended`, `plans`."""
+        """Return the stable keys `case`, `recommended`, `plans`; others may change."""
         is_replayed = self.rows[0].replayed
         return {
             "case": self.case.number,
@@ -127,7 +128,7 @@ class Advice:
         }
 
     def lines(self) -> Iterator[str]:
-        """As plain text, one screen."""
+        """Yield one screen of plain text."""
         best = self.recommended
         yield f"case {self.case.number}: {self.case.says}"
         doubt = "" if self.rows[0].replayed else f", NOT REPLAYED ({self.unreplayed})"
@@ -140,7 +141,7 @@ class Advice:
 
 
 def row_lines(rows: Sequence[PlanRow]) -> Iterator[str]:
-    """A table with a line each, and under it why."""
+    """Yield a table with one line per row, and under each line its explanation."""
     if not rows:
         return
     table = [_title(rows[0].estimate), *map(_cells, rows)]
@@ -180,19 +181,19 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def rate_of(estimate: Estimate) -> tuple[str, str]:
-    """Return the unit of a device's speed and its value, in words: tokens, or samples where these have no length."""
+    """Return the unit and the value of a device's throughput: tokens, or samples if these have no length."""
     tokens = estimate.tokens_per_second_per_device
     rate = estimate.samples_per_second_per_device if tokens is None else tokens
     return "samples/s" if tokens is None else "tokens/s", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def advise(forecast: CostModel, *, others: Sequence[CostModel] = (), grid: SearchSpace | None = None) -> Advice:
-    """Search, and explain. `others` are of the same model, in precisions that may be chosen too.
+    """Search the layouts and explain the result. `others` are the same model in other permitted precisions.
 
-    What ties with the quickest is looked at again with fewer options and dimensions.
+    Layouts that tie with the fastest are searched again with fewer options and axes.
 
     Raises:
-        LayoutError: no layout fits; with the nearest, and what would make it fit.
+        LayoutError: no layout fits; it names the nearest, and what would make it fit.
     """
     grid = grid or SearchSpace()
     best = [*search_each([forecast, *others], grid=grid).best.values()]
@@ -206,10 +207,10 @@ def _is_of(estimate: Estimate, forecast: CostModel) -> bool:
 
 
 def advice_of(forecast: CostModel, estimates: Iterable[Estimate], *, grid: SearchSpace | None = None) -> Advice:
-    """Explain: of each family the best of `estimates`, all of which fit; of its own the recommended one.
+    """Return the advice for these estimates, which all fit: the best of each family, and the recommended one.
 
     Raises:
-        LayoutError: there is none; with what is nearest to fit, and what would make it.
+        LayoutError: there is no estimate; it names the nearest layout, and what would make it fit.
     """
     grid = grid or SearchSpace()
     every = sorted(estimates, key=key_of)
@@ -246,7 +247,7 @@ def _as_found(timed: MeasuredTime | None) -> str:
 
 
 def _ranked(best: Sequence[Estimate], quickest: Estimate) -> Iterator[PlanRow]:
-    """The recommended one first, which `best` begins with; then the quicker ones."""
+    """Yield the rows, the recommended one first, which `best` begins with; then the others, faster ones first."""
     first, *others = best
     why = of_recommended(first) if first is quickest else of_simple(first, quickest)
     yield PlanRow(family=first.candidate.family, estimate=first, why=why)
@@ -254,7 +255,7 @@ def _ranked(best: Sequence[Estimate], quickest: Estimate) -> Iterator[PlanRow]:
 
 
 def plan_row(forecast: CostModel, estimate: Estimate, *, grid: SearchSpace | None = None) -> PlanRow:
-    """Any one estimate, as of a layout that a user asks for; with what would make it fit, if it does not."""
+    """Return the row of any estimate, e.g. of a layout that a user named; with changes that would make it fit."""
     grid = grid or SearchSpace()
     family = estimate.candidate.family
     if estimate.fits:

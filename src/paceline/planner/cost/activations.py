@@ -1,4 +1,4 @@
-"""A rank's activations at the moments of a step that may be the fullest, from what each part costs it."""
+"""Activation memory of one rank at the moments of a step that may be its peak, from the cost of each part."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,16 @@ from paceline.planner.model_costs.layer_chain import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPeak:
-    """A rank's activations: `held` stage activations of `total` in a step, together `held_bytes`, and `cast_bytes` of
-    copies of weights; of these what the part after the blocks keeps in one microbatch is gone (`tail_bytes`,
-    `tail_cast_bytes`) while blocks run backward.
+    """Activation bytes of one rank at the candidate peaks of a step.
 
-    For a moment: `tail_moment_bytes` before that part's backward is over, then of one block or what stands before them
-    `again_bytes` and `again_cast_bytes` for its second run and `moment_bytes` beside. `end_bytes` is what is left, with
-    all of that, in the first block's backward, when all gradients are there; `border_bytes` go to the next stage.
+    The rank holds `held` of its step's `total` stage activations at once: together `held_bytes`, and `cast_bytes` of
+    weight copies. `tail_bytes` and `tail_cast_bytes` are the share of one microbatch in the part after the blocks; they
+    are freed before the blocks run backward.
+
+    Transient bytes: `tail_moment_bytes` until that part's backward ends; then, for one block or the part before the
+    blocks, `again_bytes` and `again_cast_bytes` of recomputation and `moment_bytes` of other temporaries. `end_bytes`
+    is the total that remains in the first block's backward, when all gradients exist. `border_bytes` is the message to
+    the next stage.
     """
 
     held: int
@@ -33,21 +36,21 @@ class ActivationPeak:
 
     @property
     def narrow_bytes(self) -> float:
-        """What waits for backward, without copies of weights."""
+        """The bytes that are kept for backward, without weight copies."""
         return self.held_bytes
 
     @property
     def is_before_gradients(self) -> bool:
-        """Whether all microbatches are forward before any goes back: the fullest moment has no gradients."""
+        """True if every microbatch runs forward before the first backward: at the peak, no gradients exist."""
         return self.held >= self.total
 
 
 def alive_of(works: Sequence[LayerCost], stages: Sequence[Counts], *, held: int, total: int) -> ActivationPeak:
-    """Of one rank's stages: each is held as often as the others, the fullest of them once more."""
+    """Return the activation peak of a rank with these stages, which share `held`; the fullest get the remainder."""
     border = max((work.border_bytes for work in works[2:]), default=0.0)
     given = [
         0.0 if s[0] else border for s in stages
-    ]  # what the stage before has sent is kept as the first block's input
+    ]  # the message from the previous stage is kept as the first block's input
     kept, cast = [work.kept_bytes for work in works], [work.cast_bytes for work in works]
     totals = [_sum(s, kept) + own for s, own in zip(stages, given, strict=True)]
     casts = [_sum(s, cast) for s in stages]

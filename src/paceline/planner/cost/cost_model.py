@@ -1,4 +1,4 @@
-"""A candidate's memory, time and price on a cluster, by closed forms: what is compared, searched and explained."""
+"""The cost model: closed forms for a candidate's memory, step time and price on a cluster."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -31,7 +31,7 @@ _HOUR = 3600.0
 
 
 class CostModel:
-    """One model on one cluster. Remembers what many candidates share, so that each costs little."""
+    """A cost model of one model on one cluster. It caches what candidates share, so each estimate is cheap."""
 
     def __init__(
         self,
@@ -55,23 +55,23 @@ class CostModel:
 
     @cached_property
     def chain(self) -> Chain:
-        """The model's parts."""
+        """The model as a chain of parts."""
         return chain_of(self.facts)
 
     @cached_property
     def model_flops(self) -> float:
-        """Of one step of all ranks, as MFU counts them."""
+        """The model FLOPs of one step over all ranks, as MFU counts them."""
         return model_flops(self.facts)
 
     def num_micro(self, candidate: Candidate) -> int:
-        """Microbatches of one replica in a step."""
+        """Return the number of microbatches of one replica in a step."""
         return candidate.num_micro(self.facts.global_batch_size)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """All of it. The candidate is taken to be legal: see `plan.grid`.
+        """Return the full estimate of a candidate, which must be legal: see `search.search_space`.
 
         Raises:
-            LayoutError: more stages than blocks.
+            LayoutError: there are more stages than blocks.
         """
         stages = self._cut(candidate)[1] if candidate.pp > 1 else ()
         seconds, memory = self.seconds(candidate), self.memory(candidate)
@@ -96,28 +96,28 @@ class CostModel:
         )
 
     def below(self, peak_bytes: float) -> "CostModel":
-        """The same on devices of which no more is to be used: after a run that was forecast to fit did not."""
+        """Return a model whose devices offer at most `peak_bytes`, for use after a run ran out of memory."""
         device = replace(self.fleet.device, memory_bytes=min(peak_bytes, self.fleet.device.memory_bytes))
         fleet = replace(self.fleet, device=device)
         return CostModel(facts=self.facts, fleet=fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
 
     def of(self, facts: ModelProfile) -> "CostModel":
-        """The same of a model of which something else is known."""
+        """Return a cost model on the same cluster for another profile of the model."""
         return CostModel(facts=facts, fleet=self.fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
 
     def fuller(self, family: str, times: float) -> "CostModel":
-        """The same where layouts of a family hold so many times what is forecast of them now."""
+        """Return a model in which layouts of a family need `times` the memory that this one forecasts for them."""
         fuller = {**self.fleet.fuller, family: times * max(1.0, of_family(self.fleet.fuller, family))}
         fleet = replace(self.fleet, fuller=fuller)
         return CostModel(facts=self.facts, fleet=fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
 
     @property
     def host_limit_bytes(self) -> float | None:
-        """A rank's share of its host's memory, None where that is not known."""
+        """A rank's share of its host's memory; None if the host's memory is unknown."""
         return None if self.fleet.host_bytes is None else self.fleet.host_bytes / self.fleet.devices
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Of the fullest rank; what the host holds is of the rank that leaves most there."""
+        """Return the memory of the fullest rank. `host_bytes` is that of the rank that offloads most."""
         device, efficiency = self.fleet.device, self.efficiency
         ranks = zip(self.ranks(candidate), self.alive(candidate), strict=True)
         every = [
@@ -133,18 +133,18 @@ class CostModel:
         return replace(fullest, host_bytes=max(memory.host_bytes for memory in every))
 
     def longer(self, family: str) -> float:
-        """How many times as long as reckoned a step of this family took where it was measured."""
+        """Return the measured step time of this family divided by its forecast."""
         return of_family(self.fleet.longer, family)
 
     def seconds(self, candidate: Candidate) -> StepTime:
-        """Of one optimizer step."""
+        """Return the time of one optimizer step."""
         stages, hop = self.all_stages(candidate), self.hop_seconds(candidate)
         end = max(self.ends(candidate).values(), key=lambda found: sum(found.values()))
         found = seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
         return found.times(self.longer(candidate.family))
 
     def ends(self, candidate: Candidate) -> dict[tuple[Counts, ...], dict[str, float]]:
-        """What comes once a step, by the stages that a rank holds."""
+        """Return the seconds of the work done once a step, by the stages that a rank holds."""
         groups = self.groups(candidate)
         made = dict(zip(self.counts(candidate), self.all_stages(candidate), strict=True))
         return {
@@ -156,11 +156,11 @@ class CostModel:
         }  # fmt: skip
 
     def counts(self, candidate: Candidate) -> tuple[Counts, ...]:
-        """The parts of each stage."""
+        """Return how many of each part every stage has."""
         return self._cut(candidate)[0]
 
     def all_stages(self, candidate: Candidate) -> tuple[Stage, ...]:
-        """Seconds of every stage, with what data parallelism sends in every microbatch."""
+        """Return the seconds of every stage, including data-parallel communication in every microbatch."""
         counts, groups = self._cut(candidate)[0], self.groups(candidate)
         made: dict[Counts, Stage] = {}
         for own, stage in zip(counts, self.stages(candidate), strict=True):
@@ -173,13 +173,13 @@ class CostModel:
         return tuple(made[own] for own in counts)
 
     def hop_seconds(self, candidate: Candidate) -> float:
-        """Of what passes between two stages for one microbatch."""
+        """Return the seconds to send one microbatch's activations from a stage to the next."""
         if candidate.pp == 1:
             return 0.0
         return self.groups(candidate).stage.pass_on(max(work.border_bytes for work in self.works(candidate)[2:]))
 
     def works(self, candidate: Candidate) -> tuple[LayerCost, ...]:
-        """Of each different part, one microbatch."""
+        """Return the cost of each distinct part for one microbatch."""
         c = candidate
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat)
         if key not in self._works:
@@ -203,7 +203,7 @@ class CostModel:
         return self._works[key]
 
     def stages(self, candidate: Candidate) -> tuple[Stage, ...]:
-        """Seconds of every stage, before what data parallelism sends."""
+        """Return the seconds of every stage, without data-parallel communication."""
         c = candidate
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp * c.virtual)
         if key not in self._stages:
@@ -213,7 +213,7 @@ class CostModel:
         return self._stages[key]
 
     def alive(self, candidate: Candidate) -> tuple[ActivationPeak, ...]:
-        """The activations of each different rank, in the order of `ranks`."""
+        """Return the activation peak of each distinct rank, in the order of `ranks`."""
         c = candidate
         micro = self.num_micro(c)
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp, c.virtual, c.schedule, micro)
@@ -222,13 +222,13 @@ class CostModel:
         return self._alive[key]
 
     def alive_on(self, candidate: Candidate, rank: int, stages: tuple[Counts, ...]) -> ActivationPeak:
-        """The activations of a rank of the pipeline that holds these stages."""
+        """Return the activation peak of a pipeline rank that holds these stages."""
         micro = self.num_micro(candidate)
         held = self._held(candidate, micro, rank)
         return alive_of(self.works(candidate), stages, held=held, total=micro * len(stages))
 
     def ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
-        """The ranks of the pipeline that hold different stages, of equal ones the first: it holds most activations."""
+        """Return the pipeline ranks with distinct stages; of equal ones the first, which holds most activations."""
         c = candidate
         key = (c.pp, c.virtual, c.schedule == "zbv")
         if key not in self._ranks:
@@ -242,7 +242,7 @@ class CostModel:
         return self._ranks[key]
 
     def elements(self, candidate: Candidate, stages: tuple[Counts, ...]) -> Elements:
-        """Parameters of a rank that holds these stages."""
+        """Return the parameter counts of a rank that holds these stages."""
         key = (stages, candidate.tp, candidate.ep)
         if key not in self._elements:
             counts = tuple(map(sum, zip(*stages, strict=True)))
@@ -250,7 +250,7 @@ class CostModel:
         return self._elements[key]
 
     def groups(self, candidate: Candidate) -> CommGroups:
-        """Whom a rank sends to."""
+        """Return the communication groups of a rank."""
         c = candidate
         key = (c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep)
         if key not in self._groups:
@@ -272,7 +272,7 @@ class CostModel:
         return self._groups[key]
 
     def _cut(self, candidate: Candidate) -> tuple[tuple[Counts, ...], tuple[int, ...]]:
-        """The parts of each stage, and how many blocks those are."""
+        """Return how many of each part every stage has, and the number of blocks of each stage."""
         num_stages = candidate.pp * candidate.virtual
         if num_stages not in self._cuts:
             bounds = self.chain.cut(num_stages)

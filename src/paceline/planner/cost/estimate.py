@@ -1,4 +1,4 @@
-"""What a candidate is forecast to take, in one value."""
+"""The `Estimate` of a candidate: its forecast memory, step time and price in one value."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,11 @@ from paceline.planner.cost.step_time import StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTime:
-    """What steps took where they would run. `spread` is half of what the middle half of them spans, as a part of
-    `seconds`; `blocks` are those of the models that were run: where they were fewer than the model has, `seconds` goes
-    on from there in a straight line. They ran `between` two times, seconds since the epoch, in turn with other layouts.
+    """The measured step time of a layout on the target cluster.
+
+    `spread` is half the interquartile range, as a fraction of `seconds`. `blocks` are the block counts of the models
+    that ran; if they are smaller than the model's, `seconds` is a linear extrapolation. The steps ran `between` two
+    times (seconds since the epoch), interleaved with other layouts.
     """
 
     seconds: float
@@ -23,12 +25,13 @@ class MeasuredTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a candidate is forecast to take: bytes of its fullest rank, seconds of its step, money where it is known.
+    """The forecast of a candidate: bytes of its fullest rank, seconds of its step, and its price if known.
 
-    `stages` are the blocks of each stage; `limit_bytes` is what it may take of a device's `device_bytes`,
-    `host_limit_bytes` a rank's share of its host's, None where it is not known. The peak may be off by `margin_bytes`.
-    `price` is that of one step. Where it was `timed`, `seconds` are those. A step has `samples` of `length` positions,
-    and needs `model_flops` of all ranks, each of which can do `peak_flops_per_second` in the precision of the products.
+    `stages` are the blocks of each stage. `limit_bytes` is the usable part of a device's `device_bytes`;
+    `host_limit_bytes` is a rank's share of its host's memory, None if unknown. The peak may be off by `margin_bytes`.
+    `price` is that of one step. If the layout was `timed`, `seconds` are the measured ones. A step has `samples` of
+    `length` positions and needs `model_flops` over all ranks, each with a peak of `peak_flops_per_second` in the
+    precision of matmuls.
     """
 
     candidate: Candidate
@@ -51,61 +54,61 @@ class Estimate:
 
     @property
     def layout(self) -> str:
-        """What to type after `--layout`."""
+        """The value to type after `--layout`."""
         return self.candidate.layout
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """The peak memory of the fullest rank."""
         return self.memory.peak_bytes
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """The seconds of one optimizer step."""
         return self.seconds.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: see `utilization`."""
+        """The model FLOPs utilization: see `model_costs.training_flops`."""
         return self.model_flops / (self.step_seconds * self.candidate.ranks * self.peak_flops_per_second)
 
     @property
     def samples_per_second_per_device(self) -> float:
-        """Of the global batch, shared among all ranks."""
+        """The samples per second of the whole run divided by the number of ranks."""
         return self.samples / self.step_seconds / self.candidate.ranks
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
-        """None where samples have no length."""
+        """The tokens per second divided by the number of ranks; None if samples have no length."""
         return self.length * self.samples_per_second_per_device if self.length > 1 else None
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host holds what is kept there, as far as its memory is known."""
+        """True if the offloaded state fits on the host, or if the host's memory is unknown."""
         return self.host_limit_bytes is None or self.memory.host_bytes <= self.host_limit_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether no rank needs more than it has, even if the forecast is off by its margin."""
+        """True if no rank needs more memory than it has, even if the forecast is off by its margin."""
         return self.fits_on(self.limit_bytes)
 
     def fits_on(self, limit_bytes: float) -> bool:
-        """Whether it would on a device with so much memory."""
+        """Return True if it would fit on a device with `limit_bytes` of memory."""
         return self.peak_bytes + self.margin_bytes <= limit_bytes and self.fits_host
 
     @property
     def is_tight(self) -> bool:
-        """Whether the peak is so near the limit, below or above, that no forecast can tell if it fits."""
+        """True if the peak is too close to the limit, below or above, for the forecast to tell if it fits."""
         return not self.fits and self.over_bytes <= self.margin_bytes and self.fits_host
 
     @property
     def over_bytes(self) -> float:
-        """How much more it is than it may be; negative: how much less."""
+        """The bytes by which the peak exceeds the limit; negative if it is below."""
         return self.peak_bytes - self.limit_bytes
 
     @property
     def settings(self) -> dict[str, str]:
-        """What to type beside the layout."""
+        """The settings to type besides the layout."""
         found = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
         if self.candidate.precision != "fp32":
             found["train.precision"] = self.candidate.precision

@@ -1,8 +1,8 @@
-"""How far off a forecast may be, in bytes and in seconds: what lies within that is `tight`, or a tie.
+"""Error margins of a forecast, in bytes and in seconds; a difference within them is `tight`, or a tie.
 
-The numbers are what the benchmarks found: closed forms of bytes are 4.3 % off replays on average, replays 2.1 % off the
-allocator at most, and what a process on CPUs has resident is 6 % off on average. Closed forms of seconds are 10.6 % off
-on average, steps that were timed 2.2 %.
+The numbers come from the benchmarks: closed forms of bytes are 4.3 % off replays on average, replays are at most 2.1 %
+off the allocator, and the resident size of a process on CPUs is 6 % off on average. Closed forms of seconds are 10.6 %
+off on average, timed steps 2.2 %.
 """
 
 from math import sqrt
@@ -16,14 +16,15 @@ REPLAYED_BYTES = 0.02
 PROCESS_BYTES = 0.06
 RECKONED_SECONDS = 0.10
 TIMED_SECONDS = 0.02
-_MEDIAN = 1.86  # the error of a median of n steps is so many times their spread, divided by the root of n
+_MEDIAN = 1.86  # error of a median of n steps = _MEDIAN × spread / √n
 _SURE = 2  # times that error
 
 
 def bytes_margin(memory: Memory, device: Device, *, is_replayed: bool) -> float:
-    """Return by how many bytes the peak may be off.
+    """Return the error margin of the peak, in bytes.
 
-    The reserve of an accelerator is no forecast; on CPUs the whole process counts, as the kernel sees it.
+    An accelerator's reserve is not a forecast, so it has no margin. On CPUs the whole process counts, as the kernel
+    sees it.
     """
     if not device.is_accelerator:
         return PROCESS_BYTES * memory.peak_bytes
@@ -31,9 +32,9 @@ def bytes_margin(memory: Memory, device: Device, *, is_replayed: bool) -> float:
 
 
 def seconds_error(one: Estimate, quickest: Estimate) -> float:
-    """Return by what part of 1 the ratio of their seconds may be off.
+    """Return the relative error of the ratio of two step times.
 
-    What was timed is a tie with nothing that was not: a forecast does not overrule a clock.
+    An untimed layout does not tie with a timed `quickest`: a forecast does not overrule a measurement.
     """
     if quickest.timed is None:
         return RECKONED_SECONDS
@@ -43,11 +44,11 @@ def seconds_error(one: Estimate, quickest: Estimate) -> float:
 
 
 def is_tie(one: Estimate, quickest: Estimate) -> bool:
-    """Return whether no forecast can tell that the second is quicker."""
+    """Return True if the forecast cannot tell that `quickest` is faster than `one`."""
     return one.step_seconds <= (1 + seconds_error(one, quickest)) * quickest.step_seconds
 
 
 def _variance(timed: MeasuredTime) -> float:
-    """Return that of the median, as a part of it; of too few steps to tell it is taken as a forecast's."""
+    """Return the squared relative error of the median; with no spread measured, that of a forecast."""
     error = _MEDIAN * timed.spread / sqrt(timed.steps) if timed.spread else RECKONED_SECONDS
     return error * error

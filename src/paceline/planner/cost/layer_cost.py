@@ -1,8 +1,8 @@
-"""What one part of the model costs one rank for one microbatch: seconds of compute and of messages, bytes it keeps.
+"""Roofline cost of one part of the model for one rank and microbatch: compute, messages and memory.
 
-A roofline (Williams et al., 2009): products at a part of the device's rate or, where there are few rows, at the speed
-in which weights are read; everything else at a part of the memory's bandwidth. Backward is twice the products, two and
-a half times the attention, whose scores are computed again (Dao et al., 2022), and twice the rest.
+The roofline (Williams et al., 2009) takes matmuls at a fraction of the device's peak rate or, with few rows, at the
+speed of reading the weights, and everything else at a fraction of the memory bandwidth. Backward costs twice the
+matmuls, two and a half times the attention, whose scores are recomputed (Dao et al., 2022), and twice the rest.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from paceline.planner.hardware.cluster import Device, Group
 from paceline.planner.hardware.efficiency import Efficiency
 from paceline.planner.model_costs.model_profile import NOTHING, ActivationBytes, BatchScaling, LayerProfile
 
-_SHORT = {"bf16": 2, "fp16": 2, "float8": 2}  # products in 8 bits take numbers that are kept in 16
+_SHORT = {"bf16": 2, "fp16": 2, "float8": 2}  # operands of 8-bit matmuls are stored in 16 bits
 _ATTENTION_BACK = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlacement:
-    """The microbatch of a rank, how its part of the model is split, and whom it talks to inside of it."""
+    """The microbatch of a rank, how its part of the model is split, and the groups it communicates with inside it."""
 
     samples: int
     length: int
@@ -32,15 +32,15 @@ class LayerPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """Seconds of one forward (`forward`), of the gradients of inputs and of weights, and of running forward again;
-    seconds of messages inside the part that nothing hides, forward and backward, by axis.
+    """The cost of one part for one microbatch on one rank.
 
-    `hides` is the compute of forward and of backward behind which other messages can travel: not that behind which keys
-    and values do.
+    Seconds: `forward`, the gradients of inputs (`input`) and of weights (`weight`), and recomputing the forward
+    (`again`); then the exposed messages inside the part, by axis and by direction. `hides` is the forward and backward
+    compute that can overlap other messages; it excludes compute that already overlaps keys and values.
 
-    Bytes: `kept_bytes` from forward to backward, and beside them `cast_bytes`, copies of weights in another precision;
-    `again_bytes` and `again_cast_bytes` while it runs again; `border_bytes` to the next part; `moment_bytes` for a
-    moment.
+    Bytes: `kept_bytes` from forward to backward, and in addition `cast_bytes` of weight copies in another precision;
+    `again_bytes` and `again_cast_bytes` during recomputation; `border_bytes` to the next part; `moment_bytes` of
+    temporaries.
     """
 
     forward: float
@@ -62,7 +62,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """There and back, with all messages that nothing hides."""
+        """The seconds of forward and backward, with all exposed messages."""
         return self.forward + self.input + self.weight + self.again + self.messages_forward + self.messages_backward
 
 
@@ -75,7 +75,7 @@ def layer_cost(
     efficiency: Efficiency,
     is_compiled: bool = False,
 ) -> LayerCost:
-    """Only blocks are computed again."""
+    """Return the roofline cost of one part on one rank for one microbatch. `remat` applies to blocks only."""
     remat = split.remat if is_block else "none"
     seen = split.remat if part.ways else remat
     part = replace(part, moved_bytes=part.fused_bytes) if is_compiled and part.fused_bytes != NOTHING else part
@@ -84,7 +84,7 @@ def layer_cost(
     start = efficiency.part_seconds
     tensor, context, experts = _messages(part, split, attention, efficiency)
     again_messages = (tensor[0] + experts[0]) if remat == "full" else 0.0
-    again_context = context[0] if remat != "none" else 0.0  # a ring keeps no product of scores
+    again_context = context[0] if remat != "none" else 0.0  # ring attention keeps no scores
     kept, cast, again_bytes, again_cast = (_seen if part.ways else _kept)(part, split, device, seen)
     busy = attention if split.cp.size > 1 else 0.0
     again = {"none": 0.0, "selective": rest + start}.get(remat, forward + attention + rest + start)
@@ -115,12 +115,12 @@ def layer_cost(
 
 
 def compute_bytes(precision: str) -> int:
-    """Of a number in products."""
+    """Return the bytes per element of a matmul operand in this precision."""
     return _SHORT.get(precision, 4)
 
 
 def _divided(part: LayerProfile, split: LayerPlacement) -> float:
-    """What tp leaves a rank of the part's work: the work goes as the parameters that are split."""
+    """Return the fraction of the part's work that tp leaves a rank. Work is split as the parameters are."""
     tp = split.tp.size
     experts = part.expert_parameters if split.ep.size == 1 else 0
     cut, whole = part.split_parameters + experts, part.whole_parameters
@@ -130,7 +130,7 @@ def _divided(part: LayerProfile, split: LayerPlacement) -> float:
 def _computes(
     part: LayerProfile, split: LayerPlacement, device: Device, efficiency: Efficiency, *, is_block: bool
 ) -> tuple[float, float, float]:
-    """Seconds of products, of attention and of the rest, in one forward. Only products of blocks are in 8 bits."""
+    """Return the forward seconds of matmuls, attention and the rest. Only blocks have matmuls in 8 bits."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     tp, divided = split.tp.size, _divided(part, split)
     usual = "bf16" if split.precision == "float8" else split.precision
@@ -152,14 +152,14 @@ def _computes(
 def _messages(
     part: LayerProfile, split: LayerPlacement, attention: float, efficiency: Efficiency
 ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
-    """Seconds over tp, cp and ep that nothing hides, each forward and backward."""
+    """Return the exposed seconds of messages over tp, cp and ep, each for forward and backward."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     tensor = split.tp.all_reduce(part.tp_bytes.at(**own), calls=part.tp_calls)
     experts = split.ep.all_to_all(part.ep_bytes.at(**own), calls=4) if part.ep_bytes.at(**own) else 0.0
     context = (0.0, 0.0)
     if split.cp.size > 1 and part.attention_flops.at(**own):
         ring, size = _ring_bytes(part, split), split.cp.size
-        wide = 4 / compute_bytes(split.precision)  # the gradients of keys and values are added up in float32
+        wide = 4 / compute_bytes(split.precision)  # gradients of keys and values are summed in float32
         out = (size - 1) * split.cp.pass_on(ring)
         back = out + size * split.cp.pass_on(ring * wide)
         hidden = efficiency.overlap * attention
@@ -168,7 +168,7 @@ def _messages(
 
 
 def _ring_bytes(part: LayerProfile, split: LayerPlacement) -> float:
-    """Keys and values of a rank's positions; where the facts do not say, those of as many heads as queries."""
+    """Return the bytes of keys and values of a rank's positions; without `cp_bytes`, as many heads as queries."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     if not part.attention_flops.at(**own):
         return 0.0
@@ -176,7 +176,7 @@ def _ring_bytes(part: LayerProfile, split: LayerPlacement) -> float:
 
 
 def _kept(part: LayerProfile, split: LayerPlacement, device: Device, remat: str) -> tuple[float, float, float, float]:
-    """Bytes that wait for backward, and of weights in another precision; both once more of a second run."""
+    """Return the bytes kept for backward and of weight copies, then both again for recomputation."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     tp = split.tp.size
     cast = (part.saved_bytes.fixed + part.split_saved_bytes.fixed / tp) * (split.precision in _SHORT)
@@ -196,9 +196,10 @@ def _kept(part: LayerProfile, split: LayerPlacement, device: Device, remat: str)
 
 
 def _seen(part: LayerProfile, split: LayerPlacement, device: Device, remat: str) -> tuple[float, float, float, float]:
-    """The same of a part whose memory was looked at; what is left of the second run is all that it needs for a moment.
+    """Return what `_kept` returns, for a part whose memory was measured.
 
-    What does not follow the microbatch are copies of weights, and their gradients for a moment.
+    All that remains of the recomputation counts as needed for a moment. Bytes that do not scale with the microbatch are
+    weight copies, and for a moment their gradients.
     """
     way, own = part.ways.get(remat, part.ways["none"]), _own(split)
     plain = part.ways["none"].kept
@@ -216,7 +217,7 @@ def _seen(part: LayerProfile, split: LayerPlacement, device: Device, remat: str)
 
 
 def _in_ring(holding: ActivationBytes, cp: int, left: float) -> ActivationBytes:
-    """Over cp attention is a ring that keeps no scores of pairs, and has those of one rank's keys at a time."""
+    """Scale the pairwise scores for cp: ring attention keeps none, and has those of one rank's keys at a time."""
     amount = holding.amount
     return holding if cp == 1 else replace(holding, amount=replace(amount, pair=left * max(0.0, amount.pair)))
 

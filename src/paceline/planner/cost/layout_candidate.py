@@ -1,4 +1,4 @@
-"""One way to place a model and to cut its batch: what the planner weighs, and what a user would type for it."""
+"""A candidate: one way to place a model and split its batch, which the planner rates and a user can type."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -14,10 +14,11 @@ MICRO = "micro_batch_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Axes, options and the microbatch. `params` is the type in which fsdp gathers; `precision` that of the products;
-    blocks are compiled where it `compiles`.
+    """A candidate: the mesh axes, the options and the microbatch size.
 
-    `micro_batch_size` is in samples of one forward of one replica; `virtual` how many stages a rank holds.
+    `params` is the type in which fsdp gathers parameters; `precision` is that of matmuls; with `compiles`, blocks are
+    compiled. `micro_batch_size` is in samples of one forward of one replica; `virtual` is the number of stages per
+    rank.
     """
 
     pp: int = 1
@@ -39,21 +40,21 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """One a device."""
+        """The number of ranks, one per device."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def replicas(self) -> int:
-        """Each gets other samples."""
+        """The number of replicas; each gets other samples."""
         return self.dp_replicate * self.dp_shard
 
     def num_micro(self, global_batch_size: int) -> int:
-        """Microbatches of the replica that has most; the last may be short."""
+        """Return the number of microbatches of the replica with the most; the last may be short."""
         return num_micro(global_batch_size, replicas=self.replicas, micro_batch_size=self.micro_batch_size)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Its axes alone."""
+        """The mesh of its axes, without the other options."""
         return Mesh(
             pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep,
             zero=self.zero,
@@ -61,7 +62,7 @@ class Candidate:
 
     @cached_property
     def asked(self) -> Layout:
-        """The layout that gives it, as if typed."""
+        """The layout a user would type for this candidate."""
         sizes = {axis: self.mesh.size(axis) for axis in self.mesh.split} or {"dp_replicate": 1}
         made = {"interleaved": 2, "breadth_first": 2, "zb_interleaved": 2}.get(self.schedule, 0)
         return Layout(
@@ -78,12 +79,12 @@ class Candidate:
 
     @cached_property
     def layout(self) -> str:
-        """What to type after `--layout`."""
+        """The value to type after `--layout`."""
         text = layout_label(self.asked, self.mesh)
         return text.replace("single,", "dp=1,", 1)
 
     def but(self, **changes: Any) -> "Candidate":
-        """The same with other values; as `dataclasses.replace`, in a tenth of the time."""
+        """Return a copy with other values, like `dataclasses.replace` but ten times as fast."""
         found = object.__new__(Candidate)
         own = vars(self)
         vars(found).update({name: own[name] for name in _FIELDS}, **changes)
@@ -91,7 +92,7 @@ class Candidate:
 
     @cached_property
     def family(self) -> str:
-        """Its kind among layouts: the one model axis it has, `mixed` with several, or how its data axes share."""
+        """The layout's family: its one model axis, `mixed` with several, or how its data axes share the state."""
         axes = [axis for axis, size in zip(MODEL_AXES, (self.pp, self.tp, self.cp, self.ep), strict=True) if size > 1]
         if axes:
             return axes[0] if len(axes) == 1 else "mixed"
@@ -100,7 +101,7 @@ class Candidate:
         return "hsdp" if self.dp_replicate > 1 else ("zero1", "zero2", "fsdp")[self.zero - 1]
 
     def __str__(self) -> str:
-        """`fsdp,remat=full in microbatches of 2`."""
+        """Return e.g. `fsdp,remat=full in microbatches of 2`."""
         return f"{self.layout} in microbatches of {self.micro_batch_size}{', compiled' * self.compiles}"
 
 
@@ -110,7 +111,10 @@ _FIELDS = tuple(field.name for field in fields(Candidate))
 def candidate_of(
     layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str, compiles: bool = False
 ) -> Candidate:
-    """Of a layout that was asked for. What runs every second block again is forecast as if it kept all of them."""
+    """Return the candidate of a layout that a user typed.
+
+    Recomputation of every second block only (`remat=every`) is forecast as if no block were recomputed.
+    """
     remat = layout.remat.partition(":")[0]
     return Candidate(
         **{axis: mesh.size(axis) for axis in AXES},
@@ -128,7 +132,7 @@ def candidate_of(
 
 
 def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -> int:
-    """Microbatches of the replica that has most: they are dealt to the replicas in turn."""
+    """Return the number of microbatches of the replica with the most; they are dealt to the replicas in turn."""
     every = -(-global_batch_size // micro_batch_size)
     return -(-every // replicas)
 

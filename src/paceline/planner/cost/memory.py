@@ -1,4 +1,4 @@
-"""Bytes of one rank at its highest moment: in backward, with its activations, or while the optimizer steps."""
+"""Peak memory of one rank: in backward, with its activations, or during the optimizer step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,15 +16,15 @@ _BUCKET = 25 << 20
 _FIRST_BUCKET = 1 << 20
 _CPU_BUCKET = 10 << 20
 LARGE_BYTES = 16 << 20
-_LARGEST = 1 / 3  # of a block's parameters, in its largest tensor where it is not known; an end is mostly one tensor
+_LARGEST = 1 / 3  # of a block's parameters are in its largest tensor, if unknown; an end is mostly one tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank by what they are for, at its highest moment; `host_bytes` lie on the host, outside of the sum.
+    """The bytes of one rank at its peak, by purpose; `host_bytes` are on the host and not part of the sum.
 
-    `master` are copies of parameters in a wider type: none, since parameters are kept in their own type and products
-    take copies (`activations`) or gathered ones (`gathered`). `temporaries` live within an operation.
+    `master` are copies of parameters in a wider type: always 0, because parameters keep their own type and matmuls use
+    cast copies (in `activations`) or gathered ones (`gathered`). `temporaries` live within one operation.
     """
 
     parameters: float = 0.0
@@ -41,23 +41,23 @@ class Memory:
 
     @property
     def peak_bytes(self) -> float:
-        """All of them on the device."""
+        """The sum of all parts on the device."""
         state = self.parameters + self.gradients + self.optimizer + self.master
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
     def fuller(self, factor: float) -> "Memory":
-        """So many times as much, where that is more: what is not known of it is slack."""
+        """Return this memory scaled by `factor` if that is above 1; the additional bytes are slack."""
         more = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
         return replace(self, slack=self.slack + more) if more else self
 
     @property
     def state_bytes(self) -> float:
-        """What stays from step to step."""
+        """The bytes that persist from step to step: parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer + self.master
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name."""
+        """The bytes of each part, by name."""
         return {name: getattr(self, name) for name in PARTS}
 
 
@@ -66,11 +66,12 @@ PARTS = tuple(field.name for field in fields(Memory) if field.name != "host_byte
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """A rank's parameters before data parallelism cuts them: numbers of elements.
+    """The parameter elements of a rank before data parallelism shards them.
 
-    `dense` may be sharded, `experts` lie whole on their ep ranks; `ends` of the dense are in no block, `block` is the
-    largest block's, `end` are those whose gradients come last: the first part's, or a block's. `trained` is the part of
-    1 that has gradients, `large` are in tensors that travel alone, `largest_block`, `largest_end` in the largest one.
+    `dense` may be sharded; `experts` stay whole on their ep ranks. `ends` are the dense ones outside of blocks, `block`
+    those of the largest block, `end` those whose gradients come last: the first part's or a block's. `trained` is the
+    fraction that has gradients, `large` are in tensors that are sent unbucketed, `largest_block` and `largest_end` are
+    in the largest tensor.
     """
 
     dense: float
@@ -86,12 +87,12 @@ class Elements:
 
     @property
     def largest(self) -> float:
-        """Of all tensors."""
+        """The elements of the largest tensor."""
         return max(self.largest_block, self.largest_end)
 
 
 def elements_of(facts: ModelProfile, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
-    """Of these parts, on one of `tp` × `ep` ranks. What the ends share is held once where both are on the rank."""
+    """Return the elements of these parts on one of `tp` × `ep` ranks; weights tied between both ends count once."""
     each = [part.held_parameters(tp=tp, ep=ep) for part in chain.parts]
     tied = facts.tied / (tp if facts.last.split_parameters >= facts.tied else 1) if counts[0] and counts[1] else 0.0
     parts = list(zip(counts, chain.parts, strict=True))
@@ -115,8 +116,11 @@ def elements_of(facts: ModelProfile, chain: Chain, counts: Counts, *, tp: int, e
 
 
 def _alone(facts: ModelProfile, parts: Sequence[tuple[int, LayerProfile]], *, tp: int) -> float:
-    """Elements of tensors that travel without a buffer: large ones, but for the model's first, which has room for flags
-    beside it, and its last, which by itself fills the small buffer that is sent first."""
+    """Return the elements of tensors that are sent without a bucket.
+
+    These are the large ones, except the model's first, whose buffer has room for flags, and in addition its last if it
+    alone fills the small bucket that is sent first.
+    """
     each, (first, last) = facts.element_bytes / tp, (part.tensors if count else () for count, part in parts[:2])
     found = 0.0
     for count, part in parts:
@@ -134,7 +138,10 @@ def _largest(part: LayerProfile, share: float) -> float:
 
 
 def static_bytes(elements: Elements, candidate: Candidate, facts: ModelProfile) -> tuple[float, float, float]:
-    """Parameters, gradients and optimizer state of a rank, wherever they lie (Rajbhandari et al., "ZeRO", 2020)."""
+    """Return a rank's bytes of parameters, gradients and optimizer state, on device or host.
+
+    The shares are those of the ZeRO stage (Rajbhandari et al., "ZeRO", 2020).
+    """
     zero, shard, each = candidate.zero, candidate.dp_shard, facts.element_bytes
     held = [elements.dense / (shard if zero >= stage else 1) + elements.experts for stage in (3, 2, 1)]
     parameters, gradients, optimizer = held
@@ -154,7 +161,7 @@ def memory_of(
     device: Device,
     efficiency: Efficiency,
 ) -> Memory:
-    """The highest of its moments."""
+    """Return the memory of a rank at the fullest moment of its step."""
     parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
     own = {"parameters": parameters + elements.buffer_bytes, "gradients": gradients, "optimizer": optimizer}
     host, is_out = 0.0, "parameters" in candidate.offload
@@ -167,7 +174,7 @@ def memory_of(
         host += optimizer
         own["optimizer"] = 0.0
         if not is_out:
-            stepping["optimizer"] = optimizer  # it is moved to the device for the step
+            stepping["optimizer"] = optimizer  # moved to the device for the step
     if candidate.zero < 2 and alive.is_before_gradients:
         phases = [*({**phase, "gradients": 0.0} for phase in working[:-1]), working[-1]]
     else:
@@ -179,7 +186,7 @@ def memory_of(
 
 
 def _stepping(candidate: Candidate, facts: ModelProfile, elements: Elements, device: Device) -> dict[str, float]:
-    """While the optimizer steps, and what it has updated is gathered after it: two units at a time."""
+    """Return the bytes during the optimizer step, and of gathering the updated parameters, two units at a time."""
     moment = facts.optimizer.moment_bytes * elements.trained
     moment *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
     phase = {"temporaries": moment * ("parameters" not in candidate.offload)}
@@ -193,8 +200,11 @@ def _stepping(candidate: Candidate, facts: ModelProfile, elements: Elements, dev
 def _working(
     candidate: Candidate, facts: ModelProfile, elements: Elements, alive: ActivationPeak, device: Device
 ) -> Iterator[dict[str, float]]:
-    """At the loss, at the head's gradient, in the last block's backward, and in the first one's, when all gradients are
-    there."""
+    """Yield the bytes at the candidate peaks of backward.
+
+    These are: at the loss, at the head's gradient, in the last block's backward, and in the first block's, when all
+    gradients exist.
+    """
     wide = candidate.params == "fp32"
     each, trained = facts.element_bytes, facts.element_bytes * elements.trained
     gathered = compute_bytes("bf16") if candidate.params == "bf16" else each
@@ -209,7 +219,7 @@ def _working(
         dense = trained * elements.dense
         unit = _unit(elements.largest_block, dense - trained * elements.ends, trained, device)
         end = _unit(elements.largest_end, trained * elements.ends, trained, device)
-        # gloo keeps and copies what it reduces until somebody waits; else only its result waits, of two units
+        # gloo keeps inputs and copies of a reduction until it is waited for; others keep only the result, of two units
         share = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
         waiting, filling = min(dense, end + unit) * share, min(dense, unit) * (1 + 2 * share)
     cast = alive.cast_bytes * wide
@@ -228,7 +238,7 @@ def _working(
     again = alive.again_bytes + alive.again_cast_bytes * wide
     yield {
         "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide + again,
-        "gathered": root + (2 + (candidate.pp > 1)) * blocks,  # a pipeline has a unit of another microbatch ahead too
+        "gathered": root + (2 + (candidate.pp > 1)) * blocks,  # a pipeline also prefetches a unit of another microbatch
         "buffers": flat + filling + borders,
         "temporaries": alive.moment_bytes,
     }
@@ -240,7 +250,7 @@ def _working(
 
 
 def _unit(largest: float, every: float, each: float, device: Device) -> float:
-    """Bytes of a unit of gradients: one large tensor, or as many as fill a buffer."""
+    """Return the bytes of one unit of gradients: one large tensor, or as many as fill a bucket."""
     if each * largest > LARGE_BYTES:
         return each * largest
     return min(every, (_BUCKET if device.is_accelerator else _CPU_BUCKET) + each * largest / 2)
@@ -252,7 +262,7 @@ def _slack(phase: Mapping[str, float], efficiency: Efficiency) -> float:
 
 
 def _peak_bytes(own: Mapping[str, float], phase: Mapping[str, float], efficiency: Efficiency, reserve: float) -> float:
-    """As `Memory.peak_bytes`, of which only the fullest moment's is made."""
+    """Return `Memory.peak_bytes` for a phase, without building a `Memory`."""
     at = phase.get
     state = own["parameters"] + at("gradients", own["gradients"]) + at("optimizer", own["optimizer"])
     passing = state + at("activations", 0.0) + at("gathered", 0.0) + at("buffers", 0.0) + at("temporaries", 0.0)

@@ -1,7 +1,7 @@
-"""What a schedule holds and how long it takes, by closed forms: for plans whose program is too long to walk through.
+"""Closed forms for a schedule's activations in flight and its makespan, for programs too long to simulate.
 
-The forms of `max_in_flight` equal the `Program`'s own count. Those of `makespan` equal its simulation for equal stages
-and messages that take no time; elsewhere they are near it, and tests say how near.
+`max_in_flight` equals the `Program`'s own count. `makespan` equals its simulation for equal stages and messages that
+take no time; elsewhere it is approximate, and tests state the error.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ KNOWN = ("naive", "gpipe", "1f1b", *LOOPED, "zb_h1", "zbv")
 
 
 def held_by(program: Program, rank: int) -> int:
-    """The most stage activations that a rank has at once, by its own line: the naive version of `max_in_flight`."""
+    """Return the most stage activations a rank holds at once, from its program: the naive `max_in_flight`."""
     level = highest = 0
     for action in program.computes(rank):
         level += action.op is Op.FORWARD
@@ -25,7 +25,7 @@ def held_by(program: Program, rank: int) -> int:
 
 
 def max_in_flight(schedule: str, *, ranks: int, micro: int, virtual: int, rank: int) -> int:
-    """The most activations of one stage and one microbatch that a rank has at once."""
+    """Return the most activations of one stage and one microbatch that a rank holds at once."""
     every = micro * virtual
     if schedule == "naive":
         return virtual
@@ -41,7 +41,7 @@ def max_in_flight(schedule: str, *, ranks: int, micro: int, virtual: int, rank: 
 
 
 def is_sure(schedule: str, *, ranks: int, micro: int) -> bool:
-    """Whether `makespan` was held against the program there: too few microbatches leave gaps that no form counts."""
+    """Return True if `makespan` was checked against the program: with few microbatches, gaps appear that it omits."""
     if schedule == "zbv":
         return micro >= 2 * (ranks - 1)
     return schedule in KNOWN and (schedule != "zb_interleaved" or micro >= ranks)
@@ -49,7 +49,7 @@ def is_sure(schedule: str, *, ranks: int, micro: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds of every stage, in the model's order; `hop` is what a message between neighbours takes."""
+    """The seconds of every stage, in the model's order; `hop` is the time of a message between neighbours."""
 
     forward: Sequence[float]
     input: Sequence[float]
@@ -58,10 +58,10 @@ class StageTimes:
 
 
 def makespan(schedule: str, turns: StageTimes, *, ranks: int, micro: int, virtual: int) -> float:
-    """Seconds from the first compute's start to the last one's end.
+    """Return the seconds from the start of the first compute to the end of the last.
 
-    The busiest rank computes all the time but while the pipeline fills and drains. What a message takes longer than
-    there are microbatches under way to hide it, every round waits for.
+    The busiest rank computes all the time except while the pipeline fills and drains. If too few microbatches are in
+    flight to hide a message, every round waits for the rest of it.
     """
     p, m, v, hop = ranks, micro, virtual, turns.hop
     each = [f + i + w for f, i, w in zip(turns.forward, turns.input, turns.weight, strict=True)]
@@ -78,7 +78,7 @@ def makespan(schedule: str, turns: StageTimes, *, ranks: int, micro: int, virtua
     fill = (total - most) / v
     loop = (most, v * hop)
     if schedule == "1f1b":
-        cycle = max(*loop, (total + 2 * (p - 1) * hop) / p)  # p microbatches are under way, there and back
+        cycle = max(*loop, (total + 2 * (p - 1) * hop) / p)  # p microbatches are in flight, forward and backward
         return most + fill + 2 * (p - 1) * hop + (m - 1) * cycle
     under_way = (v + 1) * p - 1 if schedule == "interleaved" else num_stages
     cycle = max(*loop, v * (total + 2 * (num_stages - 1) * hop) / under_way) if schedule == "interleaved" else max(loop)
@@ -87,7 +87,7 @@ def makespan(schedule: str, turns: StageTimes, *, ranks: int, micro: int, virtua
 
 
 def _filled(schedule: str, turns: StageTimes, most: float, *, p: int, m: int, v: int) -> float:
-    """Weight gradients fill the gaps; those longer than a gap do not fill it further."""
+    """Return the makespan of a zero-bubble schedule: weight gradients fill gaps, up to the length of each gap."""
     n, hop = p * v, turns.hop
     f, i, w = (sum(part) / n for part in (turns.forward, turns.input, turns.weight))
     if schedule == "zbv":
@@ -100,10 +100,10 @@ def _filled(schedule: str, turns: StageTimes, most: float, *, p: int, m: int, v:
 
 
 def slowest_rank_seconds(each: Sequence[float], *, schedule: str, ranks: int) -> float:
-    """Seconds that a microbatch takes of the rank that all wait for.
+    """Return the seconds per microbatch of the rank that all others wait for.
 
-    Looped schedules send groups of microbatches through one stage of every rank, then through the next of every rank:
-    all wait for the slowest of each.
+    Looped schedules send groups of microbatches through one stage of every rank, then through the next stage of every
+    rank: all ranks wait for the slowest stage of each round.
     """
     if schedule in LOOPED:
         return sum([max(each[start : start + ranks]) for start in range(0, len(each), ranks)])

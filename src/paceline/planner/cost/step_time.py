@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step: the pipeline's program, what of the messages nothing hides, and the update."""
+"""Seconds of one optimizer step: the pipeline's program, exposed messages and the update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,10 +15,11 @@ from paceline.planner.model_costs.model_profile import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Of one step, on the busiest rank, by what they go to; they add up to the step.
+    """The seconds of one step on the busiest rank, by purpose; the fields add up to the step.
 
-    `tensor`, `context`, `experts`, `gather` and `gradients` are messages that nothing hides: over tp, cp and ep, of
-    sharded parameters and sums in every microbatch, and at the end of the step. `bubble` is waiting in the pipeline.
+    `tensor`, `context`, `experts`, `gather` and `gradients` are exposed messages: over tp, cp and ep, of sharded
+    parameters and reduced gradients in every microbatch, and at the end of the step. `bubble` is the wait in the
+    pipeline.
     """
 
     compute: float = 0.0
@@ -35,22 +36,22 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name."""
+        """The seconds of each part, by name."""
         return {name: getattr(self, name) for name in SPENT}
 
     @property
     def step_seconds(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         once = self.gradients + self.update + self.offload + self.start
         return self.compute + self.again + self.tensor + self.context + self.experts + self.gather + self.bubble + once
 
     def times(self, factor: float) -> "StepTime":
-        """All of them so many times as long."""
+        """Return a copy with every part multiplied by `factor`."""
         return StepTime(**{name: factor * value for name, value in self.parts.items()})
 
     @property
     def exposed(self) -> float:
-        """Messages that nothing hides."""
+        """The seconds of exposed messages."""
         return self.tensor + self.context + self.experts + self.gather + self.gradients
 
 
@@ -59,9 +60,11 @@ SPENT = tuple(part.name for part in fields(StepTime))
 
 @dataclass(frozen=True, kw_only=True)
 class CommGroups:
-    """Whom a rank sends to: the shards of its replica, those with the same rows, all that share gradients, and so on.
+    """The groups a rank communicates with.
 
-    `stage` is the next stage; `twins` hold the same experts; `host` is the way to the host's memory.
+    `shard` holds the shards of its replica, `rows` the ranks with the same shard, `data` all ranks that reduce
+    gradients together, `twins` those with the same experts. `stage` is the next stage; `host` is the link to the host's
+    memory.
     """
 
     shard: Group
@@ -74,9 +77,10 @@ class CommGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Seconds of one stage and one microbatch; `again` and the messages are part of `forward` and `input`.
+    """The seconds of one stage for one microbatch; `again` and the messages are part of `forward` and `input`.
 
-    `hides` is the compute behind which messages of data parallelism can travel, forward and backward."""
+    `hides` is the forward and backward compute that can overlap data-parallel messages.
+    """
 
     forward: float
     input: float
@@ -90,12 +94,12 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """There and back."""
+        """The seconds of forward and backward."""
         return self.forward + self.input + self.weight
 
 
 def stage_of(works: Sequence[LayerCost], counts: Counts) -> Stage:
-    """Before what data parallelism sends."""
+    """Return the seconds of a stage, without data-parallel communication."""
     forward = out = back = returned = weight = again = tensor = context = experts = ahead = behind = 0.0
     for count, work in zip(counts, works, strict=True):
         if count:
@@ -121,10 +125,11 @@ def with_sharding_communication(
     stage: Stage, elements: Elements, *, units: int, candidate: Candidate, facts: ModelProfile, groups: CommGroups,
     efficiency: Efficiency,
 ) -> Stage:  # fmt: skip
-    """With what is gathered and added up in every microbatch.
+    """Return the stage with the all-gathers and reduce-scatters of every microbatch.
 
-    Messages hide behind compute, but not what the first unit waits for, nor the sums of the last. What is in no unit is
-    gathered before the forward and kept until the backward's end; in a pipeline once a step.
+    Messages overlap compute, except the all-gather that the first unit waits for and the reduction of the last.
+    Parameters outside of units are gathered before the forward and kept until the backward ends; in a pipeline, once a
+    step.
     """
     if candidate.zero < 2:
         return stage
@@ -152,7 +157,7 @@ def with_sharding_communication(
 
 
 def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float) -> float:
-    """From the first forward to the last backward of these stages, one where there is no pipeline."""
+    """Return the seconds from the first forward to the last backward; without a pipeline, of the one stage."""
     if len(stages) == 1:
         return micro * stages[0].seconds
     turns = StageTimes(
@@ -167,7 +172,7 @@ def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: in
 def seconds_of(
     candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end: Mapping[str, float]
 ) -> StepTime:
-    """Of these stages, and of what comes at the step's `end`."""
+    """Return the step time of these stages, plus the seconds of the work at the step's `end`."""
     total = pipeline_seconds(candidate, stages, micro=micro, hop=hop)
     own = _busiest(stages, schedule=candidate.schedule, ranks=candidate.pp)
     found = {
@@ -179,7 +184,7 @@ def seconds_of(
 
 
 def _busiest(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
-    """The stages of the rank that has most to do."""
+    """Return the stages of the rank with the most work."""
     owned = [stages[rank::ranks] for rank in range(ranks)]
     if schedule == "zbv":
         owned = [[stages[rank], stages[2 * ranks - 1 - rank]] for rank in range(ranks)]
@@ -190,14 +195,14 @@ def end_of(
     candidate: Candidate, stage: Stage, elements: Elements, *, facts: ModelProfile, device: Device, groups: CommGroups,
     efficiency: Efficiency,
 ) -> dict[str, float]:  # fmt: skip
-    """What comes once a step: sums of gradients, the update, rows sent out, the way to the host and back."""
+    """Return the seconds of what runs once a step: gradient reduction, update, all-gather of parameters, offload."""
     each, trained, zero = facts.element_bytes, elements.trained, candidate.zero
     parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
     sums = _sums(candidate, elements, each * trained, groups, efficiency.overlap * stage.hides[1])
     if zero in (1, 2):
         sums += groups.shard.all_gather(each * elements.dense)
     if facts.tied and candidate.pp > 1:
-        sums += 2 * groups.stage.pass_on(each * facts.tied / candidate.tp)  # both ends have a part of its gradient
+        sums += 2 * groups.stage.pass_on(each * facts.tied / candidate.tp)  # both ends hold part of its gradient
     own = each * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
     moved = 3 * own + 2 * optimizer
     bandwidth = device.bytes_per_second * efficiency.memory
@@ -210,7 +215,10 @@ def end_of(
 
 
 def _sums(candidate: Candidate, elements: Elements, each: float, groups: CommGroups, hidden: float) -> float:
-    """Whole gradients are added while the last backward runs, rows of them after it."""
+    """Return the exposed seconds of gradient reduction.
+
+    Whole gradients are reduced while the last backward runs, sharded ones after it.
+    """
     dense, sums = each * elements.dense, 0.0
     if candidate.zero < 2:
         tail = groups.data.all_reduce(each * elements.end)

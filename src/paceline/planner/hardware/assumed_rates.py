@@ -1,4 +1,4 @@
-"""What a forecast takes for granted of the machines: links, reserved memory and peak rates, and how each is known."""
+"""The forecast's assumptions on the machines: links, reserved memory and peak rates, each with its source."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 def assumption_lines(fleet: Cluster, *, precision: str, is_offloaded: bool = False) -> Iterator[str]:
-    """Yield a line for each link that the ranks use, for the reserve, and for the rate that MFU is a part of."""
+    """Yield a line for each link that the ranks use, for the reserve, and for the peak rate behind MFU."""
     yield "the forecast takes for granted:"
     for name, link in _used(fleet, is_offloaded=is_offloaded).items():
         yield f"  link {name}: {_link(link)}"
@@ -22,7 +22,7 @@ def assumption_lines(fleet: Cluster, *, precision: str, is_offloaded: bool = Fal
 
 
 def assumptions(fleet: Cluster, *, precision: str) -> dict[str, Any]:
-    """Return the same for `--json`: `links`, `reserve` and `peak_flops_per_second`."""
+    """Return the assumptions for `--json`: `links`, `reserve` and `peak_flops_per_second`."""
     device = fleet.device
     return {
         "links": {
@@ -71,7 +71,7 @@ def _reserve(device: Device) -> str:
 
 
 def _peak(device: Device, precision: str) -> str:
-    """Return which rate it is: a sheet's, or the best that was measured."""
+    """Return the source of the peak rate: a data sheet, or the best measured rate."""
     known = device.peaks or device.flops_per_second
     own = precision if precision in known else f"fp32, since it has no {precision}"
     if device.peaks:

@@ -1,4 +1,4 @@
-"""What a probe of this machine has found: how quick devices, links and disk are, and what a step's parts then take."""
+"""Results of a probe of this machine: speeds of devices, links and disk, and the times derived from them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,8 +11,8 @@ from paceline.errors import MachineError
 from paceline.planner.hardware.timing_curve import TimingCurve, read_curve
 
 FORMAT = 1
-HEAD_WIDTH = 64  # of what was measured; other widths count as more heads, or fewer
-ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head are so many times its length squared by its width
+HEAD_WIDTH = 64  # measured width; other widths count as more or fewer heads
+ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head, in units of length² × width
 _QUIET = 0.2
 _AGAIN = "probe_here(ranks=N, again=True) measures anew"
 _Kept = TypeVar("_Kept")
@@ -20,7 +20,7 @@ _Kept = TypeVar("_Kept")
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a probe holds for. `kernels` are those of exact mode or the default ones; `threads` are a rank's."""
+    """The conditions a probe holds for. `kernels` are those of exact mode or the defaults; `threads` are a rank's."""
 
     cpu: str
     cores: int
@@ -34,21 +34,25 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTimings:
-    """Matrix products of one precision. `square` is seconds by FLOPs (a multiply-add is two).
+    """The timings of matmuls in one precision. `square` is seconds by FLOPs (a multiply-add is two).
 
-    `narrow` are least dimensions with how often longer than a square one such a product takes, the smallest first.
+    `narrow` are smallest dimensions, in ascending order, each with the time of such a matmul relative to a square one.
     """
 
     square: TimingCurve
     narrow: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, *, rows: int, inner: int, columns: int) -> float:
-        """Of one product `rows x inner x columns`, as the mean of its forward and its two in backward."""
+        """Return the seconds of one matmul `rows x inner x columns`: the mean of its forward and two backward ones."""
         least = min(rows, inner, columns)
         return self.square.seconds(2.0 * rows * inner * columns) * self.longer(least)
 
     def longer(self, least: int) -> float:
-        """Straight between what was measured, both as logarithms. Even narrower takes as long for less."""
+        """Return the time relative to a square matmul, for a smallest dimension.
+
+        The value is interpolated linearly in logarithms. A narrower matmul than was measured takes as long for less
+        work.
+        """
         if not self.narrow or least >= self.narrow[-1][0]:
             return self.narrow[-1][1] if self.narrow else 1.0
         first = self.narrow[0]
@@ -61,12 +65,12 @@ class MatmulTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of each of `busy` processes that compute on a machine at the same time, with `threads` each.
+    """The rates of each of `busy` processes that compute on a machine at the same time, with `threads` each.
 
-    `attention` and `attention_trained` (forward with backward) are seconds of a head by its FLOPs. `streams`
-    are operations that read and write much and compute little (`copy` into what is there, `add`, `gelu`, `norm` into
-    new memory), seconds by bytes read and written. `optimizers` are seconds by bytes read and written for one tensor.
-    `operation_seconds` is what an operation on almost nothing takes, `trained_operation_seconds` with its backward.
+    `attention` and `attention_trained` (forward with backward) are seconds of a head by its FLOPs. `streams` are
+    memory-bound operations (`copy` into existing memory, `add`, `gelu`, `norm` into new memory), in seconds by bytes
+    read and written. `optimizers` are seconds by bytes read and written for one tensor. `operation_seconds` is the time
+    of an operation on almost no data, `trained_operation_seconds` with its backward.
     """
 
     busy: int
@@ -80,7 +84,7 @@ class Rates:
     trained_operation_seconds: float
 
     def product_seconds(self, *, rows: int, inner: int, columns: int, precision: str = "fp32") -> float:
-        """Of one matrix product.
+        """Return the seconds of one matmul.
 
         Raises:
             MachineError: the probe has no such precision.
@@ -88,9 +92,10 @@ class Rates:
         return _of(self.products, precision, "products in").seconds(rows=rows, inner=inner, columns=columns)
 
     def attention_seconds(self, *, flops: float, length: int, precision: str = "fp32", trained: bool = False) -> float:
-        """Of fused attention whose forward has `flops` of `4 * batch * heads * length^2 * width`, over all positions.
+        """Return the seconds of fused attention with `flops` in its forward.
 
-        `trained`: with its backward, which has 2.5 times as many.
+        `flops` is `4 * batch * heads * length^2 * width`, over all positions. `trained` adds its backward, which has
+        2.5 times as many.
 
         Raises:
             MachineError: the probe has no such precision.
@@ -101,7 +106,7 @@ class Rates:
         return heads * _of(curves, precision, "attention in").seconds(work * length**2 * HEAD_WIDTH)
 
     def stream_seconds(self, *, num_bytes: float, kind: str = "add") -> float:
-        """Of one operation that reads and writes so many bytes.
+        """Return the seconds of one operation that reads and writes `num_bytes`.
 
         Raises:
             MachineError: the probe has no such kind.
@@ -109,7 +114,9 @@ class Rates:
         return _of(self.streams, kind, "stream").seconds(num_bytes)
 
     def optimizer_seconds(self, *, tensors: int, num_bytes: float, kind: str = "adamw") -> float:
-        """Of a step over `tensors` equal ones that reads and writes `num_bytes` in all, 28 an fp32 element of AdamW.
+        """Return the seconds of a step over `tensors` equal tensors that reads and writes `num_bytes` in all.
+
+        AdamW reads and writes 28 bytes per fp32 element.
 
         Raises:
             MachineError: the probe has no such kind.
@@ -119,7 +126,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One kind among `ranks`; seconds by what a rank hands over, as `traffic.SHARES` counts it."""
+    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank, as `SHARES` counts them."""
 
     kind: str
     ranks: int
@@ -127,18 +134,18 @@ class Collective:
 
     @property
     def latency_seconds(self) -> float:
-        """Of one that carries nothing."""
+        """The seconds of a collective without data."""
         return self.curve.seconds(0)
 
     @property
     def line_rate(self) -> float:
-        """Bytes a second that leave a rank, where much is handed over."""
+        """The bytes per second that leave a rank in large collectives."""
         return self.curve.end_rate * SHARES[self.kind](self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Bytes a second of each rank's file where all ranks write, flushed to disk, and where all read, uncached."""
+    """The bytes per second of each rank's file, with all ranks writing (flushed to disk) or reading (uncached)."""
 
     folder: str
     write_rate: float
@@ -147,9 +154,9 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareBenchmark:
-    """All of it. `copies` (`to_device`, `to_host`) are seconds by bytes from pinned memory, where there is a GPU.
+    """The results of a probe. `copies` (`to_device`, `to_host`) are seconds by bytes from pinned memory, with a GPU.
 
-    `others` is the share of the machine's cores that other programs had meanwhile, where that is known.
+    `others` is the share of the machine's cores that other programs used during the probe, None if unknown.
     """
 
     fingerprint: Fingerprint
@@ -163,16 +170,16 @@ class HardwareBenchmark:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether little else ran on the machine, as far as is known: else the figures are too low."""
+        """True if little else ran on the machine, or if that is unknown; otherwise the rates are too low."""
         return self.others is None or self.others <= _QUIET
 
     def of_busy(self, busy: int) -> Rates:
-        """The rates while so many processes of a machine compute: of so many, else of the next more, else of most."""
+        """Return the rates for this many busy processes: those of the next larger number, else of the largest."""
         enough = [each for each in self.rates if each.busy >= busy]
         return min(enough, key=lambda each: each.busy) if enough else max(self.rates, key=lambda each: each.busy)
 
     def collective_seconds(self, kind: str, *, num_bytes: float, ranks: int) -> float:
-        """Of one that hands over `num_bytes`. Groups of another size than those measured are reckoned from the nearest.
+        """Return the seconds of a collective of `num_bytes`; other group sizes are scaled from the nearest.
 
         Raises:
             MachineError: the probe has no such collective.
@@ -189,23 +196,23 @@ class HardwareBenchmark:
         return nearest.curve.seconds(alike) + nearest.latency_seconds * (rounds - 1)
 
     def copy_seconds(self, way: str, *, num_bytes: float) -> float:
-        """From the host `to_device`, or `to_host`.
+        """Return the seconds of a copy between host and GPU, `to_device` or `to_host`.
 
         Raises:
-            MachineError: it was probed without a GPU.
+            MachineError: the machine was probed without a GPU.
         """
         return _of(self.copies, way, "copy").seconds(num_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file; `read_probe` reads it back."""
+        """Return its fields and the format, for a file; `read_probe` reads them back."""
         return {"format": FORMAT, **asdict(self)}
 
 
 def read_probe(found: Mapping[str, Any]) -> HardwareBenchmark:
-    """What `as_json` wrote.
+    """Return the results that `HardwareBenchmark.as_json` wrote.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is something else, or of another version.
+        ValueError, KeyError, TypeError, AttributeError: the content is not valid, or of another version.
     """
     own = dict(found)
     if own.pop("format") != FORMAT or not own["rates"]:

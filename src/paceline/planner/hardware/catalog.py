@@ -1,7 +1,7 @@
-"""Well-known accelerators and links, each number from the maker's own sheet: dense rates, never those with sparsity.
+"""Catalogue of well-known accelerators and links, from their makers' data sheets: dense rates, not sparse ones.
 
 Memory is what the sheet says; what driver, context and communication take of it is `reserve_bytes`, an assumption of
-ours. Latencies are assumptions too: sheets do not say them. A probe of the real machine replaces all of these.
+ours. Latencies are assumptions too: sheets do not state them. A probe of the real machine replaces all of these.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _US = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
-    """A device with the links that it is usually sold with, and so much of its host's memory."""
+    """A device with the links and the host memory that it is usually sold with."""
 
     device: Device
     host_bytes: float | None = None
@@ -40,7 +40,7 @@ def _gpu(
     source: str,
     links: tuple[str, str, str],
 ) -> CatalogEntry:
-    """Memory in GiB, bandwidth in GB/s, rates in TFLOP/s."""
+    """Return the entry of a GPU, from memory in GiB, bandwidth in GB/s and rates in TFLOP/s."""
     rates = {"fp32": fp32, "fp16": fp16} | ({"bf16": bf16} if bf16 else {})
     device = Device(
         name=name,
@@ -148,7 +148,7 @@ _DRIVERS_NAMES = {
 
 
 def sheet_rates(gpu: str) -> dict[str, float]:
-    """Return the peak rates of a GPU by the name that its driver gives it; none where no sheet is known."""
+    """Return the peak rates of a GPU by its driver's name for it; none if no sheet is known."""
     name = _DRIVERS_NAMES.get(gpu)
     return dict(DEVICES[name].device.flops_per_second) if name else {}
 
@@ -188,7 +188,7 @@ LINKS: dict[str, Link] = {link.name: link for link in _LINKS}
 
 
 def catalog_cluster(entry: CatalogEntry, *, nodes: int = 1, devices: int = 1, between: Link | None = None) -> Cluster:
-    """So many of a catalogue's device, with the links that it usually has."""
+    """Return a cluster of a catalogue device with its usual links."""
     return Cluster(
         device=entry.device,
         nodes=nodes,
@@ -201,7 +201,7 @@ def catalog_cluster(entry: CatalogEntry, *, nodes: int = 1, devices: int = 1, be
 
 
 def device_named(name: str, *, problems: list[PacelineError], where: str = "") -> CatalogEntry:
-    """Of the catalogue, however its letters are written; an unknown one is added to `problems`."""
+    """Return the catalogue entry of a device, in any case; an unknown name is added to `problems`."""
     known = {known.lower(): row for known, row in DEVICES.items()}
     if (row := known.get(name.strip().lower())) is not None:
         return row
@@ -214,7 +214,7 @@ def device_named(name: str, *, problems: list[PacelineError], where: str = "") -
 
 
 def link_named(name: str, *, problems: list[PacelineError], where: str = "") -> Link:
-    """Of the catalogue; an unknown one is added to `problems`."""
+    """Return the catalogue's link, in any case; an unknown name is added to `problems`."""
     if (row := LINKS.get(name.strip().lower())) is not None:
         return row
     cause = did_you_mean(name.strip().lower(), LINKS)

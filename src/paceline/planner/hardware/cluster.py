@@ -1,4 +1,4 @@
-"""Devices, the links between them, and how many of them there are: in numbers, each with its source."""
+"""Devices, the links between them and the cluster's size, in numbers, each with its source."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,12 +9,12 @@ from paceline.config.from_json import as_written
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes on.
+    """The device of one rank.
 
-    `flops_per_second` are dense rates of products by precision; `bytes_per_second` is the device's own memory's.
-    `reserve_bytes` are never the model's: driver, context, buffers of the communication library, libraries' workspaces;
-    `reserve_origin` says whether that is given or assumed. `peaks` are the sheet's rates of a device whose own were
-    measured.
+    `flops_per_second` are dense matmul rates by precision; `bytes_per_second` is the bandwidth of the device's own
+    memory. `reserve_bytes` are never available to the model: driver, context, buffers of the communication library,
+    workspaces of libraries; `reserve_origin` says if they are given or assumed. `peaks` are the data sheet's rates of a
+    device whose own rates were measured.
     """
 
     name: str
@@ -30,24 +30,24 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it has a memory of its own, beside the host's."""
+        """True if it has a memory of its own, separate from the host's."""
         return self.kind != "cpu"
 
     def rate(self, precision: str) -> float:
-        """Operations a second in this precision; one that the device does not have runs as float32."""
+        """Return the operations per second in this precision; one that the device lacks runs as float32."""
         return self.flops_per_second.get(precision) or self.flops_per_second["fp32"]
 
     def peak(self, precision: str) -> float:
-        """Operations a second that its sheet names, or that were measured where no sheet is known."""
+        """Return the operations per second by the data sheet, or as measured if no sheet is known."""
         return self.peaks.get(precision) or self.rate(precision)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between ranks: seconds until the first byte is there, and bytes a second of one rank in one direction.
+    """A link between ranks: seconds until the first byte arrives, and bytes per second of one rank in one direction.
 
-    `is_shared`: all ranks of a node have one such together, not each its own. `origin` is how it is known: measured,
-    given by the user, or assumed because the device is usually sold with it.
+    `is_shared`: all ranks of a node share one such link. `origin` says how it is known: measured, given by the user, or
+    assumed because the device is usually sold with it.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`nodes` machines with `devices` each; the links inside a node, between nodes, and from a device to its host.
+    """A cluster of `nodes` machines with `devices` each, and its links: inside a node, between nodes, and to the host.
 
     `host_bytes` and `disk_bytes` are a node's; `price_per_hour` is a node's too, in `currency`. `longer` and `fuller`
-    are what runs here took, by family of layouts, as so many times their forecast: of seconds, and of bytes.
+    are measured ratios to the forecast of earlier runs here, by family of layouts: of seconds, and of bytes.
     """
 
     device: Device
@@ -82,16 +82,16 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """One a device."""
+        """The number of ranks, one per device."""
         return self.nodes * self.devices
 
     def __str__(self) -> str:
-        """`4 × 8 × H100-80G`."""
+        """Return e.g. `4 × 8 × H100-80G`."""
         counts = [f"{count:,}" for count in (self.nodes, self.devices) if count > 1]
         return " × ".join([*counts, self.device.name])
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json; `fleet_of` reads it back."""
+        """Return its fields, for plan.json; `fleet_of` reads them back."""
         own = asdict(self)
         own["device"]["flops_per_second"] = dict(self.device.flops_per_second)
         own["device"]["peaks"] = dict(self.device.peaks)
@@ -99,20 +99,20 @@ class Cluster:
 
 
 def of_family(ratios: Mapping[str, float], family: str) -> float:
-    """By how much to correct a forecast: as this family's runs came out, else as all did, else not."""
+    """Return the correction factor of a forecast: that of the family, else that of all runs, else 1."""
     return ratios.get(family) or ratios.get("") or 1.0
 
 
 def fleet_of(found: Mapping[str, Any]) -> Cluster:
-    """What `Cluster.as_json` wrote."""
+    """Return the cluster that `Cluster.as_json` wrote."""
     return as_written(found, Cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that talk to each other, `size` of them.
+    """A group of `size` ranks that communicate with each other.
 
-    `latency_seconds` are those of one collective of all, `hop_seconds` those of a message to a neighbour.
+    `latency_seconds` is that of one collective of all ranks, `hop_seconds` that of a message to a neighbour.
     """
 
     size: int
@@ -122,7 +122,7 @@ class Group:
     hop_bytes_per_second: float = 1.0
 
     def all_gather(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Seconds until every rank has all of `num_bytes`, of which each brought its part; a reduce-scatter likewise.
+        """Return the seconds of an all-gather of `num_bytes` in total; a reduce-scatter takes the same.
 
         A ring of n ranks sends (n - 1) / n of the bytes (Patarasuk and Yuan, 2009).
         """
@@ -131,25 +131,25 @@ class Group:
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.bytes_per_second
 
     def all_reduce(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Seconds until every rank has the sum: a reduce-scatter, then an all-gather."""
+        """Return the seconds of an all-reduce: a reduce-scatter, then an all-gather."""
         return 2 * self.all_gather(num_bytes, calls=calls)
 
     def all_to_all(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Seconds until each rank's `num_bytes` have gone to all others, as much to each: no way is used by two."""
+        """Return the seconds of an all-to-all of each rank's `num_bytes`, in equal shares; no ranks share a link."""
         if self.size == 1:
             return 0.0
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.hop_bytes_per_second
 
     def pass_on(self, num_bytes: float) -> float:
-        """Seconds to send to a neighbour."""
+        """Return the seconds to send to a neighbour."""
         return 0.0 if self.size == 1 else self.hop_seconds + num_bytes / self.hop_bytes_per_second
 
 
 def group_of(fleet: Cluster, axes: Sequence[tuple[int, int]], *, efficiency: float = 1.0) -> Group:
-    """The ranks along some axes, each `(stride, size)`: neighbours on it are `stride` ranks apart.
+    """Return the group along some axes, each `(stride, size)`: neighbours on an axis are `stride` ranks apart.
 
-    A ring crosses a node's border with all its ranks there, each by its own way out. Inside a node latencies add up
-    along the ring; between nodes along a tree (NCCL's double binary trees).
+    A ring crosses a node's border with all its ranks there, each over its own link. Inside a node, latencies add up
+    along the ring; between nodes, along a tree (NCCL's double binary trees).
     """
     size = near = 1
     for stride, count in axes:

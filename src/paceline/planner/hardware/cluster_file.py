@@ -1,4 +1,4 @@
-"""A cluster in a TOML file: what it says is read as a whole, so that all that is wrong is told at once."""
+"""Reader of a cluster's TOML file, which reports all mistakes at once."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -33,20 +33,21 @@ _EXAMPLE = 'device = "H100-80G", nodes = 4, devices = 8, between = "ib-ndr"'
 
 
 def read_fleet_file(path: Path) -> Cluster:
-    """Keys: `device`, `nodes`, `devices`, `inside`, `between`, `host`, `host_memory`, `disk`, `price`, `name`.
+    """Return the cluster that a TOML file describes.
 
-    A device or a link is a name of the catalogue, or a table: a device's `name`, `kind`, `memory`, `bandwidth`, `fp32`,
-    `bf16`, `fp16`, `reserve`, `watts`; a link's `latency`, `bandwidth`, `shared`. `price` and the rest of the numbers
-    without a rank are a node's.
+    Keys: `device`, `nodes`, `devices`, `inside`, `between`, `host`, `host_memory`, `disk`, `price`, `name`. A device or
+    a link is a name of the catalogue, or a table: a device's `name`, `kind`, `memory`, `bandwidth`, `fp32`, `bf16`,
+    `fp16`, `reserve`, `watts`; a link's `latency`, `bandwidth`, `shared`. `price` and all numbers not per rank are a
+    node's.
 
     Raises:
-        UsageError, Problems: no such file, no TOML, or keys and values that are wrong, each with its place.
+        UsageError, Problems: the file is missing or no TOML, or has wrong keys or values, each named with its place.
     """
     return _Reading(path).fleet()
 
 
 class _Reading:
-    """One file, and what was found wrong in it."""
+    """A file being read, with the problems found in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +78,7 @@ class _Reading:
         )
 
     def _name(self, tree: Mapping[str, Any], place: str, usual: str) -> str:
-        """As it is printed: of what a terminal would take for something else nothing is left."""
+        """Return the name to print; one with unprintable characters, which a terminal may interpret, is a problem."""
         found = tree.get("name", usual)
         if not isinstance(found, str) or not found.isprintable():
             self._wrong(f"{place} = {found!r} is no name.", place, hint=f'{place} = "ours"')

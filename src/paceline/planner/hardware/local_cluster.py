@@ -1,4 +1,4 @@
-"""This machine as a cluster to plan for: what a probe has found, as one device a rank and the link between them."""
+"""This machine as a cluster to plan for: from a probe, one device per rank and the link between them."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from paceline.planner.hardware.catalog import sheet_rates
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 from paceline.planner.layout.host_resources import gpu_memory
 
-_OWN = 1e15  # bytes a second of what nobody has to send
+_OWN = 1e15  # bytes per second of a link that is never used
 RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
-"""Of a process with torch in it, beside all that belongs to the job."""
+"""The bytes of a process with torch in it, without anything that belongs to the job."""
 
 
 def fleet_here(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:
-    """`memory_bytes` is a GPU's; of CPUs those of all machines together, which the ranks share."""
+    """Return this machine as a cluster. `memory_bytes` is a GPU's; for CPUs it is the total that the ranks share."""
     rates, mark = probe.of_busy(ranks), probe.fingerprint
     is_cpu = mark.device == "cpu"
     flops = {name: products.square.best_rate for name, products in rates.products.items()}
@@ -34,7 +34,7 @@ def fleet_here(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> 
 
 
 def _link(probe: HardwareBenchmark, ranks: int) -> Link:
-    """A ring's steps, from what an all-reduce took: 2 (n - 1) of them, each with a part of the bytes."""
+    """Return the link of a ring from the time of an all-reduce: 2 (n - 1) steps, each with a part of the bytes."""
     if ranks == 1:
         return Link(name="none", latency_seconds=0.0, bytes_per_second=_OWN, origin="measured")
     small, large = 1 << 10, 16 << 20
@@ -51,10 +51,10 @@ def _link(probe: HardwareBenchmark, ranks: int) -> Link:
 
 
 def node_memory(device: str) -> int:
-    """Bytes for ranks to share; of GPUs those of one, which each has.
+    """Return the bytes for ranks to share; for GPUs those of one, which each rank has.
 
     Raises:
-        MachineError: the driver does not say how much a GPU has.
+        MachineError: the driver does not state the memory of a GPU.
     """
     if device == "cpu":
         return host_memory()
@@ -68,7 +68,7 @@ def node_memory(device: str) -> int:
 
 
 def host_memory() -> int:
-    """Bytes that this machine, or the control group that this process is in, lets it have."""
+    """Return the bytes of memory of this machine, or the limit of this process's control group if it is lower."""
     found = [_total()]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:

@@ -1,4 +1,4 @@
-"""The machines a plan is for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file."""
+"""Parser of the cluster to plan for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file."""
 
 import re
 from dataclasses import replace
@@ -15,10 +15,10 @@ _COUNTED = re.compile(r"(?:(\d+)[x×])?(?:(\d+)[x×])?([^@x×][^@]*)(?:@(.+))?",
 
 
 def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
-    """Nodes × devices × name, with the link between nodes after `@`; `here` is what was measured of this machine.
+    """Return the cluster: nodes × devices × name, with the link between nodes after `@`, or measured (`here`).
 
     Raises:
-        UsageError, Problems: an unknown device or link, a count that is none, a file with something wrong in it.
+        UsageError, Problems: the device or link is unknown, a count is invalid, or the file has mistakes.
     """
     text = text.strip()
     if text == "here":

@@ -1,4 +1,4 @@
-"""Seconds by amount, as they were measured: read between the points, and as one line with how far it is off."""
+"""Measured timing curves, seconds by amount: interpolated between points, and fitted by one line with its error."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 _ROUNDS = 100
 _LEAST = 1e-3
 _LEAST_END = 0.1
-_CLOSE = 0.03  # residuals below this count by their squares, or the points that happen to be met would hold the line
+_CLOSE = 0.03  # residuals below this count by their squares; else points hit by chance would hold the line
 _GAIN = 1e-9
 _MOST_DAMPING = 1e9
 _FAR = 200.0
@@ -18,7 +18,7 @@ _FAR = 200.0
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """`seconds` is the middle of several repeats; `spread` is their median distance from it, as a share of it."""
+    """A measured point: `seconds` is the median of repeats; `spread` is their relative median deviation from it."""
 
     amount: float
     seconds: float
@@ -27,9 +27,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """`fixed_seconds + amount * each_seconds`, and how far off it is: at the worst point, and at the middle one.
+    """A line `fixed_seconds + amount * each_seconds`, with its error at the worst point and at the median one.
 
-    A residual of 0.2 is a line 1.2 times as high as what was measured, or the other way round.
+    A residual of 0.2 is a line 1.2 times as high as the measurement, or the other way round.
     """
 
     fixed_seconds: float
@@ -39,38 +39,39 @@ class Line:
 
     @property
     def rate(self) -> float:
-        """Amount a second, where the amount is large. Half of it is had at `half`."""
+        """The amount per second for large amounts. Half of it is reached at `half`."""
         return 1 / self.each_seconds
 
     @property
     def half(self) -> float:
-        """The amount that takes as long as what is fixed: rate(amount) = rate * amount / (amount + half)."""
+        """The amount that takes as long as the fixed part: rate(amount) = rate * amount / (amount + half)."""
         return self.fixed_seconds * self.rate
 
     def seconds(self, amount: float) -> float:
-        """As the line has it."""
+        """Return the seconds by the line."""
         return self.fixed_seconds + amount * self.each_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingCurve:
-    """What amounts took, the smallest first; more never takes less."""
+    """The measured seconds of amounts, in ascending order; more never takes less."""
 
     points: tuple[Point, ...]
     line: Line
 
     @staticmethod
     def of(points: Iterable[Point]) -> "TimingCurve":
-        """Through at least one point."""
+        """Return the curve through these points, at least one."""
         own = tuple(sorted(points, key=lambda point: point.amount))
         assert own and own[0].amount > 0 and all(point.seconds > 0 for point in own)
         return TimingCurve(points=_never_less(own), line=fit_line(own))
 
     def seconds(self, amount: float) -> float:
-        """Straight from point to point, and on below the first, where at least half of its seconds are left.
+        """Return the seconds of an amount, linear between the points.
 
-        Beyond the last on with the slope of the end, of the line or of the mean, whichever is the middle one; as much
-        again as the last one takes at least a tenth of its seconds, though up to there it was all the same.
+        Below the first point the first slope continues, but at least half of its seconds remain. Beyond the last point
+        the slope is the median of three: of the end, of the line and of the mean; it is at least a tenth of the last
+        point's seconds per amount.
         """
         first, last = self.points[0], self.points[-1]
         if amount <= first.amount:
@@ -83,22 +84,22 @@ class TimingCurve:
         return before.seconds + share * (after.seconds - before.seconds)
 
     def rate(self, amount: float) -> float:
-        """Amount a second at this amount."""
+        """Return the amount per second at this amount."""
         return amount / self.seconds(amount)
 
     @property
     def best_rate(self) -> float:
-        """Of all points: of a stream, in whichever cache it fits."""
+        """The best rate of all points; for a stream, that of whichever cache it fits."""
         return max(point.amount / point.seconds for point in self.points)
 
     @property
     def last_rate(self) -> float:
-        """Of the largest point: of a stream, where no cache holds it."""
+        """The rate of the largest point; for a stream, one that no cache holds."""
         return self.points[-1].amount / self.points[-1].seconds
 
     @property
     def end_rate(self) -> float:
-        """Amount a second of what is beyond the last point."""
+        """The amount per second beyond the last point."""
         return 1 / self._end_slope()
 
     def _start_slope(self) -> float:
@@ -118,10 +119,11 @@ class TimingCurve:
 
 
 def fit_line(points: Sequence[Point]) -> Line:
-    """The line that is as few times as can be too high or too low: one point that was disturbed does not draw it.
+    """Return the line with the smallest relative error, robust against single disturbed points.
 
-    Logarithms of line by measured are made small by damped least squares (Marquardt, "An algorithm for least-squares
-    estimation of nonlinear parameters", 1963), weighted so that far ones count by their distance, not its square.
+    The logarithms of line over measurement are minimised by damped least squares (Marquardt, "An algorithm for
+    least-squares estimation of nonlinear parameters", 1963), weighted so that outliers count by their distance, not its
+    square.
     """
     first, last = points[0], points[-1]
     slope = last.seconds / last.amount
@@ -140,7 +142,7 @@ def _line(points: Sequence[Point], fixed: float, each: float) -> Line:
 
 
 def _descend(points: Sequence[Point], p: float, q: float) -> tuple[float, float, float]:
-    """From the logarithms of both numbers: the cost at the end, and both numbers."""
+    """Return the final cost and both numbers of the line, from a start at their logarithms."""
     damping, cost = 1e-2, _cost(points, p, q)
     for _ in range(_ROUNDS):
         dp, dq = _move(points, p, q, damping)
@@ -157,7 +159,7 @@ def _descend(points: Sequence[Point], p: float, q: float) -> tuple[float, float,
 
 
 def _cost(points: Sequence[Point], p: float, q: float) -> float:
-    """How far off it is, in all; a number far from all others counts as a bad one."""
+    """Return the total error; a line with an extreme parameter has infinite cost."""
     if max(abs(p), abs(q)) > _FAR:
         return inf
     return sum(hypot(log((exp(p) + exp(q) * each.amount) / each.seconds), _CLOSE) for each in points)
@@ -177,7 +179,7 @@ def _move(points: Sequence[Point], p: float, q: float, damping: float) -> tuple[
 
 
 def _never_less(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Neighbours of which the larger took less are given their mean, until none is left."""
+    """Return the points with neighbours averaged wherever the larger amount took less time."""
     pools: list[list[Point]] = []
     for point in points:
         pools.append([point])
@@ -193,10 +195,10 @@ def _mean(pool: Sequence[Point]) -> float:
 
 
 def read_curve(found: Mapping[str, Any]) -> TimingCurve:
-    """What `asdict` made of it.
+    """Return the curve that `asdict` wrote.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is something else.
+        ValueError, KeyError, TypeError, AttributeError: the content is not valid.
     """
     points = tuple(Point(**_numbers(point)) for point in found["points"])
     if not points:

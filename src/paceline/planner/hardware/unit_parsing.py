@@ -1,4 +1,4 @@
-"""Quantities written with their unit: `80 GiB`, `400 Gbit/s`, `2 us`, `989 TFLOP/s`, `98.32 USD/h`."""
+"""Parser of quantities with units: `80 GiB`, `400 Gbit/s`, `2 us`, `989 TFLOP/s`, `98.32 USD/h`."""
 
 import re
 from enum import StrEnum
@@ -17,7 +17,7 @@ _BITS = {f"{step}bit": size / 8 for step, size in _STEPS.items()}
 
 
 class QuantityKind(StrEnum):
-    """What a quantity measures."""
+    """The kind of a quantity, with its unit in words."""
 
     BYTES = "bytes"
     BYTES_PER_SECOND = "bytes a second"
@@ -49,10 +49,12 @@ _EXAMPLES = {
 
 
 def read_quantity(text: object, *, measures: QuantityKind, name: str, where: str = "", or_zero: bool = False) -> float:
-    """In bytes, bytes a second, seconds, operations a second, watts, or money an hour; `or_zero` where none may be.
+    """Return the quantity in its base unit; `or_zero` permits 0.
+
+    Base units are bytes, bytes per second, seconds, operations per second, watts, and money per hour.
 
     Raises:
-        UsageError: no unit, one of something else or an unknown one, or a number that is not positive.
+        UsageError: the unit is missing, unknown or of another kind, or the number is not positive or implausible.
     """
     hint = f'{name} = "{_EXAMPLES[measures]}"'
     written = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
@@ -80,7 +82,7 @@ def read_quantity(text: object, *, measures: QuantityKind, name: str, where: str
 
 
 def currency_of(text: str) -> str:
-    """`USD` of `98.32 USD/h`."""
+    """Return the currency of a price: `USD` of `98.32 USD/h`."""
     written = _WRITTEN.fullmatch(text)
     assert written is not None
     return written[2].removesuffix("/h")

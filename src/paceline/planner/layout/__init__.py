@@ -1,1 +1,1 @@
-"""From a layout and a cluster to an execution plan; which combinations cannot work."""
+"""Execution plans from a layout and a cluster, and checks of which combinations cannot work."""

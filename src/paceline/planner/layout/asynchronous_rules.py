@@ -1,4 +1,4 @@
-"""Update rules that do not wait: what each goes with, and what is told of it before it runs."""
+"""Checks and banner lines for asynchronous update rules: what each can be combined with."""
 
 from paceline.config.layout import Layout
 from paceline.config.update_rule import UpdateRule
@@ -11,7 +11,7 @@ from paceline.planner.layout.pipedream_checks import refuse_stash, stash_notes
 
 
 def refuse_update(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """What this layout has that the update rule can't."""
+    """Return an error for each feature of the layout that the update rule cannot have."""
     return [
         *refuse_stash(update, layout, mesh),
         *refuse_hogwild(update, layout, mesh),
@@ -21,7 +21,7 @@ def refuse_update(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Paceli
 
 
 def update_notes(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> list[str]:
-    """Lines for the banner; none of a rule that waits."""
+    """Return the banner lines on an asynchronous update rule; none for a synchronous one."""
     return [
         *stash_notes(update, mesh, num_micro=num_micro),
         *hogwild_notes(update, mesh),

@@ -1,4 +1,4 @@
-"""Which products of axes and options can't be had, and why."""
+"""Checks of the products of axes and options that are impossible."""
 
 from paceline.config.layout import Layout
 from paceline.errors import PacelineError
@@ -7,5 +7,5 @@ from paceline.planner.layout.pipeline_options import refuse_schedule
 
 
 def check_axis_products(layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """What a mesh asks for that can't be had, whatever the model is."""
+    """Return the errors of a layout that no model can have."""
     return refuse_schedule(layout, mesh)

@@ -1,4 +1,4 @@
-"""Compressed gradients: what they go with."""
+"""Checks of what compressed gradients can be combined with."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,16 @@ _THREADS = "replicas that are threads share their memory and send nothing"
 def refuse_wire(
     compress: Compression, update: UpdateRule, layout: Layout, *, ranks: int, settings: Settings | None
 ) -> list[PacelineError]:
-    """Both of the below, of what was asked for."""
+    """Return the errors of `refuse_compress` and, with `settings`, of `refuse_compress_settings`."""
     found = refuse_compress(compress, update, layout, mesh_of(layout, ranks=ranks, problems=[]))
     return [*found, *(refuse_compress_settings(compress, settings) if settings is not None else ())]
 
 
 def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """Replicas of the whole model that wait for each other are what is compressed between."""
+    """Return the errors of a layout or update rule that compression does not support.
+
+    Compression applies between synchronous replicas of the whole model.
+    """
     if not compress.is_on:
         return []
     found: list[PacelineError] = []
@@ -62,7 +65,7 @@ def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, m
 def refuse_compress_settings(
     compress: Compression, settings: Settings, *, backend: str = ""
 ) -> Iterator[PacelineError]:
-    """What these settings ask for and compressed gradients can't have; `backend` is that of GPUs."""
+    """Yield an error for each setting that excludes compressed gradients; `backend` is that of GPUs."""
     if not compress.is_on:
         return
     if settings.train.exact:

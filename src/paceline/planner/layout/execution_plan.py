@@ -1,4 +1,4 @@
-"""What is decided: ranks, replicas, microbatches, backend and threads, each with one line that says why."""
+"""The execution plan: ranks, replicas, microbatches, backend and threads, each with a line that says why."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,7 @@ _DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Ranks and what each has."""
+    """The ranks, and the resources of each."""
 
     ranks: int
     device: str = "cpu"
@@ -32,7 +32,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What is known of the job."""
+    """The properties of the job that the plan depends on."""
 
     global_batch_size: int
     micro_batch_size: int | None = None
@@ -43,12 +43,12 @@ class JobFacts:
     backend: str = "auto"
     built_in: tuple[str, ...] = ("nccl", "gloo")
     goes_on: bool = False
-    """Whether it is of a run that has its microbatches already."""
+    """True if the job continues a run whose microbatches are already fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """The decision that every rank follows. `layout` is the name of `asked` on this `mesh`."""
+    """The plan that every rank follows. `layout` is the name of `asked` on this `mesh`."""
 
     layout: str
     asked: Layout
@@ -67,26 +67,26 @@ class ExecutionPlan:
 
     @property
     def wire(self) -> Compression:
-        """How replicas send gradients."""
+        """The compression with which replicas send gradients."""
         return parse_compress(self.compress)
 
     @property
     def rule(self) -> UpdateRule:
-        """How a batch becomes an update."""
+        """The rule by which a batch becomes an update."""
         return parse_update(self.update)
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json."""
+        """Return its fields, for plan.json."""
         return asdict(self)
 
 
 def make_execution_plan(
     *, layout: Layout, update: UpdateRule, cluster: Resources, facts: JobFacts, compress: Compression | None = None
 ) -> ExecutionPlan:
-    """Decide, or refuse with all problems at once.
+    """Return the plan, or raise all problems at once.
 
     Raises:
-        LayoutError, UsageError, Problems
+        LayoutError, UsageError, Problems: the layout, the update rule, the batch or the backend is impossible.
     """
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
@@ -125,7 +125,7 @@ def make_execution_plan(
 
 
 def settle_threads(*, cluster: Resources, one: bool, asked: int | None) -> int:
-    """Threads per rank: what was asked, or one, or the usable cores divided by the ranks on this machine."""
+    """Return the threads per rank: those asked for, or one, or the usable cores divided by this machine's ranks."""
     if one:
         return 1
     return asked or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
@@ -140,9 +140,9 @@ def refuse_backend(asked: str, built_in: Sequence[str]) -> list[PacelineError]:
 
 
 def settle_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
-    """The backend, and the same with its reason.
+    """Return the backend, and a text with the reason for it.
 
-    NCCL for GPUs, over Ethernet too, with Gloo where the build lacks it; Gloo for CPUs; none for one process.
+    NCCL serves GPUs, over Ethernet too, with Gloo where the build lacks it; Gloo serves CPUs; one process needs none.
     """
     asked = facts.backend
     if cluster.ranks == 1:
@@ -190,7 +190,7 @@ def _micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineErr
 
 
 def _splits(mesh: Mesh) -> list[str]:
-    """What each axis does, in a user's words."""
+    """Return what each axis does, in a user's words."""
     sharded = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
     found = {
         "pp": f"layers in {mesh.pp} groups, one after another",

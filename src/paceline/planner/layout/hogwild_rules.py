@@ -1,4 +1,4 @@
-"""Hogwild: what it goes with."""
+"""Checks of what Hogwild can be combined with."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from paceline.planner.layout.mesh import Mesh
 
 
 def refuse_hogwild(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """Workers that write to the same memory each have the whole model."""
+    """Return the errors of a layout in which a Hogwild worker would not have the whole model."""
     if update.kind is not UpdateKind.HOGWILD:
         return []
     found: list[PacelineError] = []
@@ -35,6 +35,6 @@ def refuse_hogwild(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Pacel
 
 
 def hogwild_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
-    """What is decided."""
+    """Yield the banner line on Hogwild."""
     if update.kind is UpdateKind.HOGWILD:
         yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"

@@ -1,4 +1,4 @@
-"""What this machine offers, found without torch."""
+"""Detection of this machine's CPUs and GPUs without torch."""
 
 import os
 import platform
@@ -12,12 +12,12 @@ from pathlib import Path
 _SMI_SECONDS = 20
 _IDLE = 3
 _GPUS = Path("/proc/driver/nvidia/gpus")
-_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA's own reading ends at the first other word
+_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA stops reading at the first other word
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
 
 
 def usable_cores() -> int:
-    """Cores this process may use: affinity, then the control group's quota."""
+    """Return the cores this process may use: its affinity, limited by the control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(Path("/sys/fs/cgroup/cpu.max"))
     return max(1, min(cores, quota) if quota else cores)
@@ -36,7 +36,7 @@ def visible_gpus(*, folder: Path = _GPUS, drivers: Sequence[str] = _DRIVERS) -> 
 
 
 def cpu_name() -> str:
-    """The kind of CPU, as its maker calls it."""
+    """Return the CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -45,7 +45,7 @@ def cpu_name() -> str:
 
 
 def gpu_models() -> tuple[str, ...]:
-    """The kinds of all GPUs of this machine, sorted, without starting CUDA; empty where none is visible."""
+    """Return the model names of all GPUs of this machine, sorted, without starting CUDA; empty if none is visible."""
     if not visible_gpus():
         return ()
     files = Path("/proc/driver/nvidia/gpus").glob("*/information")
@@ -54,7 +54,7 @@ def gpu_models() -> tuple[str, ...]:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the smallest visible GPU, as its driver tells; None where it does not."""
+    """Return the bytes of the smallest visible GPU, from its driver; None if the driver does not say."""
     told = [text.partition(" ")[0] for text in _asked_of_smi("memory.total")]
     sizes = [int(text) << 20 for text in told if text.isdecimal()]
     return min(sizes) if sizes else None
@@ -65,7 +65,7 @@ def _told_by_smi() -> tuple[str, ...]:
 
 
 def _asked_of_smi(what: str) -> list[str]:
-    """A line of each GPU."""
+    """Return nvidia-smi's answer, one line for each GPU."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
@@ -75,7 +75,7 @@ def _asked_of_smi(what: str) -> list[str]:
 
 
 def busy_share(*, seconds: float = 0.3) -> float:
-    """How much of all cores is in use, as seen over a moment; nothing where it can't be known."""
+    """Return the fraction of all cores that is in use, measured over a moment; 0 if it is unknown."""
     before = _ticks()
     time.sleep(seconds)
     passed = [after - first for first, after in zip(before, _ticks(), strict=False)]
@@ -84,7 +84,7 @@ def busy_share(*, seconds: float = 0.3) -> float:
 
 
 def _ticks() -> list[int]:
-    """Of all cores since the start, by what they did: Linux, proc(5)."""
+    """Return the clock ticks of all cores since the start, by kind of use (Linux, proc(5))."""
     try:
         return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):

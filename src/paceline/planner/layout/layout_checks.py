@@ -1,4 +1,4 @@
-"""Settings that a layout can't have, whatever the job is: known before anything is started."""
+"""Checks of settings that a layout cannot have, whatever the job is, before anything starts."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ _ADDS = {
 
 
 def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> list[PacelineError]:
-    """What these settings ask for and this layout can't do."""
+    """Return an error for each setting that this layout cannot have."""
     train = settings.train
     found = list(_inexact(mesh)) if train.exact else []
     if train.compile and mesh.tp > 1:
@@ -30,7 +30,7 @@ def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> lis
 
 
 def refuse_homeless(layout: Layout, mesh: Mesh, settings: Settings, *, asked: Collection[str]) -> list[PacelineError]:
-    """Settings of placing that were typed for this very layout, which has nothing for them to act on."""
+    """Return an error for each `place` setting in `asked` that has no effect in this layout."""
     blocks = mesh.pp > 1 or layout.remat != "none" or settings.train.compile
     homes = {
         "units": (mesh.zero == 3, "which modules are gathered together", "--layout fsdp"),

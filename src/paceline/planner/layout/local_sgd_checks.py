@@ -1,4 +1,4 @@
-"""Sites that train on their own and meet now and then: when, over what, and what that goes with."""
+"""Local SGD: when sites synchronize, which parameters they send, and what it can be combined with."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from paceline.planner.layout.mesh import Mesh
 
 
 def fragment_of(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
-    """Each parameter's fragment: the model, in its order, in `fragments` of about as many numbers (`sizes`) each."""
+    """Return each parameter's fragment: the model in order, in `fragments` of about equal element counts (`sizes`)."""
     total, before = max(sum(sizes.values()), 1), 0
     found = {}
     for name, size in sizes.items():
@@ -22,18 +22,18 @@ def fragment_of(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
 
 
 def sent_after(step: int, *, update: UpdateRule) -> int | None:
-    """The fragment that is sent once `step` updates are taken; each once in `every` of them, at even distances."""
+    """Return the fragment that is sent after `step` updates; each is sent once in `every` updates, evenly spaced."""
     place = step % update.every
     return next((f for f in range(update.fragments) if f * update.every // update.fragments == place), None)
 
 
 def shortest_interval(update: UpdateRule) -> UpdateRule:
-    """The same rule with as short a way between two meetings as it can have: a check can't wait for 500 updates."""
+    """Return the rule with its shortest possible synchronization interval: a check cannot wait for 500 updates."""
     return replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
 
 
 def refuse_local(update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
-    """A site is a replica: there must be two, each within itself."""
+    """Yield the errors of local SGD: too few sites, experts across sites, impossible `fragments` or `delay`."""
     if not update.has_sites:
         return
     if layout.kind is LayoutKind.THREADS:
@@ -68,7 +68,7 @@ def refuse_local(update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[Pac
 
 
 def _two_sites(mesh: Mesh) -> str:
-    """What was asked for, twice."""
+    """Return the options for two sites of the layout that was asked for."""
     if mesh.ranks == 1:
         return "--ranks 2"
     zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
@@ -76,7 +76,7 @@ def _two_sites(mesh: Mesh) -> str:
 
 
 def refuse_no_share(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
-    """Each site needs a microbatch of a full batch."""
+    """Yield an error if a site would get no microbatch of a full batch."""
     needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
     if update.has_sites and num_micro < needed:
         yield UsageError(
@@ -88,7 +88,7 @@ def refuse_no_share(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterat
 
 
 def never_meet(update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
-    """A run that is over before its sites have met once."""
+    """Yield a warning if the run ends before its sites synchronize once."""
     if update.has_sites and total_steps is not None and total_steps < update.every:
         often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
         yield (
@@ -98,7 +98,7 @@ def never_meet(update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
 
 
 def local_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
-    """What is decided."""
+    """Yield the banner line on local SGD."""
     if not update.has_sites:
         return
     ranks = mesh.ranks // mesh.dp_replicate

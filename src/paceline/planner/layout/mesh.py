@@ -1,4 +1,4 @@
-"""The mesh: how many ranks each axis has, which rank stands where, and which products are legal."""
+"""The mesh: the number of ranks on each axis, each rank's coordinates, and which products are legal."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ _MOST_NEAR = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks per axis, outermost first; `ep` is carved out of the data axes and no factor of its own.
+    """The ranks per axis, outermost first; `ep` is carved out of the data axes and is no factor of its own.
 
-    `zero` is the ZeRO stage of `dp_shard`, 0 where nothing is sharded. `sites` is how many replicas train on
-    their own for a while, each on neighbouring ranks; 0 where all take the same step.
+    `zero` is the ZeRO stage of `dp_shard`, 0 if nothing is sharded. `sites` is how many replicas train on their own for
+    a while, each on neighbouring ranks; 0 if all take the same step.
     """
 
     pp: int = 1
@@ -36,7 +36,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """Processes in all."""
+        """The total number of processes."""
         return math.prod(self.size(axis) for axis in ORDER)
 
     @property
@@ -46,7 +46,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Coordinates of (`dp_replicate`, `dp_shard`): each gets other samples."""
+        """The number of coordinates of (`dp_replicate`, `dp_shard`): each gets other samples."""
         return self.dp_replicate * self.dp_shard
 
     @cached_property
@@ -55,19 +55,19 @@ class Mesh:
         return tuple(axis for axis in AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         found: int = getattr(self, axis)
         return found
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """Return a rank's coordinate on each axis."""
         found = {}
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, self.size(axis))
         return found
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from this one on these axes only, in order."""
+        """Return the ranks that differ from this one on these axes only, sorted."""
         own, free = self.place(rank), [axis for axis in ORDER if axis in axes]
         found = [rank - sum(self._strides[axis] * own[axis] for axis in free)]
         for axis in free:
@@ -75,7 +75,7 @@ class Mesh:
         return tuple(sorted(found))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """All of them: every rank is in exactly one."""
+        """Return all groups of these axes: every rank is in exactly one."""
         found, seen = list[tuple[int, ...]](), set[int]()
         for rank in range(self.ranks):
             if rank not in seen:
@@ -85,7 +85,7 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """How far apart the neighbours on each axis are."""
+        """The distance between neighbouring ranks on each axis."""
         found, stride = {}, 1
         for axis in reversed(self.order):
             found[axis] = stride
@@ -93,11 +93,11 @@ class Mesh:
         return found
 
     def __str__(self) -> str:
-        """`pp=2,dp_shard=2`, the axes that are split."""
+        """Return the axes that are split, e.g. `pp=2,dp_shard=2`."""
         return ",".join(f"{axis}={self.size(axis)}" for axis in self.split) or "single"
 
     def as_json(self) -> dict[str, int]:
-        """For plan.json."""
+        """Return its fields, for plan.json."""
         return asdict(self)
 
 
@@ -105,7 +105,7 @@ _SYNC = UpdateRule()
 
 
 def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update: UpdateRule = _SYNC) -> Mesh:
-    """The sizes of all axes for this many ranks, servers aside; what does not fit is added to `problems`."""
+    """Return the mesh of a layout for this many ranks, without servers; misfits are added to `problems`."""
     if layout.kind is LayoutKind.THREADS:
         if layout.threads not in (None, ranks):
             text = f"{layout} needs {plural(layout.threads or 0, 'rank')}, you have {ranks}."
@@ -122,7 +122,7 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update
     open_axis = next((axis for axis, size in sizes.items() if size == REST), None)
     if open_axis == "ep":
         sizes["ep"] = sizes["dp_replicate"] * sizes["dp_shard"]
-        if sizes["ep"] == 1:  # the word alone: experts over replicas
+        if sizes["ep"] == 1:  # only `ep` was given: spread experts over replicas
             sizes["dp_replicate"] = sizes["ep"] = ranks
             known = ranks
     elif open_axis is not None:
@@ -142,7 +142,7 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update
 
 
 def layout_label(layout: Layout, mesh: Mesh) -> str:
-    """A layout's name in plans and answers: its word, or its axes, with what is not as it is by itself."""
+    """Return a layout's name in plans and answers: its word or its axes, with options that differ from defaults."""
     own = [axis for axis in layout.sizes if axis != "ep"]
     if layout.kind is not LayoutKind.AXES and len(own) <= 1:
         return ",".join([str(layout.kind), *layout.options()])
@@ -154,7 +154,7 @@ def layout_label(layout: Layout, mesh: Mesh) -> str:
 
 
 def nearest_meshes(mesh: Mesh, *, ranks: int) -> list[Mesh]:
-    """The products of this many ranks that are nearest to what was asked, nearest first."""
+    """Return the legal meshes of this many ranks that are nearest to `mesh`, nearest first."""
     free = [axis for axis in ORDER if mesh.size(axis) > 1] or ["dp_replicate"]
     found = {str(other): other for other in _products(free, ranks, zero=mesh.zero)}
     wider = list(dict.fromkeys([*free, "dp_shard"]))
@@ -178,7 +178,7 @@ def _factors(places: int, product: int) -> Iterator[tuple[int, ...]]:
 
 
 def _distance(one: Mesh, other: Mesh) -> float:
-    """How far the sizes are apart; an axis that vanishes or appears counts twice."""
+    """Return the distance between two meshes; an axis that vanishes or appears counts twice."""
     steps = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in ORDER]
     flips = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in ORDER]
     return sum(steps) + sum(flips)
@@ -207,7 +207,7 @@ def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None)
 
 
 def _unserved(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
-    """Of the ranks that were asked for some are servers."""
+    """Return the error for a mesh that does not fit because some of the ranks are servers."""
     servers = f"{update.servers} {'is a server' if update.servers == 1 else 'are servers'}"
     return LayoutError(
         f"{mesh} needs {plural(mesh.ranks, 'worker')}, you have {ranks}: of {ranks + update.servers} ranks {servers}.",
@@ -217,7 +217,7 @@ def _unserved(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
 
 
 def _hsdp(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
-    """Shards of half the ranks, twice, unless said otherwise."""
+    """Set the sizes of hsdp: two replicas, each sharded over half the ranks, unless the layout says otherwise."""
     others = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
     data = ranks // max(others, 1)
     shard = layout.sizes.get("dp_shard", REST)

@@ -1,4 +1,4 @@
-"""A parameter server: how ranks are shared out, and what it goes with."""
+"""The parameter server: how ranks are divided into servers and workers, and what it can be combined with."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from paceline.planner.layout.mesh import Mesh
 
 
 def workers_of(update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-    """The ranks that compute gradients; what does not go is added to `problems`."""
+    """Return the number of ranks that compute gradients; an impossible split is added to `problems`."""
     if not update.has_servers:
         return ranks
     workers = ranks - update.servers
@@ -31,7 +31,7 @@ def _first(servers: int) -> str:
 
 
 def refuse_joined(update: UpdateRule, *, kind: str | None) -> list[PacelineError]:
-    """A world that others made has no place for a worker that comes back."""
+    """Return an error under another launcher, which has no way to restart a lost worker."""
     if not update.has_servers or kind is None:
         return []
     return [
@@ -44,7 +44,7 @@ def refuse_joined(update: UpdateRule, *, kind: str | None) -> list[PacelineError
 
 
 def refuse_server(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """Each worker has the whole model."""
+    """Return the errors of a layout in which a worker would not have the whole model."""
     if not update.has_servers:
         return []
     found: list[PacelineError] = []
@@ -62,7 +62,7 @@ def refuse_server(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Paceli
 
 
 def server_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
-    """What is decided."""
+    """Yield the banner lines on the parameter server."""
     if not update.has_servers:
         return
     who = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"

@@ -1,4 +1,4 @@
-"""Pipelines that are never flushed: what they go with, and what is known of their versions before they run."""
+"""Pipelines without flushes (PipeDream): what they can be combined with, and their weight versions."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from paceline.schedule.weight_version_rules import Rule, VersionRule, continuous
 
 
 def stash_of(update: UpdateRule, mesh: Mesh) -> VersionRule:
-    """The rule by which stages choose weights."""
+    """Return the rule by which stages choose weight versions."""
     rule = Rule.DOUBLE if update.kind is UpdateKind.DOUBLE else Rule.ENTRY if update.vertical else Rule.NEWEST
     return VersionRule(stages=mesh.pp, rule=rule)
 
 
 def refuse_stash(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """What a layout has that stages with weights of several times can't."""
+    """Return an error for each feature of the layout that stages with several weight versions cannot have."""
     if not update.is_stashed:
         return []
     found: list[PacelineError] = []
@@ -50,7 +50,7 @@ def refuse_stash(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Pacelin
 
 
 def stash_notes(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-    """Versions and staleness by stage, from the program of a few batches."""
+    """Yield the banner line on weight versions and staleness by stage, from the program of a few batches."""
     if not update.is_stashed:
         return
     stash = stash_of(update, mesh)

@@ -1,4 +1,4 @@
-"""What is known of a pipeline before it runs: its stages, its schedule, its bubble."""
+"""The pipeline before it runs: its program, checks of its schedule, and its stages and bubble."""
 
 from pathlib import Path
 
@@ -16,15 +16,15 @@ _IDLE = 0.3
 
 
 def is_file(schedule: str) -> bool:
-    """Whether it is the path of a schedule of one's own."""
+    """Return True if it is the path of a user's own schedule."""
     return "/" in schedule or "." in schedule
 
 
 def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
-    """The schedule's program for this many microbatches of one replica.
+    """Return the schedule's program for this many microbatches of one replica.
 
     Raises:
-        LayoutError, UsageError: no such schedule, or one that does not fit.
+        LayoutError, UsageError: there is no such schedule, or it does not fit.
     """
     if not is_file(layout.schedule):
         return build(layout.schedule, ranks=mesh.pp, micro=num_micro, virtual=layout.virtual)
@@ -40,7 +40,7 @@ def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
 
 
 def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """What is wrong with the schedule whatever the batch is."""
+    """Return the errors of the schedule that do not depend on the batch."""
     if mesh.pp == 1:
         return []
     try:
@@ -55,7 +55,7 @@ def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
 
 
 def _check_size(layout: Layout, mesh: Mesh) -> None:
-    """Before anything of that size is made."""
+    """Raise LayoutError if there are too many stages, before anything of that size is built."""
     stages = mesh.pp * (layout.virtual or 1)
     if stages > MOST_RANKS:
         raise LayoutError(
@@ -66,7 +66,7 @@ def _check_size(layout: Layout, mesh: Mesh) -> None:
 
 
 def _own(layout: Layout, mesh: Mesh) -> Program:
-    """The one that the user wrote."""
+    """Return the program of the user's own schedule file."""
     if not Path(layout.schedule).is_file():
         raise LayoutError(
             f"there is no file {layout.schedule} with a schedule.",
@@ -84,7 +84,7 @@ def _own(layout: Layout, mesh: Mesh) -> Program:
 
 
 def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_size: int) -> tuple[str, ...]:
-    """Stages, microbatches and the bubble, by the schedule's own simulation with equal stages."""
+    """Return the banner lines on stages, microbatches and the bubble, from a simulation with equal stages."""
     if mesh.pp == 1:
         return ()
     each = -(-num_micro // mesh.replicas)

@@ -1,4 +1,4 @@
-"""What settings ask for that an update rule can't have, and why: one table for all rules."""
+"""Checks of settings that an update rule cannot have, and why: one table for all rules."""
 
 from collections.abc import Iterator, Mapping
 
@@ -49,7 +49,7 @@ _WHY: Mapping[UpdateKind, Mapping[str, str]] = {
 
 
 def check_update_settings(update: UpdateRule, settings: Settings, *, device: str = "cpu") -> Iterator[PacelineError]:
-    """All of it at once."""
+    """Yield an error for each setting that the update rule cannot have."""
     why = _WHY.get(update.kind, {})
     for key, (is_on, name, hint) in _asked(settings, device=device).items():
         if is_on and key in why:
@@ -57,7 +57,7 @@ def check_update_settings(update: UpdateRule, settings: Settings, *, device: str
 
 
 def _asked(settings: Settings, *, device: str) -> dict[str, tuple[bool, str, str]]:
-    """By key: whether it is asked for, how it is called, and what to type in its place."""
+    """Return by key: if the setting is on, its name, and what to type instead."""
     train = settings.train
     skips = train.on_nonfinite == "skip"
     return {

@@ -1,1 +1,1 @@
-"""What a model's layers cost: profile, chain of layers, balance of stages, FLOPs."""
+"""The cost of a model's layers: profile, chain of layers, balance of stages, FLOPs."""

@@ -1,9 +1,9 @@
-"""The facts of a decoder-only transformer from its sizes alone: for a plan of a model that nobody has built yet.
+"""Profile of a decoder-only transformer from its sizes alone, for planning a model that is not built yet.
 
 Operations and activations are counted tensor by tensor, as Korthikanti et al. ("Reducing Activation Recomputation in
-Large Transformer Models", MLSys 2023) do: with GELU, dropout and everything in 16 bits a block keeps their
-34·s·b·h + 5·a·s²·b bytes. Grouped keys and values are those of Ainslie et al. (2023), the gated MLP is Shazeer's
-(2020), experts are routed as by Fedus et al. (2022) and cost what their active ones do.
+Large Transformer Models", MLSys 2023) do: with GELU, dropout and everything in 16 bits a block keeps their 34·s·b·h +
+5·a·s²·b bytes. Grouped keys and values are those of Ainslie et al. (2023), the gated MLP is Shazeer's (2020); experts
+are routed as by Fedus et al. (2022) and cost what their active ones do.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ ADAMW = OptimizerFootprint(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Sizes: `width` of the residual stream, `hidden` of the MLP, `heads` of queries, `kv_heads` of keys and values.
+    """The sizes of a decoder: `width` of the residual stream, `hidden` of the MLP, `heads`, and `kv_heads`.
 
     `experts` replace the MLP, `active` of them for each token. `is_gated`: SwiGLU, three matrices; else two.
     """
@@ -40,12 +40,12 @@ class Decoder:
 
     @property
     def kv_width(self) -> int:
-        """Of the keys of a token, and of its values."""
+        """The width of a token's keys, and of its values."""
         return self.width // self.heads * (self.kv_heads or self.heads)
 
     @property
     def mlp_matrices(self) -> int:
-        """Of one MLP or expert."""
+        """The number of matrices of one MLP or expert."""
         return 3 if self.is_gated else 2
 
 
@@ -61,11 +61,12 @@ def decoder_facts(
     is_flash: bool = True,
     optimizer: OptimizerFootprint = ADAMW,
 ) -> ModelProfile:
-    """Parameters in float32; under `bf16` products are in bfloat16 and the residual stream stays float32 (autocast).
+    """Return the profile of a decoder with float32 parameters.
 
-    `residual_bytes` of a number there, where it is not so. `is_fused`: a compiler joins what is elementwise, so that a
-    norm or a rotation reads and writes once; without, every operation does. Without `is_flash` attention writes the
-    scores of all pairs and reads them again: scaled and masked, normalised, dropped out.
+    Under `bf16`, matmuls are in bfloat16 and the residual stream stays float32 (autocast), unless `residual_bytes`
+    gives other bytes per element. With `is_fused`, a compiler fuses elementwise operations, so that a norm or a
+    rotation reads and writes once; otherwise every operation does. Without `is_flash`, attention writes the scores of
+    all pairs and reads them again: scaled and masked, normalised, dropped out.
     """
     short = 4 if precision == "fp32" else 2
     wide = residual_bytes or 4
@@ -110,9 +111,10 @@ def decoder_facts(
 
 
 def _moved(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> float:
-    """Bytes of a token that two norms, the rotation of queries and keys, two sums and the nonlinearity read and write.
+    """Return the bytes per token that norms, rotation, residual sums and the nonlinearity read and write.
 
-    Not joined, a norm is a square, a mean, two products and a cast; a rotation two products, a turn of halves, a sum.
+    There are two norms, the rotation of queries and keys, and two sums. Unfused, a norm is a square, a mean, two
+    products and a cast; a rotation is two products, a swap of halves and a sum.
     """
     h, k, f = sizes.width, sizes.kv_width, sizes.hidden * max(1, sizes.active)
     sums, passes = 2 * (2 * wide + short) * h, 5 if sizes.is_gated else 2
@@ -127,7 +129,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> LayerPro
     mlp = sizes.mlp_matrices * h * f
     routed = sizes.experts > 0
     runs = sizes.active if routed else 1
-    inner = (2 * f * (2 if sizes.is_gated else 1)) * runs  # what the nonlinearity takes and gives
+    inner = (2 * f * (2 if sizes.is_gated else 1)) * runs  # input and output of the nonlinearity
     norms = 2 * h if sizes.is_gated else 4 * h
     masks = 2 * h if sizes.has_dropout else 0
     saved = 2 * (wide + short) * h + masks
@@ -164,7 +166,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> LayerPro
 
 
 def _head(sizes: Decoder, short: int, wide: int) -> LayerProfile:
-    """The last norm, the head and the loss, whose logits are kept in the products' type and once more in float32."""
+    """Return the last norm, the head and the loss, whose logits are kept in the matmul type and in float32."""
     h, v = sizes.width, sizes.vocabulary
     return LayerProfile(
         name="head",

@@ -1,4 +1,4 @@
-"""A model's chain of parts with equal ones told once, and its stages: cut so that the slowest has least to compute."""
+"""The chain of a model's parts, with equal parts stored once, and its division into balanced stages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _ROUNDS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The different parts of a model; `order` says which of them each block is, and the two ends are the first two."""
+    """The distinct parts of a model, the two ends first; `order` is the index of each block's part."""
 
     parts: tuple[LayerProfile, ...]
     order: tuple[int, ...]
@@ -23,16 +23,16 @@ class Chain:
 
     @property
     def num_blocks(self) -> int:
-        """How many may be cut apart."""
+        """The number of blocks, between which the chain may be cut."""
         return len(self.order)
 
     @cached_property
     def whole(self) -> Counts:
-        """How many of each part the model has."""
+        """The number of each part in the whole model."""
         return self.counts(0, self.num_blocks, first=True, last=True)
 
     def counts(self, start: int, stop: int, *, first: bool, last: bool) -> Counts:
-        """How many of each part these blocks are, with the ends where they are there."""
+        """Return how many of each part these blocks contain, with the first and the last part if asked."""
         found = [0] * len(self.parts)
         found[0], found[1] = int(first), int(last)
         for index in self.order[start:stop]:
@@ -40,20 +40,20 @@ class Chain:
         return tuple(found)
 
     def stages(self, bounds: Sequence[tuple[int, int]]) -> tuple[Counts, ...]:
-        """How many of each part every stage has."""
+        """Return how many of each part every stage has."""
         end = len(bounds) - 1
         return tuple(
             self.counts(start, stop, first=stage == 0, last=stage == end) for stage, (start, stop) in enumerate(bounds)
         )
 
     def cut(self, num_stages: int) -> tuple[tuple[int, int], ...]:
-        """Stages of nearly equal work; of cuts that are as good the one whose first stages have fewest blocks.
+        """Return stages of nearly equal work; of equally good cuts, the one with fewest blocks in its first stages.
 
-        First stages hold the activations of most microbatches. A search for the least limit that all stages can keep,
-        each trial filling stages from the last one on, so O(num_stages × log num_blocks) a trial.
+        First stages hold the activations of most microbatches. This searches for the least limit that all stages can
+        keep; each trial fills stages from the last one on, in O(num_stages × log num_blocks).
 
         Raises:
-            LayoutError: more stages than blocks.
+            LayoutError: there are more stages than blocks.
         """
         if num_stages == 1:
             return ((0, self.num_blocks),)
@@ -76,7 +76,7 @@ class Chain:
 
 
 def chain_of(facts: ModelProfile) -> Chain:
-    """Its parts by what they are, whatever they are called; what a part weighs are its operations."""
+    """Return the model's chain. Parts that differ only in name are equal; a part's weight is its FLOPs."""
     parts: list[LayerProfile] = [facts.first, facts.last]
     seen: dict[int, int] = {}
     order = []
@@ -101,12 +101,12 @@ def _is_alike(one: LayerProfile, other: LayerProfile) -> bool:
 def _fill(
     sums: Sequence[float], ends: tuple[float, float], num_stages: int, limit: float
 ) -> tuple[tuple[int, int], ...] | None:
-    """From the last stage on, each with as many blocks as stay within the limit; None where blocks are left over."""
+    """Return stages filled from the last one on, up to the limit; None if blocks are left over."""
     bounds: list[tuple[int, int]] = []
     stop = len(sums) - 1
     for stage in reversed(range(num_stages)):
         room = limit - (ends[1] if stage == num_stages - 1 else 0.0) - (ends[0] if stage == 0 else 0.0)
-        least = bisect_left(sums, sums[stop] - room - 1e-12 * limit)  # the first block that stays within it
+        least = bisect_left(sums, sums[stop] - room - 1e-12 * limit)  # the first block that stays within the limit
         start = max(stage, least) if stage else 0
         if start < least or start >= stop or room < 0:
             return None

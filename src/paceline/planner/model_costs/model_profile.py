@@ -1,4 +1,4 @@
-"""What is known of a model, in numbers: `measured_planning/profile` finds them, the planner reads nothing else."""
+"""The profile of a model in numbers: `measured_planning/profile` measures it, the planner reads nothing else."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,9 +9,10 @@ from paceline.config.from_json import as_written
 
 @dataclass(frozen=True, kw_only=True)
 class BatchScaling:
-    """A number that follows the microbatch: `samples`, each of `length` positions.
+    """A number that scales with the microbatch: `samples`, each of `length` positions.
 
-    `pair` is of each pair of positions of a sample, as attention's scores are. What has no length has all in `sample`.
+    `pair` counts per pair of positions of a sample, as attention scores do. Data without a length has it all in
+    `sample`.
     """
 
     fixed: float = 0.0
@@ -20,7 +21,7 @@ class BatchScaling:
     pair: float = 0.0
 
     def at(self, *, samples: float, length: float = 1, cp: int = 1) -> float:
-        """On one rank, where each has `1 / cp` of every sample's positions and sees all of them."""
+        """Return the value on one rank, which has `1 / cp` of every sample's positions and attends to all."""
         return self.fixed + samples * (self.sample + length / cp * (self.token + length * self.pair))
 
     def __add__(self, other: "BatchScaling") -> "BatchScaling":
@@ -32,7 +33,7 @@ class BatchScaling:
         )
 
     def times(self, factor: float) -> "BatchScaling":
-        """All of it, so many times."""
+        """Return a copy with every coefficient multiplied by `factor`."""
         return BatchScaling(
             fixed=factor * self.fixed, sample=factor * self.sample, token=factor * self.token, pair=factor * self.pair
         )
@@ -43,8 +44,11 @@ NOTHING = BatchScaling()
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Bytes that a part holds on a rank. Over tp `cut` of it is divided among the ranks and `whole` is on each, as
-    parts of 1 that need not add up to it; where the sequence is split, `sequence_cut` and `sequence_whole`."""
+    """The bytes that a part holds on a rank.
+
+    Over tp, the fraction `cut` is divided among the ranks and `whole` is on each; the two need not add up to 1. With
+    sequence parallelism, `sequence_cut` and `sequence_whole` apply instead.
+    """
 
     amount: BatchScaling = NOTHING
     whole: float = 0.0
@@ -53,7 +57,7 @@ class ActivationBytes:
     sequence_cut: float = 1.0
 
     def at(self, *, samples: float, length: float, cp: int, tp: int, sequence: bool) -> float:
-        """On one rank."""
+        """Return the bytes on one rank."""
         every = max(0.0, self.amount.at(samples=samples, length=length, cp=cp))
         whole, cut = (self.sequence_whole, self.sequence_cut) if sequence else (self.whole, self.cut)
         return every if tp == 1 else every * max(0.0, whole + cut / tp)
@@ -61,7 +65,7 @@ class ActivationBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeProfile:
-    """What was seen of a part under one `remat`: `kept` from forward to backward, and beside it for a `moment`."""
+    """The measured bytes of a part under one `remat`: `kept` from forward to backward, and transient (`moment`)."""
 
     kept: ActivationBytes
     moment: ActivationBytes
@@ -69,25 +73,25 @@ class RecomputeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """A piece of the model that is never cut into stages: what stands before the blocks, a block, or what follows.
+    """A part of the model that is never divided among stages: the part before the blocks, a block, or the part after.
 
     Parameters are numbers of elements: `whole_parameters` are on every tp rank, `split_parameters` are divided among
     them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient, and
-    `lookup_parameters` are tables that are looked up in and take part in no product. Amounts are of one microbatch:
-    FLOPs (a multiply-add is two) and bytes of one forward, undivided by tp. `masked_flops` are those of the pairs that
-    a causal mask keeps out of `attention_flops`.
+    `lookup_parameters` are embedding tables that take part in no matmul. Amounts are those of one microbatch: FLOPs (a
+    multiply-add is two) and bytes of one forward, undivided by tp. `masked_flops` are those of the pairs that a causal
+    mask keeps out of `attention_flops`.
 
-    `saved_bytes` are kept for backward on each tp rank, `split_saved_bytes` divided among them; `attention_saved_bytes`
-    are those of both that fused attention keeps nothing of. `output_bytes` go to the next part. `moved_bytes` is what
-    everything but products reads and writes, `fused_bytes` what is left of it where a compiler joins operations.
-    `peak_bytes` is the most that forward or backward needs for a moment, beside what is saved. `tp_bytes` are
-    all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are exchanged over ep, there and back;
-    `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys and values, which go round a ring
-    over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the input, undivided. `large_parameters`
-    are the elements of tensors above 16 MiB, which travel without a buffer: counted here only where `tensors`, the
-    elements of each, are not known. `tp_parameters` are a rank's for sizes of tp that were seen: not all of
-    `split_parameters` may divide. `ways` are what was seen of its memory, by `remat`: they stand for what is said here
-    of saved bytes and of the peak.
+    `saved_bytes` are kept for backward on each tp rank, `split_saved_bytes` are divided among them;
+    `attention_saved_bytes` are the part of both that fused attention does not keep. `output_bytes` go to the next part.
+    `moved_bytes` is what everything but matmuls reads and writes, `fused_bytes` what remains of it if a compiler fuses
+    operations. `peak_bytes` is the most that forward or backward needs for a moment, in addition to what is saved.
+    `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are exchanged over ep,
+    there and back; `expert_flops` are those of `matmul_flops` in experts. `cp_bytes` are keys and values, which pass
+    round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps in addition to the input, undivided.
+    `large_parameters` are the elements of tensors above 16 MiB, which are sent without a bucket: set only if `tensors`,
+    the elements of each, are unknown. `tp_parameters` are the elements per rank for measured sizes of tp, since not all
+    of `split_parameters` may divide. `ways` are measurements of its memory, by `remat`: they replace the saved bytes
+    and the peak stated here.
     """
 
     name: str
@@ -120,11 +124,11 @@ class LayerProfile:
 
     @property
     def parameters(self) -> int:
-        """Elements, undivided."""
+        """The number of elements, undivided."""
         return self.whole_parameters + self.split_parameters + self.expert_parameters
 
     def held_parameters(self, *, tp: int, ep: int) -> float:
-        """Elements on one of `tp` × `ep` ranks, but for experts that are apart."""
+        """Return the elements on one of `tp` × `ep` ranks, without experts that ep divides."""
         for size, held in self.tp_parameters:
             if size == tp and ep == 1:
                 return held
@@ -132,15 +136,15 @@ class LayerProfile:
 
     @property
     def flops(self) -> BatchScaling:
-        """Of products and of attention, of one forward."""
+        """The FLOPs of matmuls and attention in one forward."""
         return self.matmul_flops + self.attention_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFootprint:
-    """What an optimizer keeps and needs, in bytes for each trainable element.
+    """The optimizer's memory in bytes per trainable element: its state, and temporaries of a step.
 
-    `moment_bytes` is what a step needs for a moment. `whole_tensors`: its rule looks at whole tensors.
+    `moment_bytes` are the temporaries. `whole_tensors`: its rule needs whole tensors.
     """
 
     name: str
@@ -151,11 +155,11 @@ class OptimizerFootprint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model and how it is trained, for the planner.
+    """A model and how it is trained, as the planner sees it.
 
-    `blocks` are the chain that may be cut into stages; `tied` are elements of `last` that are those of `first` again.
-    `tp_sizes`, `cp_sizes`, `ep_sizes` are the sizes that the model can have beside 1; `refused` says of an axis or of
-    an option why the model can't have it. `precision` is what the amounts hold for; where it `compiles`, blocks do.
+    `blocks` are the chain that may be cut into stages; `tied` are elements of `last` that are shared with `first`.
+    `tp_sizes`, `cp_sizes`, `ep_sizes` are the sizes that the model can have besides 1; `refused` says of an axis or an
+    option why the model cannot have it. The amounts hold for `precision`; with `compiles`, blocks are compiled.
     """
 
     name: str
@@ -176,25 +180,25 @@ class ModelProfile:
 
     @property
     def parts(self) -> Iterator[LayerProfile]:
-        """In the order of the forward."""
+        """The parts in the order of the forward."""
         yield self.first
         yield from self.blocks
         yield self.last
 
     @property
     def parameters(self) -> int:
-        """Elements, each once."""
+        """The number of elements, tied ones once."""
         return sum(part.parameters for part in self.parts) - self.tied
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json; `read_facts` reads it back."""
+        """Return its fields, for plan.json; `read_facts` reads them back."""
         return asdict(self)
 
 
 def read_facts(found: Mapping[str, Any]) -> ModelProfile:
-    """What `as_json` wrote.
+    """Return the profile that `ModelProfile.as_json` wrote.
 
     Raises:
-        UsageError: something is missing or is of another kind.
+        UsageError: a value is missing or has the wrong type.
     """
     return as_written(found, ModelProfile)

@@ -1,6 +1,6 @@
-"""Stages of a chain of blocks: the slowest one as fast as can be, by dynamic programming.
+"""Balanced stages of a chain of blocks, with the slowest as fast as possible, by dynamic programming.
 
-The chain-partition problem that PipeDream's optimizer solves for one machine a stage (Harlap et al., 2018).
+This is the chain-partition problem that PipeDream's optimizer solves for one machine per stage (Harlap et al., 2018).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from paceline.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Stages as `[start, stop)` of the blocks, and the seconds of each."""
+    """The stages as `[start, stop)` of the blocks, and the seconds of each."""
 
     bounds: tuple[tuple[int, int], ...]
     seconds: tuple[float, ...]
 
     @property
     def slowest(self) -> float:
-        """What a microbatch costs in the steady state."""
+        """The seconds of the slowest stage: the time per microbatch in the steady state."""
         return max(self.seconds)
 
 
@@ -32,13 +32,13 @@ def balance(
     bytes_each: Sequence[float] | None = None,
     limit_bytes: Sequence[float] | float | None = None,
 ) -> Balance:
-    """Cut so that the slowest stage is fastest; of equally good cuts, the one whose times are most even.
+    """Return the cut with the fastest slowest stage; of equally good cuts, the one with the most even times.
 
-    `first` and `last` are the seconds of what stands before the first block and after the last. `limit_bytes` is the
-    most that a stage may hold, one number for all or one for each. O(num_stages × num_blocks²).
+    `first` and `last` are the seconds of the parts before the first block and after the last. `limit_bytes` is the most
+    that a stage may hold, one number for all or one for each. O(num_stages × num_blocks²).
 
     Raises:
-        LayoutError: fewer blocks than stages, or no cut stays within the limit.
+        LayoutError: there are fewer blocks than stages, or no cut stays within the limit.
     """
     num = len(seconds)
     if num_stages < 1 or num < num_stages:
@@ -61,7 +61,7 @@ def balance(
 
 
 def by_trying_all(*, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0) -> float:
-    """The naive version: the slowest stage of the best of all cuts."""
+    """Return the seconds of the slowest stage in the best of all cuts: the naive version of `balance`."""
     cost = _Cost(num_stages, seconds, first, last, None, None)
     inner = combinations(range(1, len(seconds)), num_stages - 1)
     cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner)
@@ -94,7 +94,7 @@ class _Cost:
 def _row(
     stage: int, before: dict[int, tuple[float, float, int]], cost: _Cost, num: int, num_stages: int
 ) -> Iterator[tuple[int, tuple[float, float, int]]]:
-    """The best ways in which stage `stage` may end, by its end: (slowest, sum of squares, its start)."""
+    """Yield the best ways for `stage` to end, by its end: (slowest, sum of squares, its start)."""
     for stop in range(stage + 1, num - (num_stages - stage - 1) + 1):
         found = [
             (max(slowest, cost.of(stage, start, stop)), squares + cost.of(stage, start, stop) ** 2, -start)

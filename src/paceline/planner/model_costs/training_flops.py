@@ -1,9 +1,9 @@
-"""The floating-point operations that a model needs in training, by which its MFU is counted.
+"""The training FLOPs of a model, by which its MFU is computed.
 
-Model FLOPs utilization (Chowdhery et al., "PaLM", 2022, appendix B) is the model's own operations in a second as a part
-of the device's peak for dense products in the number format in use. Of a transformer with N parameters a token costs
-6 N + 12 · layers · width · length: forward once and backward twice, every parameter a multiply-add, attention over all
-pairs of positions. What runs again to save memory counts nothing.
+Model FLOPs utilization (Chowdhery et al., "PaLM", 2022, appendix B) is the model's own FLOPs per second as a fraction
+of the device's peak for dense matmuls in the number format in use. For a transformer with N parameters, a token costs 6
+N + 12 · layers · width · length: forward once and backward twice, every parameter a multiply-add, attention over all
+pairs of positions. Recomputation to save memory does not count.
 """
 
 from paceline.planner.model_costs.model_profile import ModelProfile
@@ -13,11 +13,11 @@ _MULTIPLY_ADD = 2
 
 
 def model_flops(facts: ModelProfile) -> float:
-    """Return the operations of one optimizer step, of all samples of the global batch.
+    """Return the FLOPs of one optimizer step over all samples of the global batch.
 
-    Products are counted as they run in a forward, so that a convolution counts by its positions and a mixture of
-    experts by its active ones. As is usual, attention counts all pairs, masked or not, and in a model of sequences a
-    table of embeddings counts as a product. A weight that is not trained has no product of its own in backward.
+    Matmuls are counted as they run in a forward, so a convolution counts by its positions and a mixture of experts by
+    its active ones. As is usual, attention counts all pairs, masked or not, and in a model of sequences an embedding
+    table counts as a matmul. A weight that is not trained has no matmul of its own in backward.
     """
     at = {"samples": facts.global_batch_size, "length": facts.length}
     positions = facts.global_batch_size * facts.length if facts.length > 1 else 0

@@ -1,13 +1,14 @@
-"""What no candidate that grows from a node of the search can do better than: seconds and bytes, provably.
+"""Lower bounds, provable, on the seconds and bytes of every candidate below a node of the search.
 
-Seconds of a bough: all samples of a replica as one microbatch, dealt evenly to the stages. Every cost of a part is a
-constant and a multiple of the samples, or the larger of two such, so more and smaller microbatches cost no less; and
-the busiest stage does no less than the mean. Of a branch: its own microbatches. Of a twig: its own stages, before what
-data parallelism sends, which makes no stage quicker and no form of `makespan` shorter. Of a leaf: with what comes at
-the end of the step on one of its ranks.
+Seconds of a bough: all samples of a replica form one microbatch, spread evenly over the stages. Every cost of a part is
+a constant plus a multiple of the samples, or the larger of two such, so more and smaller microbatches cost no less; and
+the busiest stage does no less than the mean. A branch uses its own microbatches. A twig uses its own stages, without
+data-parallel communication, which makes no stage faster and no form of `makespan` shorter. A leaf adds the end of the
+step on one of its ranks.
 
-Bytes of a bough: activations of the first rank, under the schedule that holds least there. Of a twig: its own, with the
-least that each stage of ZeRO leaves there: all replicas as shards, on the host what may lie there.
+Bytes of a bough: the activations of the first rank, under the schedule that holds least there. A twig uses its own
+activations, with the smallest state that each ZeRO stage leaves there: all replicas as shards, and everything offloaded
+that may be.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from paceline.planner.search.search_space import SearchSpace
 
 
 class Bounds:
-    """Of one forecast on one grid."""
+    """Lower bounds for the nodes of one grid under one cost model."""
 
     def __init__(self, *, forecast: CostModel, grid: SearchSpace) -> None:
         self._forecast = forecast
@@ -31,13 +32,14 @@ class Bounds:
         self._batch = facts.global_batch_size
 
     def bough_seconds(self, bough: Candidate) -> float:
-        """Whatever the microbatch and the schedule."""
+        """Return a lower bound on the seconds, for any microbatch size and schedule."""
         return self._whole_seconds(self._whole(bough)) / bough.pp + self._start
 
     def branch_seconds(self, branch: Candidate) -> float:
-        """Whatever the schedule: the mean stage works all the time, and the first microbatch goes through them all.
+        """Return a lower bound on the seconds, for any schedule.
 
-        What is put off fills that gap; and a loop of many stages a rank passes it on so many times sooner.
+        The mean stage works all the time, and the first microbatch passes through all stages. Deferred weight gradients
+        fill that gap; with several stages per rank, the first microbatch arrives sooner by that factor.
         """
         p, micro = branch.pp, branch.num_micro(self._batch)
         each = self._whole_seconds(branch)
@@ -48,12 +50,15 @@ class Bounds:
         return each * (micro / p + fill) + self._start
 
     def bough_bytes(self, bough: Candidate) -> float:
-        """Whatever the microbatch, the schedule and the shards: the first rank holds a microbatch for each rank."""
+        """Return a lower bound on the bytes, for any microbatch size, schedule and sharding.
+
+        The first rank holds one microbatch for each pipeline rank.
+        """
         forecast, whole = self._forecast, self._whole(bough)
         works, share = forecast.works(whole), whole.micro_batch_size
         held: float = 1 if "naive" in self._grid.schedules else min(share, bough.pp)
         if "zbv" in self._grid.schedules and bough.pp > 1:
-            held = min(held, bough.pp - 0.5)  # with the fewest microbatches it holds half a one less
+            held = min(held, bough.pp - 0.5)  # with the fewest microbatches it holds half a microbatch less
         least = min(
             sum(
                 number * work.kept_bytes
@@ -65,17 +70,17 @@ class Bounds:
         return self._beside(least / share * held)
 
     def twig_seconds(self, twig: Candidate) -> float:
-        """However data parallelism shares the rest."""
+        """Return a lower bound on the seconds, however data parallelism shards the rest."""
         forecast = self._forecast
         hop, micro = forecast.hop_seconds(twig), forecast.num_micro(twig)
         return pipeline_seconds(twig, forecast.stages(twig), micro=micro, hop=hop) + self._start
 
     def twig_bytes(self, twig: Candidate) -> float:
-        """However data parallelism shares the rest."""
+        """Return a lower bound on the bytes, however data parallelism shards the rest."""
         return min(self._each_bytes(twig))
 
     def may_fit(self, twig: Candidate, limit_bytes: float) -> bool:
-        """Whether `twig_bytes` are no more than this: mostly what needs least does."""
+        """Return True if `twig_bytes` is at most `limit_bytes`; usually the first candidate tried decides."""
         return any(each <= limit_bytes for each in self._each_bytes(twig))
 
     def _each_bytes(self, twig: Candidate) -> Iterator[float]:
@@ -92,8 +97,10 @@ class Bounds:
             ).peak_bytes
 
     def _frugal(self, twig: Candidate) -> Iterator[Candidate]:
-        """Its leaves that need least, of each stage of ZeRO, the last first. They may not be legal; no legal one needs
-        less."""
+        """Yield the leaf that needs least memory for each ZeRO stage, the last stage first, then the twig itself.
+
+        These leaves may be illegal; no legal one needs less.
+        """
         if twig.replicas > 1:
             for zero in reversed(self._grid.zero):
                 own = [o for o in self._grid.offload if zero == 3 or "parameters" not in o]
@@ -103,7 +110,7 @@ class Bounds:
         yield twig
 
     def leaf_seconds(self, leaf: Candidate, *, twig_seconds: float) -> float:
-        """All but what is gathered and added up in every microbatch."""
+        """Return a lower bound on the seconds: all but the sharding communication of every microbatch."""
         forecast = self._forecast
         stages = forecast.ranks(leaf)[0][1]
         end = end_of(
@@ -113,7 +120,7 @@ class Bounds:
         return twig_seconds + sum(end.values()) - self._start
 
     def _whole_seconds(self, branch: Candidate) -> float:
-        """Of one microbatch through all of the model, on one rank of each stage."""
+        """Return the seconds of one microbatch through the whole model, on one rank of each stage."""
         works = zip(self._forecast.chain.whole, self._forecast.works(branch), strict=True)
         return sum(number * work.seconds for number, work in works)
 
@@ -121,7 +128,7 @@ class Bounds:
         return bough.but(micro_batch_size=-(-self._batch // bough.replicas))
 
     def _looped(self, bough: Candidate) -> list[Candidate]:
-        """One for each way in which stages lie on the ranks."""
+        """Return one candidate for each way to place stages on the ranks."""
         if bough.pp == 1:
             return [bough]
         virtual = [n for n in {1, 2, *self._grid.virtual} if bough.pp * n <= self._forecast.chain.num_blocks]

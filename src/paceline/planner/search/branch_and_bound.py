@@ -1,7 +1,7 @@
-"""The best candidates there are, by branch and bound (Land and Doig, 1960): exact for the forecast's own model.
+"""Search for the fastest layouts by branch and bound (Land and Doig, 1960): exact for the cost model.
 
-What is looked at first is what could be best; what can't beat the best of its family any more is not looked at: see
-`bounds` for why nothing is missed.
+Nodes are visited in the order of their lower bounds; a node that cannot beat the best of its family is dropped. See
+`bounds` for why this misses nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ Key = tuple[float, float, str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The best of each family that fits; `num_estimates` were looked at closely, of all nodes `num_nodes` at all."""
+    """The best fitting candidate of each family. `num_estimates` were fully estimated, of `num_nodes` nodes."""
 
     best: Mapping[str, Estimate]
     num_estimates: int
@@ -38,17 +38,17 @@ class SearchResult:
 
     @property
     def first(self) -> Estimate | None:
-        """The quickest of all."""
+        """The fastest of all, None if nothing fits."""
         return min(self.best.values(), key=key_of, default=None)
 
 
 def key_of(estimate: Estimate) -> Key:
-    """What is better: quicker, then smaller, then as it is called."""
+    """Return the sort key of an estimate: faster first, then smaller, then by layout name."""
     return (estimate.step_seconds, estimate.peak_bytes, estimate.layout, estimate.candidate.micro_batch_size)
 
 
 def search(forecast: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:
-    """The quickest candidate of each family that fits."""
+    """Return the fastest candidate of each family that fits."""
     grid = grid or SearchSpace()
     walk = _Walk(forecast=forecast, grid=grid, bounds=Bounds(forecast=forecast, grid=grid))
     walk.run()
@@ -56,7 +56,7 @@ def search(forecast: CostModel, *, grid: SearchSpace | None = None) -> SearchRes
 
 
 def search_each(forecasts: Sequence[CostModel], *, grid: SearchSpace | None = None) -> SearchResult:
-    """Of several forecasts, as of one model in several precisions: the best of each family in any of them."""
+    """Return the best of each family in any of several cost models, e.g. of one model in several precisions."""
     best: dict[str, Estimate] = {}
     every = [search(forecast, grid=grid) for forecast in forecasts]
     for family, estimate in (pair for found in every for pair in found.best.items()):
@@ -70,7 +70,7 @@ def search_each(forecasts: Sequence[CostModel], *, grid: SearchSpace | None = No
 
 
 def try_all(forecast: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:
-    """The naive version: every candidate is looked at closely."""
+    """Estimate every candidate and return the best: the naive version of `search`."""
     best: dict[str, Estimate] = {}
     number = 0
     for candidate in candidates(forecast.facts, forecast.fleet, grid or SearchSpace()):
@@ -95,7 +95,7 @@ class _Walk:
     _turn: Iterator[int] = field(default_factory=count)
 
     def run(self) -> None:
-        """Until nothing is left that could be better than the best of its family."""
+        """Visit nodes until none is left that could beat the best of its family."""
         forecast, grid = self.forecast, self.grid
         grow = (self._grow_bough, self._grow_branch, self._grow_twig)
         for trunk in model_parallel_choices(forecast.facts, forecast.fleet, grid):
@@ -142,7 +142,7 @@ class _Walk:
             heappush(self._heap, (bound, level, next(self._turn), node))
 
     def _is_beaten(self, bound: float, node: Candidate, level: int) -> bool:
-        """Whether all families that may grow from the node have a better one already."""
+        """Return True if every family below the node has a better candidate already."""
         if level < _LEAF and node.pp * node.tp * node.cp * node.ep == 1 and node.replicas > 1:
             families: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
         else:

@@ -1,4 +1,4 @@
-"""A layout by its words, on a cluster: the candidate that it is, or why the model can't have it."""
+"""Lookup of a layout by its name on a cluster: its candidate, or why the model cannot have it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,11 +27,13 @@ _MICRO = "train.micro_batch_size"
 def estimate_named(
     forecast: CostModel, text: str, *, micro_batch_size: int | None = None, most: int | None = None
 ) -> Estimate:
-    """Of a layout as it is typed; without a `micro_batch_size` with the one that is quickest of those that fit, or
-    needs least memory where none does, of at `most` so many samples.
+    """Return the estimate of a layout as a user types it.
+
+    Without a `micro_batch_size`, choose the fastest size that fits, or the one that needs least memory if none does, of
+    at `most` this many samples.
 
     Raises:
-        LayoutError, Problems: no layout of these ranks, or one that this model can't have.
+        LayoutError, Problems: the layout does not fit these ranks, or the model cannot have it.
     """
     layout = parse_layout(text)
     every = _candidates(forecast, layout, micro_batch_size)
@@ -41,10 +43,10 @@ def estimate_named(
 
 
 def estimate_told(forecast: CostModel, row: Mapping[str, Any]) -> Estimate:
-    """Of a row of plan.json, with the bytes and the seconds that stand there.
+    """Return the estimate of a row of plan.json, with the bytes and seconds that the row states.
 
     Raises:
-        UsageError: a row of a layout that can't be had.
+        UsageError: the row is of a layout that is impossible.
     """
     if "settings" not in row:
         why = row.get("why", "nobody says why")
@@ -59,7 +61,7 @@ def estimate_told(forecast: CostModel, row: Mapping[str, Any]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What is read of a row again."""
+    """The fields of a plan.json row that are read back."""
 
     layout: str
     settings: Mapping[str, str]
@@ -69,10 +71,10 @@ class _Row:
 
 
 def row_named(advice: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
-    """The row of a layout in plan.json, or that of the one which is recommended.
+    """Return the plan.json row of a layout, by default that of the recommended one.
 
     Raises:
-        UsageError: there is no such row.
+        UsageError: the plan has no such row, or no layout that fits.
     """
     wanted = layout or advice.get("recommended")
     if wanted is None:
@@ -86,10 +88,10 @@ def row_named(advice: Mapping[str, Any], layout: str | None = None) -> Mapping[s
 
 
 def forecast_of(advice: Mapping[str, Any]) -> CostModel:
-    """What plan.json was made from; of numbers that this version does not know nothing is taken.
+    """Return the cost model that plan.json was made with; efficiency constants unknown to this version are ignored.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the plan does not state its model or its cluster.
     """
     if not {"facts", "cluster"} <= set(advice):
         raise UsageError("the plan does not say what it is of.", hint="paceline plan job.py --run-dir FOLDER")
@@ -100,15 +102,15 @@ def forecast_of(advice: Mapping[str, Any]) -> CostModel:
 
 
 def _known(kind: type, found: Mapping[str, float]) -> dict[str, float]:
-    """Those numbers that a dataclass has a place for."""
+    """Return the numbers that have a field in the dataclass `kind`."""
     return {field.name: found[field.name] for field in fields(kind) if field.name in found}
 
 
 def mesh_named(layout: Layout, *, ranks: int) -> Mesh:
-    """The mesh that it is of so many ranks (one process of it, where that is what it is), whatever the model.
+    """Return the layout's mesh for this many ranks (one for a single process), whatever the model is.
 
     Raises:
-        LayoutError, Problems: there is none, or no plan is of such a layout.
+        LayoutError, Problems: there is no such mesh, or plans do not cover such a layout.
     """
     if layout.kind is LayoutKind.THREADS:
         raise LayoutError("threads are replicas in one process, which no plan is of.", hint="--layout ddp")

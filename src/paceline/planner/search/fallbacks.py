@@ -1,4 +1,4 @@
-"""What a run may fall back to: each rung is the quickest layout that needs clearly less memory than the one before."""
+"""Fallback layouts of a run: each is the fastest that needs clearly less memory than the one before."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +14,7 @@ _MOST = 5
 
 
 def fallback_layouts(forecast: CostModel, first: Estimate, *, grid: SearchSpace | None = None) -> Iterator[Estimate]:
-    """Those below `first`, the fullest first, until nothing needs less."""
+    """Yield the fallbacks below `first`, the fullest first, until no layout needs less memory."""
     reserve, last = forecast.fleet.device.reserve_bytes, first
     for _ in range(_MOST):
         found = search(forecast.below(reserve + _LESS * (last.peak_bytes - reserve)), grid=grid).first
@@ -28,7 +28,7 @@ def rung_of(
     estimate: Estimate, *, longer: float = 1.0, fuller: float = 1.0, source: str = "",
     replayed: tuple[int, Mapping[str, int]] | None = None,
 ) -> FallbackLayout:  # fmt: skip
-    """Of an estimate; `replayed` are bytes that a replay has counted, and their parts."""
+    """Return the fallback layout of an estimate; `replayed` are the bytes counted by a replay, and their parts."""
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
     counted, own = replayed or (round(estimate.peak_bytes - reserve), parts)
@@ -51,7 +51,10 @@ def rung_of(
 def rung_here(
     estimate: Estimate, forecast: CostModel, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
 ) -> FallbackLayout:
-    """With what it was corrected by: from runs here before, and by steps that were timed, which are then its source."""
+    """Return the fallback layout with its corrections.
+
+    The corrections come from earlier runs here and from timed steps; if steps were timed, they are its source.
+    """
     fleet, family = forecast.fleet, estimate.candidate.family
     reckoned = forecast.estimate(estimate.candidate).step_seconds
     return rung_of(

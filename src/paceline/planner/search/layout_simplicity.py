@@ -1,4 +1,4 @@
-"""Which of several layouts is simpler, and the simplest that is as quick as another for all that can be told."""
+"""Order of layouts by simplicity, and search for the simplest layout that ties with the fastest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -26,23 +26,23 @@ Simplicity = tuple[int, int, int, int, int]
 
 
 def simplicity(candidate: Candidate) -> Simplicity:
-    """Return what is less for a simpler layout: dimensions, those of the model, options, then the family's place."""
+    """Return a sort key, smaller for simpler: axes, model axes, options, the family's place, the ZeRO stage."""
     options = sum(getattr(candidate, name) != usual for name, usual in _OPTIONS.items())
     cuts = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)
     return len(candidate.mesh.split), cuts, options, FAMILIES.index(candidate.family), candidate.zero
 
 
 def simplest(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the simplest of those that tie with the quickest; of equally simple ones the quickest."""
+    """Return the simplest of the estimates that tie with the fastest; of equally simple ones the fastest."""
     quickest = min(estimates, key=key_of)
     alike = [one for one in estimates if one is quickest or is_tie(one, quickest)]
     return min(alike, key=lambda one: (simplicity(one.candidate), key_of(one)))
 
 
 def simpler(forecast: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
-    """Return the simplest candidate of the same family that fits and ties with `best`, where one is simpler.
+    """Return the simplest candidate of the same family that fits and ties with `best`, None if none is simpler.
 
-    It has fewer of its options, or one of its dimensions less, with its ranks on another one.
+    It has fewer options, or one axis less, whose ranks go to another axis.
     """
     own, family = simplicity(best.candidate), best.candidate.family
     plainer = {leaf for leaf in _plainer(forecast, best.candidate, grid) if simplicity(leaf) < own}
@@ -55,7 +55,7 @@ def simpler(forecast: CostModel, best: Estimate, *, grid: SearchSpace) -> Estima
 
 
 def _plainer(forecast: CostModel, best: Candidate, grid: SearchSpace) -> Iterator[Candidate]:
-    """Return all leaves of the grid with no option and no dimension that `best` has not."""
+    """Yield all leaves of the grid with no option and no axis that `best` lacks."""
     facts, fleet = forecast.facts, forecast.fleet
     less = replace(
         grid,
@@ -77,7 +77,7 @@ def _plainer(forecast: CostModel, best: Candidate, grid: SearchSpace) -> Iterato
 
 
 def _is_moved(trunk: Candidate, best: Candidate) -> bool:
-    """Return whether it has the model's axes as they are, or fewer and the ranks of those on one other axis."""
+    """Return True if it has the model axes of `best`, or fewer, with their ranks on one other axis."""
     sizes = [(getattr(trunk, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((trunk.replicas, best.replicas))
     if any(own > 1 and other == 1 for own, other in sizes) or trunk.ep not in (1, best.ep):

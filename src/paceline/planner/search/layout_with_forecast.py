@@ -1,18 +1,18 @@
-"""A layout with what goes with it and its forecast, as it crosses from a plan to a run."""
+"""A layout with its settings and its forecast, as a plan passes it to a run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TIMED = "timed"
-"""The source of a forecast whose seconds are those of steps that were timed."""
+"""The source of a forecast whose seconds were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackLayout:
-    """One layout. Bytes are of the fullest rank, without what a process needs before it has a model.
+    """A layout with its forecast. Bytes are those of the fullest rank, without a process's own reserve.
 
-    `longer` and `fuller` are what the forecast was corrected by, from runs here before; `source` is what made it.
+    `longer` and `fuller` are the corrections of the forecast from earlier runs here; `source` says what made it.
     """
 
     layout: str
@@ -29,14 +29,14 @@ class FallbackLayout:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """What to type."""
+        """Return the options to type."""
         return " ".join([f"--layout {self.layout}", *(f"--{name} {value}" for name, value in self.settings.items())])
 
     @property
     def micro_batch_size(self) -> int:
-        """In samples."""
+        """The microbatch size in samples."""
         return int(self.settings["train.micro_batch_size"])
 
     def as_json(self) -> dict[str, Any]:
-        """For the file that crosses to the workers."""
+        """Return its fields, for the file that is passed to the workers."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""The candidate of a family that needs the least memory: how near a family that does not fit comes to it."""
+"""Search for the candidate of a family that needs the least memory: how close a misfit comes to fitting."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -21,7 +21,10 @@ _DATA = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 
 def least_memory(forecast: CostModel, *, grid: SearchSpace, family: str = "") -> Estimate | None:
-    """By branch and bound over bytes, of one family or of all; None where the grid has no such candidate."""
+    """Return the candidate that needs least memory, by branch and bound over bytes.
+
+    It is of one `family`, or of any if that is empty; None if the grid has no such candidate.
+    """
     bounds = Bounds(forecast=forecast, grid=grid)
     turn = count()
     heap: list[tuple[float, int, int, Candidate]] = []
@@ -40,7 +43,7 @@ def least_memory(forecast: CostModel, *, grid: SearchSpace, family: str = "") ->
 
 
 def _needed(forecast: CostModel, candidate: Candidate) -> float:
-    """Bytes on the device, and those that its host has no room for."""
+    """Return the bytes on the device, plus those that its host has no room for."""
     memory, host = forecast.memory(candidate), forecast.host_limit_bytes
     return memory.peak_bytes + (0.0 if host is None else max(0.0, memory.host_bytes - host))
 

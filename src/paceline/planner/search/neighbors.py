@@ -1,4 +1,4 @@
-"""What would make a candidate fit: its neighbours on the grid, with what each costs in time."""
+"""Changes that would make a candidate fit: its neighbours on the grid, with what each costs in time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ _DEEP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What to change, what it would then be, and how many seconds a step takes more than it would if all fitted."""
+    """A change, the estimate after it, and the seconds that it adds to the step (negative if it saves time)."""
 
     says: str
     estimate: Estimate
     seconds: float
 
     def __str__(self) -> str:
-        """`remat=full: 61.2 GiB, +2.1 s a step (+14%)`."""
+        """Return e.g. `remat=full: 61.2 GiB, +2.1 s a step (+14%)`."""
         before = self.estimate.step_seconds - self.seconds
         sign = "+" if self.seconds >= 0 else "-"
         peak = format_size(round(self.estimate.peak_bytes))
@@ -32,7 +32,7 @@ class Change:
 
 
 def cheapest_changes(forecast: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
-    """The three quickest candidates that fit, one change away; two changes where none is, none where none is either."""
+    """Return the three fastest candidates that fit, one change away; two changes away if none is; else none."""
     seen = {estimate.candidate}
     edge: list[tuple[str, Candidate]] = [("", estimate.candidate)]
     for _ in range(_DEEP):
@@ -53,7 +53,10 @@ def cheapest_changes(forecast: CostModel, estimate: Estimate, *, grid: SearchSpa
 
 
 def neighbours(candidate: Candidate, forecast: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
-    """With the words for each: those that keep less, on the same ranks and for the same training."""
+    """Yield the description and the candidate of each change on the grid that may need less memory.
+
+    The ranks and the training stay the same.
+    """
     for says, other in _all(candidate, forecast, grid):
         if is_on(other, forecast.facts, forecast.fleet, grid):
             yield says, other
@@ -76,7 +79,7 @@ def _all(candidate: Candidate, forecast: CostModel, grid: SearchSpace) -> Iterat
 
 
 def _shared(c: Candidate, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
-    """More of the state shared among the replicas, or on the host."""
+    """Yield candidates that shard more of the state among the replicas, or offload more to the host."""
     for zero in grid.zero:
         if c.replicas > 1 and (zero > c.zero or c.dp_replicate > 1):
             shards = replace(c, dp_replicate=1, dp_shard=c.replicas, zero=zero)
@@ -87,7 +90,7 @@ def _shared(c: Candidate, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
 
 
 def _split(c: Candidate, axis: str) -> Iterator[tuple[str, Candidate]]:
-    """Twice as many ranks on an axis of the model, half as many replicas."""
+    """Yield candidates with twice as many ranks on a model axis and half as many replicas."""
     twice = 2 * int(getattr(c, axis))
     for data in ("dp_replicate", "dp_shard"):
         own = int(getattr(c, data))

@@ -1,7 +1,7 @@
-"""Which candidates there are for a model on so many ranks: in levels, so that a search can leave out whole boughs.
+"""The search space: all candidates for a model on a number of ranks, as a tree that a search can prune.
 
-A trunk is the axes that split the model; a bough says what is kept of its activations; a branch has its microbatch, a
-twig its schedule; a leaf says how data parallelism shares the rest. What can't be had is not in the grid.
+A trunk is the axes that split the model; a bough adds activation checkpointing; a branch adds the microbatch size, a
+twig the schedule; a leaf says how data parallelism shards the rest. The grid omits impossible candidates.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,11 @@ FAMILY = "family"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What is tried. `virtual` is of schedules that can have any; `micro_batch_size` None tries all that come out even.
+    """The options that a search tries.
 
-    `params` is as it is by itself: in bfloat16 fsdp would round where one process does not, which is for the user to
-    say.
+    `virtual` applies to schedules that can have any number of stages per rank; `micro_batch_size` None tries all sizes
+    that divide evenly. `params` stays at its default: with bfloat16, fsdp would round where one process does not, which
+    is the user's choice.
     """
 
     pp: tuple[int, ...] | None = None
@@ -36,7 +37,7 @@ class SearchSpace:
 
 
 def model_parallel_choices(facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
-    """Sizes of pp, tp, cp and ep; what they leave of the ranks are replicas, as yet without shards."""
+    """Yield trunks: sizes of pp, tp, cp and ep. The remaining ranks are replicas, not yet sharded."""
     for pp in _divisors(fleet.ranks):
         if pp > max(1, len(facts.blocks)) or (grid.pp and pp not in grid.pp):
             continue
@@ -54,7 +55,7 @@ def model_parallel_choices(facts: ModelProfile, fleet: Cluster, grid: SearchSpac
 
 
 def recompute_choices(trunk: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """What is kept for backward: who has no blocks can run none again; `sequence` is of tp."""
+    """Yield boughs: what is recomputed in backward, which needs blocks, and `sequence`, which needs tp."""
     for remat in grid.remat if facts.blocks else ("none",):
         for sequence in grid.sequence if trunk.tp > 1 else (False,):
             found = trunk.but(remat=remat, sequence=sequence)
@@ -63,14 +64,14 @@ def recompute_choices(trunk: Candidate, facts: ModelProfile, grid: SearchSpace) 
 
 
 def microbatch_choices(bough: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """How the batch is cut."""
+    """Yield branches: the microbatch sizes."""
     for size in micro_batch_sizes(facts.global_batch_size, bough.replicas, grid):
         if f"{MICRO}={size}" not in facts.refused:
             yield bough.but(micro_batch_size=size)
 
 
 def schedule_choices(branch: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Schedules; those without a gain over 1f1b there, or without a sure forecast, are left out."""
+    """Yield twigs: the schedules, without those that gain nothing over 1f1b or lack a reliable forecast."""
     if branch.pp == 1:
         yield branch
         return
@@ -85,7 +86,7 @@ def schedule_choices(branch: Candidate, facts: ModelProfile, grid: SearchSpace) 
 def data_parallel_choices(
     twig: Candidate, facts: ModelProfile, fleet: Cluster, grid: SearchSpace
 ) -> Iterator[Candidate]:
-    """Replicas or shards, and what of a shard lies where."""
+    """Yield leaves: replicas or shards, the ZeRO stage, and what is offloaded."""
     for shard in _divisors(twig.replicas):
         if shard == 1:
             if not is_lost(twig, facts):
@@ -105,7 +106,7 @@ def data_parallel_choices(
 
 
 def candidates(facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
-    """All of them, one after another."""
+    """Yield all candidates."""
     for trunk in model_parallel_choices(facts, fleet, grid):
         for bough in recompute_choices(trunk, facts, grid):
             for branch in microbatch_choices(bough, facts, grid):
@@ -114,7 +115,7 @@ def candidates(facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> Iterat
 
 
 def is_on(candidate: Candidate, facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> bool:
-    """Whether it is one of the candidates."""
+    """Return True if it is one of the candidates."""
     c = candidate
     return any(
         leaf == c
@@ -131,20 +132,22 @@ def is_on(candidate: Candidate, facts: ModelProfile, fleet: Cluster, grid: Searc
 
 
 def is_refused(candidate: Candidate, facts: ModelProfile) -> bool:
-    """Whether the model says of one of its axes or options that it can't have it."""
+    """Return True if the model refuses one of the candidate's axes or options."""
     return any(word in facts.refused for word in words_of(candidate)) if facts.refused else False
 
 
 def is_lost(candidate: Candidate, facts: ModelProfile) -> bool:
-    """Whether this very layout, in these microbatches or in any, was refused, or its family after others of it."""
+    """Return True if this layout was refused, with this microbatch size or any, or its whole family was."""
     if not facts.refused:
         return False
     return any(word in facts.refused for word in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
 
 
 def words_of(candidate: Candidate) -> Iterator[str]:
-    """What a model can refuse, beside `micro_batch_size=1`: `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`,
-    `offload`, `sequence`, and so on."""
+    """Yield the words by which a model can refuse a candidate, besides `micro_batch_size=1`.
+
+    These are `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload`, `sequence`, and so on.
+    """
     for axis in candidate.mesh.split:
         yield from (axis, f"{axis}={candidate.mesh.size(axis)}")
     if candidate.remat != "none":
@@ -160,7 +163,10 @@ def words_of(candidate: Candidate) -> Iterator[str]:
 
 
 def micro_batch_sizes(global_batch_size: int, replicas: int, grid: SearchSpace) -> list[int]:
-    """Those that give every replica as many samples; where none does, one for each number of microbatches."""
+    """Return the sizes that give every replica equal samples.
+
+    If the replicas do not divide the batch, return one size for each number of microbatches.
+    """
     share = -(-global_batch_size // replicas)
     if grid.micro_batch_size is not None:
         return [grid.micro_batch_size] if grid.micro_batch_size <= share else []
@@ -170,7 +176,11 @@ def micro_batch_sizes(global_batch_size: int, replicas: int, grid: SearchSpace) 
 
 
 def _schedules(bough: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[tuple[str, int]]:
-    """A block that runs again, or whose weights are split, has its backward in one piece: nothing to put off."""
+    """Yield schedules with their stages per rank.
+
+    Blocks that are recomputed or tensor parallel run backward in one piece, so schedules that defer weight gradients
+    are left out for them.
+    """
     for name in grid.schedules:
         if name in SPLITS and (bough.remat != "none" or bough.tp > 1):
             continue
@@ -181,7 +191,7 @@ def _schedules(bough: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iter
 
 
 def _had(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """1, and what of the sizes divides the ranks."""
+    """Return 1 and the sizes that divide the ranks."""
     return [1, *(size for size in sizes if size > 1 and ranks % size == 0)]
 
 

@@ -1,4 +1,4 @@
-"""Which of a plan's candidates to time where they would run, and a plan whose seconds are those that were found."""
+"""Choice of the candidates of a plan to time on the target cluster, and estimates with the measured seconds."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,8 +14,8 @@ from paceline.planner.search.branch_and_bound import key_of
 from paceline.planner.search.search_space import SearchSpace, candidates
 
 MOST = 9
-_EACH = 3  # of a family
-_NEAR = 1.6  # times the quickest forecast: as far as a closed form may be wrong
+_EACH = 3  # at most, of one family
+_NEAR = 1.6  # times the fastest forecast: closed forms may be wrong by this much
 _MOST_LOOKED_AT = 20_000
 _LEAST_SECONDS = 1e-6
 _PAIRS = ("blocks", "between")
@@ -23,10 +23,10 @@ _PAIRS = ("blocks", "between")
 
 @dataclass(frozen=True, kw_only=True)
 class TimingTrial:
-    """One layout to time: as it would be typed, with what goes beside it.
+    """A layout to time, as a user would type it, with its settings.
 
-    `share` is what it needs of the memory, of which `stays` is there between its steps too; `seconds` are its step's by
-    the forecast, 0 where there is none.
+    `share` is its peak as a fraction of the usable memory, `stays` the fraction that persists between steps; `seconds`
+    is the forecast step time, 0 if there is none.
     """
 
     candidate: str
@@ -39,13 +39,13 @@ class TimingTrial:
     stages: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For the other ranks."""
+        """Return its fields, for the other ranks."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedLayout:
-    """Why a layout could not be timed: its own refusal, or an error of the job's own code (`is_jobs`)."""
+    """The reason why a layout could not be timed: its own refusal, or an error of the job's code (`is_jobs`)."""
 
     why: str
     is_jobs: bool = False
@@ -54,9 +54,9 @@ class RejectedLayout:
 def shortlist(
     forecast: CostModel, *, grid: SearchSpace | None = None, most: int = MOST, also: Collection[str] = ()
 ) -> list[Estimate]:
-    """The best of each family that fits, and what is forecast to be nearly as quick as the best; the quickest first.
+    """Return the best fitting candidate of each family and those forecast to be nearly as fast; fastest first.
 
-    Candidates whose names are in `also` are there too, where they fit.
+    Candidates whose names are in `also` are included if they fit.
     """
     grid = grid or SearchSpace()
     every = islice(candidates(forecast.facts, forecast.fleet, grid), _MOST_LOOKED_AT)
@@ -77,7 +77,7 @@ def shortlist(
 
 
 def in_turn(options: Sequence[Estimate]) -> list[Estimate]:
-    """In the order to time them, as time may run out: first the best of each family that may be the quickest."""
+    """Return the order in which to time them, as time may run out: the best of each promising family first."""
     ordered = sorted(options, key=key_of)
     near = [one for one in ordered if one.step_seconds <= _NEAR * ordered[0].step_seconds]
     best = {one.candidate.family: one for one in reversed(near)}
@@ -85,17 +85,17 @@ def in_turn(options: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _kept(candidate: Candidate) -> Candidate:
-    """The same where nothing is computed again: where that fits too, it is the quicker one."""
+    """Return the candidate without activation checkpointing: if that fits too, it is the faster one."""
     return replace(candidate, remat="none")
 
 
 def _place(estimate: Estimate, own: Sequence[Estimate], chosen: Sequence[Estimate]) -> int:
-    """How many of its family are chosen already."""
+    """Return how many of its family are chosen already."""
     return sum(one in own for one in chosen if one.candidate.family == estimate.candidate.family)
 
 
 def try_of(estimate: Estimate) -> TimingTrial:
-    """What the ranks must know to time it. Each stage needs two blocks, so that one of them has a neighbour."""
+    """Return what the ranks need to time a layout. Each stage needs two blocks, so that a block has a neighbour."""
     candidate = estimate.candidate
     return TimingTrial(
         candidate=str(candidate),
@@ -110,9 +110,10 @@ def try_of(estimate: Estimate) -> TimingTrial:
 
 
 def read_kept(kept: Mapping[str, Any]) -> dict[str, MeasuredTime]:
-    """What was timed, by candidate, of its JSON.
+    """Return the measured times by candidate, read from their JSON.
 
-    Raises: ValueError, KeyError, TypeError of what nobody has written.
+    Raises:
+        ValueError, KeyError, TypeError: the content is not valid.
     """
     found = {name: MeasuredTime(**{**own, **{pair: tuple(own[pair]) for pair in _PAIRS}}) for name, own in kept.items()}
     if not all(
@@ -123,19 +124,19 @@ def read_kept(kept: Mapping[str, Any]) -> dict[str, MeasuredTime]:
 
 
 def retimed(estimates: Sequence[Estimate], timed: Mapping[str, MeasuredTime]) -> list[Estimate]:
-    """With the seconds that were found; of what was not timed those of the forecast, as wrong as of the others."""
+    """Return the estimates with measured seconds, sorted; untimed forecasts are scaled by the usual ratio."""
     usual = usual_ratio(estimates, timed)
     return sorted((as_timed(one, timed, usual=usual) for one in estimates), key=key_of)
 
 
 def usual_ratio(estimates: Sequence[Estimate], timed: Mapping[str, MeasuredTime]) -> float:
-    """Of what was found to what was forecast."""
+    """Return the median ratio of measured to forecast seconds, 1 if nothing was timed."""
     ratios = [timed[key].seconds / one.step_seconds for one in estimates if (key := str(one.candidate)) in timed]
     return median(ratios) if ratios else 1.0
 
 
 def as_timed(estimate: Estimate, timed: Mapping[str, MeasuredTime], *, usual: float) -> Estimate:
-    """With its own seconds, or as wrong as is usual."""
+    """Return the estimate with its own measured seconds, or its forecast scaled by the `usual` ratio."""
     own = timed.get(str(estimate.candidate))
     ratio = usual if own is None else own.seconds / estimate.step_seconds
     return replace(estimate, seconds=estimate.seconds.times(ratio), timed=own)

@@ -1,4 +1,4 @@
-"""A candidate's step on virtual time: its schedule's program with the seconds of its own stages and messages."""
+"""Simulation of a candidate's step in virtual time: its schedule's program with its own stages and messages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +21,11 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateSimulation:
-    """One step of a candidate. `seconds` are a mean rank's by what they go to, and sum to the step; `estimate` is what
-    the closed forms say. `flops` are the model's own as MFU counts them, of all ranks."""
+    """A simulated step of one candidate.
+
+    `seconds` are a mean rank's, by purpose, and sum to the step; `estimate` is the closed-form forecast. `flops` are
+    the model FLOPs of all ranks, as MFU counts them.
+    """
 
     estimate: Estimate
     seconds: dict[str, float]
@@ -34,41 +37,41 @@ class CandidateSimulation:
 
     @property
     def step_seconds(self) -> float:
-        """From the first rank's start until the last one has its new weights."""
+        """The seconds from the first rank's start until the last rank has its new weights."""
         return self.rehearsal.step_seconds
 
     @property
     def ranks(self) -> int:
-        """One a device."""
+        """The number of ranks, one per device."""
         return self.estimate.candidate.ranks
 
     @property
     def tokens(self) -> int:
-        """Of a step; as many as samples where these have no length."""
+        """The tokens of a step; the number of samples if these have no length."""
         return self.samples * self.length
 
     @property
     def mfu(self) -> float:
-        """The model's operations as a part of what the devices could do in a step (Chowdhery et al., "PaLM", 2022)."""
+        """The model FLOPs as a fraction of the devices' peak in a step (Chowdhery et al., "PaLM", 2022)."""
         return self.flops / (self.step_seconds * self.ranks * self.flops_per_second)
 
     @property
     def bubble(self) -> float:
-        """The part of the step that the schedule leaves idle."""
+        """The fraction of the step that the schedule leaves idle."""
         return self.rehearsal.bubble
 
     @property
     def exposed(self) -> float:
-        """The part of the step that communication adds."""
+        """The fraction of the step that communication adds."""
         return self.rehearsal.exposed
 
     @property
     def off(self) -> float:
-        """By what part of the closed forms' step this one is longer."""
+        """The simulated step time relative to the closed-form forecast, minus 1."""
         return self.step_seconds / self.estimate.step_seconds - 1
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts; `planned_seconds` are the closed forms'."""
+        """Return the values by name, for scripts; `planned_seconds` are those of the closed forms."""
         found = self.estimate
         return {
             "layout": found.layout,
@@ -89,15 +92,15 @@ class CandidateSimulation:
 
     @property
     def timeline(self) -> Timeline:
-        """Of one pipeline, from its first forward to its last backward."""
+        """The timeline of one pipeline, from its first forward to its last backward."""
         return self.rehearsal.timeline
 
 
 def simulate_candidate(forecast: CostModel, *, candidate: Candidate) -> CandidateSimulation:
-    """Follow the step. Of replicas one pipeline is followed, so that it takes no longer for thousands of ranks.
+    """Simulate one step. Only one replica's pipeline is simulated, so thousands of ranks take no longer.
 
     Raises:
-        LayoutError: more stages than blocks.
+        LayoutError: there are more stages than blocks.
     """
     c, estimate = candidate, forecast.estimate(candidate)
     program = build(c.schedule, ranks=c.pp, micro=forecast.num_micro(c), virtual=c.virtual)
@@ -133,8 +136,10 @@ def simulate_candidate(forecast: CostModel, *, candidate: Candidate) -> Candidat
 
 @dataclass(frozen=True, kw_only=True)
 class _Passes:
-    """One microbatch of one stage: seconds of its computes, `input` with what runs `again`; and by axis those of its
-    messages, forward and backward."""
+    """The seconds of one microbatch in one stage.
+
+    `input` includes recomputation (`again`); `messages` are the forward and backward seconds by axis.
+    """
 
     forward: float
     input: float
@@ -148,7 +153,7 @@ def _passes(forecast: CostModel, c: Candidate, place: int) -> _Passes:
     forward = back = tensor = experts = 0.0
     for part, (count, work) in enumerate(zip(forecast.counts(c)[place], forecast.works(c), strict=True)):
         if count:
-            times = 3 if c.remat == "full" and part > 1 else 2  # forward, backward, and forward again of a block
+            times = 3 if c.remat == "full" and part > 1 else 2  # forward, backward, and a block's forward again
             forward += count * work.forward
             back += count * (work.input + work.again)
             tensor += count * work.tensor / times
@@ -170,7 +175,7 @@ def _passes(forecast: CostModel, c: Candidate, place: int) -> _Passes:
 
 
 def _messages(passes: list[_Passes]) -> Iterator[Collective]:
-    """What compute hides of them is not in the forecast's seconds."""
+    """Yield the collectives of the passes. The forecast's seconds already exclude what compute hides."""
     for axis in AXES:
         for place, when in enumerate((When.FORWARD, When.BACKWARD)):
             seconds = [max(0.0, one.messages[axis][place]) for one in passes]
@@ -187,7 +192,7 @@ def _ends(forecast: CostModel, c: Candidate, program: Program) -> list[dict[str,
 
 
 def _gradients(program: Program, seconds: list[float]) -> Collective:
-    """A rank's sums begin when its first stage, whose backward is its last, is done."""
+    """Return the gradient collective: a rank's reduction begins when its first stage has finished its backward."""
     first = {min(program.stages_of(rank)): each for rank, each in enumerate(seconds)}
     each = [first.get(stage, 0.0) for stage in range(program.num_stages)]
     return Collective(name="gradients", when=When.END, seconds=each)

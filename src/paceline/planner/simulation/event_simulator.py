@@ -1,7 +1,7 @@
-"""A planned step on virtual time, on any number of ranks: how long, what waits for what, what one slow rank costs.
+"""Simulation of a planned step in virtual time, for any number of ranks, with collectives and slow ranks.
 
-One replica's pipeline is followed action by action. Replicas are alike, and only counted; one that has a slow rank is
-followed as well.
+One replica's pipeline is simulated action by action. Replicas are alike, so others are only counted; one that has a
+slow rank is simulated as well.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from paceline.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank of the pipeline of one replica whose computes take `factor` times as long; so for its whole stage."""
+    """A rank of one replica's pipeline whose computes, and so its whole stage's, take `factor` times as long."""
 
     rank: int
     factor: float
@@ -36,9 +36,9 @@ class SlowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A step of `ranks` ranks, in seconds, as four parts of a mean rank's time that sum to `step_seconds`.
+    """A step of `ranks` ranks in seconds, as four parts of a mean rank's time that sum to `step_seconds`.
 
-    `compute_seconds`: its own work. `bubble_seconds`: waiting that the schedule has even if communication took no time.
+    `compute_seconds`: its own work. `bubble_seconds`: the waiting that remains if communication takes no time.
     `exposed_seconds`: what communication adds to that step. `slow_seconds`: what the slow ranks add.
     """
 
@@ -51,31 +51,31 @@ class SimulatedStep:
 
     @property
     def step_seconds(self) -> float:
-        """From the first rank's start until the last one has its new weights."""
+        """The seconds from the first rank's start until the last rank has its new weights."""
         return self.compute_seconds + self.bubble_seconds + self.exposed_seconds + self.slow_seconds
 
     @property
     def bubble(self) -> float:
-        """The part of the step that the schedule alone leaves idle, 0 to 1."""
+        """The fraction of the step that the schedule alone leaves idle, 0 to 1."""
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def exposed(self) -> float:
-        """The part of the step that communication adds, 0 to 1."""
+        """The fraction of the step that communication adds, 0 to 1."""
         return self.exposed_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of the first replica's pipeline, for `draw`; what is exposed of a collective stands in its compute."""
+        """The timeline of the first replica's pipeline, for `draw`; computes include exposed collectives."""
         return self.timeline_of(0)
 
     def timeline_of(self, replica: int) -> Timeline:
-        """Of a replica's pipeline."""
+        """Return the timeline of a replica's pipeline."""
         found = self.followed.get(replica, self.followed[-1])
         return Timeline(name=found.program.name, num_ranks=found.program.num_ranks, spans=found.spans)
 
     def a_day(self, *, each_step: float, goodput: Goodput | None = None) -> float:
-        """How many samples or tokens a day are trained and kept, if a step has `each_step` of them."""
+        """Return how many samples or tokens a day are trained and kept, with `each_step` of them per step."""
         kept = 1.0 if goodput is None else goodput.useful
         return each_step * kept * DAY_SECONDS / self.step_seconds
 
@@ -90,14 +90,15 @@ def simulate_step(
     slow: Sequence[SlowRank] = (),
     update_seconds: float = 0.0,
 ) -> SimulatedStep:
-    """Go through one step of a program, as `build` or `check` gave it, on replicas × pipeline × `ranks_a_stage` ranks.
+    """Simulate one step of a valid program on replicas × pipeline × `ranks_a_stage` ranks.
 
-    `costs` are of computes alone, and of the messages between stages. A collective of the end joins all replicas: it
-    begins when the slowest has its gradients. Then every rank takes `update_seconds`, and the step ends with the last.
+    The program is as `build` or `check` returns it. `costs` are those of computes alone and of the messages between
+    stages. A collective at the end joins all replicas: it begins when the slowest has its gradients. Then every rank
+    takes `update_seconds`, and the step ends with the last.
 
     Raises:
-        UsageError: times, counts or slow ranks that can't be.
-        ScheduleError: the program does not come to its end.
+        UsageError: a time, a count or a slow rank is invalid.
+        ScheduleError: the program does not run to its end.
     """
     refuse_bad_numbers(program, costs=costs, collectives=collectives)
     _refuse_bad_ranks(program, replicas=replicas, each=ranks_a_stage, slow=slow, update_seconds=update_seconds)
@@ -133,7 +134,7 @@ def simulate_step(
 
 
 def _kinds(slow: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
-    """Each replica's slow ranks, in the same words where they are the same."""
+    """Return each replica's slow ranks in a normal form, so that replicas with equal ones share a key."""
     found: dict[int, set[SlowRank]] = {}
     for one in slow:
         found.setdefault(one.replica, set()).add(replace(one, replica=0))
@@ -141,7 +142,7 @@ def _kinds(slow: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
 
 
 def last_done(followed: Sequence[WalkResult], collectives: Sequence[Collective]) -> float:
-    """When the last rank is done, its gradients' collectives included, if these are the slowest replicas."""
+    """Return when the last rank is done, including gradient collectives, if these are the slowest replicas."""
     program = followed[0].program
     last = [_last_computes(found) for found in followed]
     done = max(max(found.ends) for found in followed)
@@ -155,7 +156,7 @@ def last_done(followed: Sequence[WalkResult], collectives: Sequence[Collective])
 
 
 def _last_computes(followed: WalkResult) -> dict[int, tuple[float, float]]:
-    """Start and stop of each stage's last compute."""
+    """Return the start and stop of each stage's last compute."""
     wanted: dict[tuple[int, int], int] = {}
     for rank, row in enumerate(followed.program.actions):
         missing = set(followed.program.stages_of(rank))
@@ -169,7 +170,7 @@ def _last_computes(followed: WalkResult) -> dict[int, tuple[float, float]]:
 
 
 def _compute_seconds(program: Program, costs: Costs) -> float:
-    """Of a mean rank."""
+    """Return the compute seconds of a mean rank."""
     counts = Counter((action.op, action.stage) for row in program for action in row)
     kinds = (Action(op=op, stage=stage, microbatch=0) for op, stage in counts if op.is_compute)
     return sum(counts[kind.op, kind.stage] * costs.seconds(kind) for kind in kinds) / program.num_ranks

@@ -1,4 +1,4 @@
-"""What of a rehearsed step's exposed communication comes from which collective."""
+"""The exposed communication of a simulated step, by collective."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ BORDERS = "borders"
 
 
 def exposed_by_name(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> dict[str, float]:
-    """Seconds that each adds to the step: first the messages between stages (`borders`), then each name in its turn.
+    """Return the seconds each adds to the step: messages between stages (`borders`), then each name in turn.
 
-    They sum to what the step would be shorter by, were communication free. The program comes to its end, as `rehearse`
-    sees to.
+    They sum to the time that the step would save if communication were free. The program must run to its end, which
+    `simulate_step` ensures.
     """
     free = replace(costs, transfer=0.0, latency=0.0, ready=0.0)
     followed = walk_actions(program, costs=free)

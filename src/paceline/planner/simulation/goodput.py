@@ -1,8 +1,8 @@
-"""What is left of a run's time when devices fail: how much of it is useful, for a distance between checkpoints.
+"""Goodput of a long run with failures: its useful fraction of time for a checkpoint interval.
 
-Failures come independently of what has been (exponentially), also while a checkpoint is written and while the run
-restarts. After one the run restarts and goes on from the newest finished checkpoint; with none finished since the last
-one was begun, from the one before.
+Failures are memoryless (exponentially distributed), also while a checkpoint is written and while the run restarts.
+After a failure, the run restarts from the newest finished checkpoint; if the newest one is not finished, from the one
+before.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSource:
-    """`count` parts of one kind, each of which fails once in `mean_seconds` on average."""
+    """A group of `count` parts of one kind, each of which fails once in `mean_seconds` on average."""
 
     name: str
     count: int
@@ -31,14 +31,14 @@ class FailureSource:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """What threatens a run, in seconds.
+    """The failure and checkpoint times of a run, in seconds.
 
-    `mean_seconds` lie between two failures of the whole run (`combined_failure_interval` says how many for parts). A
-    checkpoint stops training for `stall_seconds` and is safe `write_seconds` after training went on. From a failure
-    until training goes on `restart_seconds` pass: noticing, starting, loading.
+    `mean_seconds` is the mean time between two failures of the whole run (`combined_failure_interval` computes it from
+    parts). A checkpoint stops training for `stall_seconds` and is safe `write_seconds` after training resumed. From a
+    failure until training resumes, `restart_seconds` pass: detecting, starting, loading.
 
     Raises:
-        UsageError: a number that no such time can be.
+        UsageError: `mean_seconds` is not above 0, or another time is negative or not finite.
     """
 
     mean_seconds: float
@@ -59,16 +59,16 @@ class FailureModel:
 
     @property
     def rate(self) -> float:
-        """Failures a second."""
+        """The number of failures per second."""
         return 1 / self.mean_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where a long run's time goes: four parts that sum to 1. `failures_a_day` come on average.
+    """The division of a long run's time into four parts that sum to 1, with `failures_a_day` on average.
 
     `useful` is training that is kept, `saving` the stalls of the checkpoints that are kept, `restarting` the time until
-    training goes on, `redone` what was trained or saved and lost.
+    training resumes, `redone` what was trained or saved and lost.
     """
 
     interval_seconds: float
@@ -80,10 +80,10 @@ class Goodput:
 
 
 def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
-    """The mean seconds between two failures of any of them: their rates add up.
+    """Return the mean seconds between two failures of any part: their rates add up.
 
     Raises:
-        UsageError: a count below 0, or a mean that no time can be.
+        UsageError: a count is below 0, or a mean is not above 0.
     """
     rate = 0.0
     for part in parts:
@@ -98,12 +98,12 @@ def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
 
 
 def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
-    """With a checkpoint after every `interval_seconds` of training; exact, for a run that is long beside them.
+    """Return the goodput with a checkpoint after every `interval_seconds` of training; exact for a long run.
 
     A segment is an interval i and a stall s; the next begins while this one's checkpoint is still being written, for w
-    seconds. Let λ be the failures a second, R the restart, x the mean time of a segment that begins on a finished
-    checkpoint and y of one that begins on an unfinished one. Each failure costs a restart and begins again; the second
-    kind, hit within w, has to do the segment before again too:
+    seconds. Let λ be the failures per second, R the restart, x the mean time of a segment that begins on a finished
+    checkpoint and y of one that begins on an unfinished one. Each failure costs a restart and begins the segment again;
+    one of the second kind that fails within w must also repeat the segment before:
 
         x = (e^(λ(i+s)) - 1) e^(λR) / λ,    y = e^(λw) x
 
@@ -112,7 +112,7 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
     interval for restart dumps"): a write costs what a longer restart would.
 
     Raises:
-        UsageError: an interval of no time, or shorter than a checkpoint is under way.
+        UsageError: the interval is not above 0, or shorter than the time to write a checkpoint.
     """
     _refuse_bad_interval(hazard, interval_seconds)
     rate = hazard.rate
@@ -134,9 +134,9 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
 
 
 def by_chance(*, hazard: FailureModel, interval_seconds: float, segments: int, seed: int) -> float:
-    """The naive version of `Goodput.useful`: one run of so many kept segments, failure by failure.
+    """Return `Goodput.useful` of one random run of `segments` kept segments: the naive version, failure by failure.
 
-    Takes long where little is useful.
+    It takes long if little time is useful.
     """
     _refuse_bad_interval(hazard, interval_seconds)
     chance = Random(seed)
@@ -176,5 +176,5 @@ def _refuse_bad_interval(hazard: FailureModel, interval_seconds: float) -> None:
 
 
 def _over_rate(rate: float, seconds: float) -> float:
-    """(e^(λt) - 1) / λ; t where nothing fails."""
+    """Return (e^(λt) - 1) / λ; t if nothing fails."""
     return expm1(rate * seconds) / rate if rate else seconds

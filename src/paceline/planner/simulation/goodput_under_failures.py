@@ -1,4 +1,4 @@
-"""What failures leave of a planned run: at a distance between checkpoints, and at the best one."""
+"""Goodput of a planned run under failures, at a given checkpoint interval and at the best one."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,8 +19,12 @@ from paceline.planner.simulation.goodput import (
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Training stops `stall_seconds` for one, and it is safe `write_seconds` later; after a failure training goes on
-    `restart_seconds` later, from the newest that is safe. `every` steps there is one, None: as often as is best."""
+    """The costs of a checkpoint, and how often one is saved.
+
+    Training stops for `stall_seconds`, and the checkpoint is safe `write_seconds` later; after a failure, training
+    resumes `restart_seconds` later from the newest safe one. One is saved after `every` steps; None: at the best
+    interval.
+    """
 
     stall_seconds: float = 60.0
     write_seconds: float = 0.0
@@ -30,7 +34,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureForecast:
-    """`best` is with a checkpoint every `best_every` steps, `asked` with one as often as was asked."""
+    """The goodput of a run: `best` with a checkpoint every `best_every` steps, `asked` with one every `every` steps."""
 
     ranks: int
     device_mean_seconds: float
@@ -43,15 +47,15 @@ class FailureForecast:
 
     @property
     def wins(self) -> float:
-        """How much more of the time is useful at the best distance than at that which was asked."""
+        """The gain in useful time, as a fraction of 1, of the best interval over the one asked for."""
         return 0.0 if self.asked is None else self.best.useful - self.asked.useful
 
     def steps_a_day(self, found: Goodput) -> float:
-        """Steps that are kept."""
+        """Return the number of steps a day that are kept."""
         return found.useful * DAY_SECONDS / self.step_seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Each with where time goes, as parts of 1."""
+        """Return the values by name; parts of time are fractions of 1."""
         found: dict[str, Any] = {
             "mean_seconds": self.hazard.mean_seconds,
             "device_mean_seconds": self.device_mean_seconds,
@@ -63,7 +67,7 @@ class FailureForecast:
         return found
 
     def lines(self) -> Iterator[str]:
-        """For the screen."""
+        """Yield the lines for the screen."""
         one, each = long_duration(self.hazard.mean_seconds), long_duration(self.device_mean_seconds)
         yield f"one failure in {one}: each of {plural(self.ranks, 'device')} fails once in {each}"
         hazard = self.hazard
@@ -91,11 +95,11 @@ class FailureForecast:
 def forecast_failures(
     *, step_seconds: float, ranks: int, device_mean_seconds: float, checkpoints: Checkpoints
 ) -> FailureForecast:
-    """Of a run in which each of `ranks` devices fails once in `device_mean_seconds`.
+    """Return the goodput of a run in which each of `ranks` devices fails once in `device_mean_seconds`.
 
     Raises:
-        UsageError: times that none can be, a checkpoint that is not safe before the next begins, or failures so often
-            that nothing is left.
+        UsageError: a time is invalid, a checkpoint is not safe before the next begins, or failures are so frequent
+            that nothing useful is left.
     """
     mean = combined_failure_interval([FailureSource(name="device", count=ranks, mean_seconds=device_mean_seconds)])
     hazard = FailureModel(

@@ -1,4 +1,4 @@
-"""Collectives of a step beside its pipeline: when they run, and how much of them compute can hide."""
+"""Collectives of a step outside its pipeline: when they run, and how much of them compute can hide."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from paceline.schedule.program import Program
 
 
 class When(StrEnum):
-    """What a collective goes with, in each stage."""
+    """The point of a step at which a collective runs in each stage."""
 
     START = "start"  # once a step, before the stage's first forward: parameters that stay gathered
     FORWARD = "forward"  # with each forward: tensor parallel sums, parameters gathered for use, a ring of keys
@@ -22,9 +22,9 @@ class When(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Seconds that a stage's ranks communicate on other axes than the pipeline's, one number for all stages or each.
+    """The seconds that a stage's ranks communicate on axes other than pp, one number for all stages or one for each.
 
-    `overlap` is the part that can run beside the compute it goes with, 0 to 1; the rest comes before or after it.
+    `overlap` is the fraction that can run in parallel with its compute, 0 to 1; the rest comes before or after it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Collective:
 
 
 def with_collectives(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> Costs:
-    """Costs of computes that last as long as what goes with them, in stages that wait for what comes first."""
+    """Return costs whose computes include their collectives, and whose stages wait for those at the start."""
     stages = range(program.num_stages)
 
     def beside(seconds: Sequence[float], when: When) -> list[float]:
@@ -57,7 +57,7 @@ def with_collectives(program: Program, *, costs: Costs, collectives: Sequence[Co
 
 
 def slow_down_rank(program: Program, *, costs: Costs, rank: int, factor: float) -> Costs:
-    """The same where one rank's computes take `factor` times as long."""
+    """Return the costs with one rank's computes taking `factor` times as long."""
 
     def on_rank(value: PerStage) -> list[float]:
         own = program.rank_of_stage
@@ -76,10 +76,10 @@ def slow_down_rank(program: Program, *, costs: Costs, rank: int, factor: float) 
 def gradient_ready_time(
     collectives: Iterable[Collective], *, stage: int, start: float, stop: float, free: float
 ) -> float:
-    """When the last of a stage's gradients are there, if its last backward runs from `start` to `stop`.
+    """Return when a stage's gradients are reduced, if its last backward runs from `start` to `stop`.
 
-    The link is `free` from then on. Gradients come while that backward runs: what may overlap goes beside it, the rest
-    after it.
+    The link is available from `free` on. Gradients become ready while that backward runs: what may overlap runs in
+    parallel with it, the rest after it.
     """
     done = free
     for collective in collectives:
@@ -90,10 +90,10 @@ def gradient_ready_time(
 
 
 def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> None:
-    """Every time is one, and there are as many as stages.
+    """Raise UsageError if a time is negative or not finite, a stage lacks one, or an overlap is not in 0 to 1.
 
     Raises:
-        UsageError: the first that is not.
+        UsageError: the first number that is invalid.
     """
     for name, value, count in _values(program, costs, collectives):
         if isinstance(value, Sequence) and len(value) < count:
@@ -134,7 +134,10 @@ def _beside(collectives: Iterable[Collective], seconds: float, *, stage: int) ->
 
 
 def _ready(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
-    """A rank gathers for its stages in turn; a forward may begin while what may overlap is still under way."""
+    """Return when each stage may begin.
+
+    A rank gathers for its stages in turn; a forward may begin while the part that may overlap is still being gathered.
+    """
     own = [c for c in collectives if c.when is When.START]
     found = [of_stage(costs.ready, stage) for stage in range(program.num_stages)]
     for rank in range(program.num_ranks):

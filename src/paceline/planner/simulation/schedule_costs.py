@@ -1,4 +1,4 @@
-"""A candidate's pipeline on virtual time: its schedule's own program with its own stages, for pictures."""
+"""A candidate's pipeline in virtual time, for pictures: its schedule's program with its own stages."""
 
 from paceline.errors import LayoutError
 from paceline.planner.cost.cost_model import CostModel
@@ -10,12 +10,12 @@ from paceline.schedule.timeline import Timeline
 
 
 def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
-    """Who does what when, from the first forward to the last backward: what `makespan` gives in one number.
+    """Return the timeline from the first forward to the last backward, which `makespan` sums up in one number.
 
-    Takes about 20 microseconds an action: ranks × microbatches × stages a rank × 4 of them.
+    This takes about 20 microseconds per action, of which there are ranks × microbatches × stages per rank × 4.
 
     Raises:
-        LayoutError: there is no pipeline.
+        LayoutError: the candidate has no pipeline.
     """
     if candidate.pp == 1:
         raise LayoutError(f"{candidate.layout} has no pipeline to follow.", hint="a layout with pp")
@@ -26,7 +26,7 @@ def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
 
 
 def costs_of(forecast: CostModel, *, candidate: Candidate) -> Costs:
-    """Seconds of every stage and of a message between two, for `schedule.simulate`."""
+    """Return the seconds of every stage and of a message between two, for `program_simulation.simulate`."""
     stages = forecast.all_stages(candidate)
     return Costs(
         forward=[stage.forward for stage in stages],

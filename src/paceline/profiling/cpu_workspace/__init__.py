@@ -1,1 +1,1 @@
-"""Memory that CPU kernels use internally, by operator."""
+"""Workspace memory that CPU kernels use internally, by operator."""

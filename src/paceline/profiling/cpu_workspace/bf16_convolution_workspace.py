@@ -1,8 +1,8 @@
-"""What a convolution of bfloat16 holds beside its blocks, on a CPU with AVX-512 whose products are of pairs, not tiles.
+"""Workspace of a bfloat16 convolution on a CPU with AVX-512 that multiplies pairs, not tiles.
 
-Seen in the allocator's account of single calls. Sums are made in float32. For the gradient of the weights each thread
-turns a picture of both sides so that pairs lie beside each other, rows filled up to an even number of steps. Where
-pictures become smaller, or channels are few or in groups, threads share one picture out.
+Measured with the allocator's account of single calls. Sums are made in float32. For the weight gradient each thread
+transposes an image of both sides so that pairs are adjacent, with rows padded to an even number of steps. If the images
+shrink, or channels are few or in groups, threads share one image.
 """
 
 import math
@@ -13,12 +13,12 @@ _PAIR, _FEW = 2, 3  # elements; channels that are read as they lie
 _OWN_BYTES = 8580  # where threads meet
 
 Side = tuple[int, int, tuple[int, ...]]
-"""Channels, the same filled up to blocks, and the sides of a picture."""
+"""The channels, the channels padded to blocks, and the sides of an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16ConvolutionCall:
-    """One call, from the larger pictures (`source`) to the smaller, whichever of both is given."""
+    """A convolution call, from the larger images (`source`) to the smaller, whichever of both is the input."""
 
     source: Side
     result: Side
@@ -31,7 +31,7 @@ class Bf16ConvolutionCall:
     threads: int
 
     def forward_bytes(self) -> int:
-        """Sums of a picture in each thread, where the kernel is of one element; else none beside the blocks."""
+        """Return the bytes of each thread's sums of an image, for a kernel of one element; else 0."""
         if max(self.kernel) > 1:
             return 0
         (_, given, _), (_, found, sides) = self.source, self.result
@@ -39,7 +39,7 @@ class Bf16ConvolutionCall:
         return self.threads * math.prod(sides) * (found * _FLOAT_BYTES + picked)
 
     def of_weight_bytes(self) -> int:
-        """Pictures that are turned, and the gradient in float32."""
+        """Return the bytes of the transposed images, and of the gradient in float32."""
         if max(self.kernel) == 1:
             return 0
         (channels, given, sides), (_, found, smaller) = self.source, self.result

@@ -1,14 +1,14 @@
-"""What a convolution holds within itself on a CPU, by the way in which oneDNN computes it there.
+"""Workspace of a convolution on a CPU, by the algorithm that oneDNN uses for it.
 
-Seen in the allocator's account of single calls, with AVX-512 and bfloat16 products, with tiles of them (AMX) and
-without, and with AVX2. Four ways:
+Measured with the allocator's account of single calls, with AVX-512 and bfloat16 products, with tiles of them (AMX) and
+without, and with AVX2. Four algorithms:
 
-- *in blocks*, float32: operands and results are copied into blocks of 16 channels, of 8 without AVX-512, what is left
-  over filled up; so is bfloat16 with AVX-512 but without tiles, beside sums in float32 (`Bf16ConvolutionCall`);
-- *in rows*, bfloat16 with tiles, and whatever goes from a smaller picture to a larger by strides: copied with their
+- *in blocks*, float32: operands and results are copied into blocks of 16 channels, of 8 without AVX-512, the rest
+  padded; so is bfloat16 with AVX-512 but without tiles, in addition to sums in float32 (`Bf16ConvolutionCall`);
+- *in rows*, bfloat16 with tiles, and anything that goes from a smaller image to a larger by strides: copied with
   channels last, and results once more on their way back;
-- *as it lies*: channels are last already, weights alone are copied;
-- *unfolded*, torch's own: single pictures that are small, kernels of one element in one thread, and without AVX-512
+- *as it lies*: channels are last already, only weights are copied;
+- *unfolded*, torch's own: single images that are small, kernels of one element in one thread, and without AVX-512
   all bfloat16 (`unfolded`).
 """
 
@@ -30,7 +30,7 @@ _WIDEST = 14  # kernels whose gradients oneDNN sums by itself; wider ones it unf
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """One call: `images` of `given` channels and `sides`, to `found` channels."""
+    """A convolution call: `images` of `given` channels and `sides`, to `found` channels."""
 
     images: int
     given: int
@@ -47,12 +47,12 @@ class Convolution:
     channels_last: bool
     threads: int
     block: int = _BLOCK
-    """Channels of a block: numbers of float32 in a register."""
+    """The channels of a block: float32 numbers in a register."""
     has_tiles: bool = True
-    """Whether products of bfloat16 are made tile by tile."""
+    """True if bfloat16 products are made tile by tile (AMX)."""
 
     def forward_bytes(self) -> int:
-        """The most at once, its result included."""
+        """Return the peak bytes of the forward, including its result."""
         if self._is_narrow:
             return self._narrow.forward_bytes()
         found = self._pictures(self.found, self.sides_found)
@@ -73,7 +73,7 @@ class Convolution:
         return max(extra + sums + read + self._wide_weights() + wide, wide + found)
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
-        """The same of its gradients; which of them are asked for."""
+        """Return the peak bytes of the backward, for the requested gradients."""
         if self._is_narrow:
             return self._narrow.backward_bytes(source=source, weight=weight, bias=bias)
         results = self._pictures(self.given, self.sides) if source else 0
@@ -86,7 +86,7 @@ class Convolution:
 
     @property
     def sides_found(self) -> tuple[int, ...]:
-        """Of the results."""
+        """The sides of the results."""
         lengths = []
         for place, side in enumerate(self.sides):
             reach = self.dilation[place] * (self.kernel[place] - 1) + 1
@@ -98,7 +98,7 @@ class Convolution:
 
     @property
     def is_unfolded(self) -> bool:
-        """Whether torch does it by its own matrix products."""
+        """Return whether torch computes it by its own matrix products (im2col)."""
         if self.item_bytes != _FLOAT_BYTES:
             return False
         plain = not (self.is_strided or any(each != 1 for each in self.dilation))
@@ -137,7 +137,7 @@ class Convolution:
 
     @property
     def is_strided(self) -> bool:
-        """Whether pictures become smaller, or larger."""
+        """Return whether images become smaller, or larger."""
         return any(each != 1 for each in self.stride)
 
     @property
@@ -145,7 +145,7 @@ class Convolution:
         return self.given < _BLOCK and self.groups == 1 and not self.transposed
 
     def _in_rows(self, *, grows: bool) -> bool:
-        """`grows`: from the smaller of two pictures to the larger."""
+        """Return whether the algorithm is *in rows*; `grows`: from the smaller of two images to the larger."""
         if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
             return self.groups != self.given or self.groups == 1
         return grows and self.is_strided and (self.groups == 1 or self.block < _BLOCK)
@@ -178,7 +178,7 @@ class Convolution:
         return max(gradient + read + kept + sums, kept + own)
 
     def _turned_bytes(self) -> int:
-        """bfloat16: a picture of each, turned so that its rows can be multiplied, and the sums in float32."""
+        """Return the bfloat16 bytes of transposed images, whose rows can be multiplied, and of the sums in float32."""
         given, sides, found, smaller = self.given, self.sides, self.found, self.sides_found
         if self.transposed:
             given, sides, found, smaller = found, smaller, given, sides
@@ -191,14 +191,14 @@ class Convolution:
         return self.threads * ((source + result) // parts + sums) + _OWN_BYTES
 
     def _summed_bytes(self) -> int:
-        """bfloat16: sums in float32, and where a picture becomes smaller, itself with its steps side by side."""
+        """Return the bytes of bfloat16's sums in float32 and, if images shrink, of one with its steps side by side."""
         if max(self.kernel) == 1 or self.item_bytes == _FLOAT_BYTES:
             return 0
         image = _up(self.given, _ROW) * math.prod(self.sides) * self.item_bytes if self.is_strided else 0
         return self.threads * (_SUMMED_BYTES + image)
 
     def _weights_in_pairs(self) -> int:
-        """bfloat16: filled up to blocks that are multiplied two elements at a time."""
+        """Return the bytes of bfloat16 weights padded to blocks that are multiplied two elements at a time."""
         given, found = (self.found, self.given) if self.transposed else (self.given, self.found)
         if self.groups > 1:
             return self._weights(given, found)

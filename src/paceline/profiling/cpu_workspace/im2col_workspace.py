@@ -1,8 +1,8 @@
-"""What a convolution holds within itself where torch unfolds its pictures: narrow numbers, on a CPU without AVX-512.
+"""Workspace of a convolution that torch computes by im2col: 16-bit numbers, on a CPU without AVX-512.
 
-Seen in the allocator's account of single calls. All pictures are unfolded at once, so that each window is a column, or
-one after another where the kernel is dilated and in the backward of a transposed one; groups go one after another, and
-what they gave is put together at the end. A bias's gradient is summed of a copy in float32.
+Measured with the allocator's account of single calls. All images are unfolded at once, so that each window is a column,
+or one after another if the kernel is dilated and in the backward of a transposed one; groups are computed one after
+another, and their results are concatenated at the end. A bias gradient is summed from a copy in float32.
 """
 
 import math
@@ -13,7 +13,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Im2colCall:
-    """One call: `images` of `given` channels and `sides`, to `found` channels and `sides_found`; a number's bytes."""
+    """A call: `images` of `given` channels and `sides`, to `found` channels and `sides_found`; a number's bytes."""
 
     images: int
     given: int
@@ -22,20 +22,20 @@ class Im2colCall:
     sides_found: tuple[int, ...]
     kernel: tuple[int, ...]
     is_plain: bool
-    """Steps of one, and no padding: a kernel of one element reads the pictures as they lie."""
+    """True for a stride of one and no padding: a kernel of one element reads the images in place."""
     is_dilated: bool
     groups: int
     transposed: bool
     item_bytes: int
 
     def forward_bytes(self) -> int:
-        """The most at once, its result included."""
+        """Return the peak bytes of the forward, including its result."""
         result = self._pictures(self.found, self.sides_found)
         alone = result + self._slice(self.given, self.sides) + self._columns(1 if self.is_dilated else self.images)
         return max(alone, 2 * result) if self.groups > 1 else alone
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
-        """The same of its gradients; which of them are asked for."""
+        """Return the peak bytes of the backward, for the requested gradients."""
         of_source = self._pictures(self.given, self.sides) if source else 0
         of_weight = self.given * self.found // self.groups * math.prod(self.kernel) * self.item_bytes if weight else 0
         of_bias = self.found * self.item_bytes if bias else 0
@@ -58,7 +58,7 @@ class Im2colCall:
         return images * channels // self.groups * math.prod(self.kernel) * math.prod(sides) * self.item_bytes
 
     def _slice(self, channels: int, sides: tuple[int, ...]) -> int:
-        """A group's part of the pictures."""
+        """Return the bytes of one group's part of the images."""
         return self._pictures(channels, sides) // self.groups if self.groups > 1 else 0
 
     def _pictures(self, channels: int, sides: tuple[int, ...]) -> int:

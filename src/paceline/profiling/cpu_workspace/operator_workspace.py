@@ -1,6 +1,6 @@
-"""What operations need within themselves on a CPU, which no tensor of theirs shows: one table, by what was seen there.
+"""Workspace of CPU operators, which none of their tensors shows: one table, from measurements.
 
-oneDNN turns the operands of a convolution into an order of its own and back; gloo copies what it gathers and what it
+oneDNN converts the operands of a convolution into a layout of its own and back; gloo copies what it gathers and what it
 reduces. On a GPU the first is a workspace that the reserve covers, and nccl copies nothing.
 """
 
@@ -16,7 +16,7 @@ from paceline.torch_internals.private_api import has_tiles
 
 
 def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
-    """The most that it holds beyond what was there before, its results included; 0 of what is not known here."""
+    """Return the peak bytes beyond what was allocated before, including results; 0 for operators not known here."""
     name = name_of(func)
     if name == "aten::convolution":
         return _read(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
@@ -58,7 +58,7 @@ def _read(source: Tensor, weight: Tensor, bias: Any, rest: Any, threads: int) ->
 
 @cache
 def _block() -> int:
-    """Numbers of float32 in a register of this machine's."""
+    """Return how many float32 numbers a register of this machine holds."""
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
@@ -69,8 +69,10 @@ def _is_channels_last(source: Tensor) -> bool:
 
 
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
-    """Bytes of the copy that gloo makes of what it gathers and of what it reduces, and the tensors that it keeps: all
-    that it is given, but of what is reduced only the copy."""
+    """Return the bytes that gloo copies for a gather or a reduction, and the tensors that it keeps.
+
+    It keeps all that it is given, except for what is reduced, of which it keeps only the copy.
+    """
     name = name_of(func)
     if name == "c10d::_allgather_base_":
         return int(args[0].nbytes), args

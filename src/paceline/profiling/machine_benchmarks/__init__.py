@@ -1,1 +1,1 @@
-"""A probe of *here*: how quick this machine's devices, links and disk are while all ranks are busy at the same time."""
+"""The machine probe: measures devices, links and disk while all ranks are busy at the same time."""

@@ -1,4 +1,4 @@
-"""Where the last probe of this machine is kept. One that can't be read, or of another machine, is as if it were not."""
+"""The cache of this machine's last probe. An unreadable one, or one of another machine, is ignored."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_
 
 
 def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
-    """Of this machine as it is now, for so many ranks. Needs no torch, only its version."""
+    """Return the fingerprint of this machine as it is now, for `ranks`. Needs no torch, only its version."""
     cores = usable_cores()
     cluster = Resources(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
     return Fingerprint(
@@ -34,9 +34,9 @@ def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -
 
 
 def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none.
+    """Return `$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME is ignored.
 
-    A user without a home, as a number in a container has none, gets a folder among the temporary files.
+    A user without a home, such as a number in a container, gets a folder among the temporary files.
     """
     asked = Path(environ.get("XDG_CACHE_HOME", ""))
     if asked.is_absolute():
@@ -48,13 +48,13 @@ def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the probe of this is."""
+    """Return the path of the probe with this fingerprint."""
     digest = hashlib.sha256(json.dumps(asdict(mark), sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder(environ=environ) / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
 
 
 def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> HardwareBenchmark | None:
-    """The probe that was kept for exactly this."""
+    """Return the stored probe with exactly this fingerprint, or None."""
     try:
         found = read_probe(read_json(cache_file(mark, environ=environ)))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
@@ -63,7 +63,7 @@ def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -
 
 
 def store_benchmark(probe: HardwareBenchmark, *, environ: Mapping[str, str] = os.environ) -> None:
-    """For next time; where nothing can be written, nothing is kept."""
+    """Store a probe; nothing is stored if the folder can't be written."""
     with suppress(OSError, RuntimeError):
         file = cache_file(probe.fingerprint, environ=environ)
         file.parent.mkdir(parents=True, exist_ok=True)

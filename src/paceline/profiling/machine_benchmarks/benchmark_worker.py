@@ -1,4 +1,4 @@
-"""What each rank runs for a probe; rank 0 writes what all have found."""
+"""The worker of a probe, which each rank runs; rank 0 writes the combined result."""
 
 import os
 import time
@@ -26,7 +26,7 @@ _LEAST_SECONDS = 0.2
 
 
 def measure(payload: Mapping[str, Any]) -> int:
-    """Within `payload["seconds"]`, more or less; the answer is a `HardwareBenchmark`'s JSON at `payload["answer"]`."""
+    """Probe for about `payload["seconds"]`, and write the `HardwareBenchmark` as JSON to `payload["answer"]`."""
     mark = payload["fingerprint"]
     mark = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
     world = _join(mark)
@@ -47,7 +47,7 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 
 def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]:
-    """Busy processes of a machine, and the threads that each has, as in a run of so many. GPUs are ranks' own."""
+    """Return the numbers of busy processes to measure, with the threads of each as in a run. Ranks own their GPUs."""
     if device == "cuda":
         numbers = {1, ranks}
     else:
@@ -69,13 +69,13 @@ def _join(mark: Fingerprint) -> World:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBudget:
-    """The time there is: what a part does not need is left for the others, what it takes too long is theirs too."""
+    """A time budget: what one part does not use, or uses too much, changes what is left for the others."""
 
     world: World
     ends: float
 
     def share(self, part: float, *, of: float) -> float:
-        """Seconds for a part, where `of` is this and all that comes after it. Every rank is told the same."""
+        """Return the seconds for a part, where `of` is this and all later parts. Every rank gets the same number."""
         left = float(self.world.share_json(self.ends - time.perf_counter()))
         return max(left, _LEAST_SECONDS) * part / of
 
@@ -83,7 +83,7 @@ class TimeBudget:
 def probe_world(
     world: World, mark: Fingerprint, *, seconds: float, folder: Path, ranks_per_node: int
 ) -> HardwareBenchmark:
-    """What all ranks of a world find together within so many seconds, more or less. Every rank calls this."""
+    """Return what all ranks of a world measure together within about `seconds`. Every rank calls this."""
     began, looks = time.perf_counter(), [read_cpu_times()]
     purse = TimeBudget(world=world, ends=began + seconds)
     links, copies = _LINKS * (world.world_size > 1), _COPIES * (world.device.type == "cuda")
@@ -110,8 +110,9 @@ def probe_world(
 
 
 def _rates(purse: TimeBudget, mark: Fingerprint, local: int, looks: list[CpuTimes]) -> tuple[Rates, ...]:
-    """Level by level, with a look before and after; rank 0 is busy in all of them. Ranks of a machine are neighbours,
-    `local` of them.
+    """Return the compute rates for each number of busy ranks, with CPU readings; rank 0 is always busy.
+
+    The ranks of a machine are neighbours, `local` of them.
     """
     world, found = purse.world, []
     local, wanted = world.share_json([local, load_levels(ranks=local, cores=mark.cores, device=mark.device)])

@@ -1,4 +1,4 @@
-"""What is timed between ranks: every collective in groups of several sizes, all groups at the same time."""
+"""Collective benchmarks: every collective in groups of several sizes, all groups at the same time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ _AMOUNTS_GPU = (*_AMOUNTS, 2**28)
 
 
 def measure_links(world: World, *, seconds: float, crowded: bool = False) -> tuple[Collective, ...]:
-    """Every rank calls this. Nothing where there is one process. `crowded`: ranks share cores."""
+    """Return all collectives' timings; empty for one process. Every rank calls this. `crowded`: ranks share cores."""
     sizes = group_sizes(world.world_size)
     limit = min(_MOST_SECONDS, seconds / (max(len(sizes), 1) * len(_MAKERS) * _CALLS_IN_BUDGET))
     found: list[Collective] = []
@@ -32,19 +32,19 @@ def measure_links(world: World, *, seconds: float, crowded: bool = False) -> tup
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
-    """Powers of two, and all of them."""
+    """Return the powers of two up to `ranks`, and `ranks` itself."""
     return tuple(sorted({2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks} | {ranks} - {1}))
 
 
 def neighbours(ranks: int, *, size: int) -> list[list[int]]:
-    """As many groups of `size` ranks as there can be; each of those left over is alone."""
+    """Return as many groups of `size` ranks as possible; each rank left over is alone."""
     whole = ranks // size * size
     groups = [list(range(start, start + size)) for start in range(0, whole, size)]
     return groups + [[rank] for rank in range(whole, ranks)]
 
 
 def _families(part: World, *, size: int) -> Iterator[Family]:
-    """A rank that no group has room for takes part in the rounds, and does nothing in them."""
+    """Yield the benchmarks of this group; a rank that is in no group of this size takes part and does nothing."""
     amounts = _AMOUNTS_GPU if part.device.type == "cuda" else _AMOUNTS
     for kind, make in _MAKERS.items():
         payload = [_payload(kind, amount, size) for amount in amounts]
@@ -60,7 +60,7 @@ def _families(part: World, *, size: int) -> Iterator[Family]:
 
 
 def _payload(kind: str, amount: int, size: int) -> int:
-    """Elements that a rank hands over, a multiple of `size`. What is gathered has the amount, not what each gives."""
+    """Return the elements that a rank passes in, a multiple of `size`; for a gather, the result has the amount."""
     return max(1, amount // _FLOAT // size) * (1 if kind == "all_gather" else size)
 
 
@@ -87,13 +87,13 @@ def _all_to_all(part: World, number: int) -> Call:
 
 
 def _broadcast(part: World, number: int) -> Call:
-    """From each in turn: one that always sends would run ahead of those that hear it."""
+    """Return a broadcast from each rank in turn: one constant sender would run ahead of its receivers."""
     tensor, turn = _zeros(part, number), iter(_turns(part.world_size))
     return lambda: dist.broadcast(tensor, group_src=next(turn), group=part.group)
 
 
 def _send(part: World, number: int) -> Call:
-    """There and back between neighbours, all pairs at once."""
+    """Return a send and receive between neighbours, all pairs at once."""
     tensor, fellow = _zeros(part, number), part.rank ^ 1
     if fellow >= part.world_size:
         return _idle(part, number)

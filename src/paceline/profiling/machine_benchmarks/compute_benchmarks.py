@@ -1,4 +1,4 @@
-"""What is timed on each rank's own device: products, attention, streams, optimizers, and next to nothing."""
+"""Compute benchmarks on each rank's own device: matmuls, attention, streams, optimizers, and call overhead."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,12 +25,12 @@ _NORMED = 512
 _ROW_BYTES = 4 * _NORMED
 _MIB = 2**20
 _STREAMS = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
-"""Around 32 MiB too: what is larger than that, glibc's malloc gets from the system anew each time, page by page."""
+"""Sizes around 32 MiB are included: glibc's malloc gets larger blocks from the system each time, page by page."""
 _STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
 def measure_compute(world: World, *, busy: int, threads: int, seconds: float, crowded: bool = False) -> Rates:
-    """Every rank of `world` calls this while the others of its machine do nothing; `crowded`: they share cores."""
+    """Return the rates of the busy ranks, all of which call this; `crowded`: they share cores."""
     torch.set_num_threads(threads)
     limit = min(_MOST_SECONDS, seconds / _CALLS_IN_BUDGET)
     found = time_all(
@@ -54,7 +54,7 @@ def measure_compute(world: World, *, busy: int, threads: int, seconds: float, cr
 
 
 def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
-    """Between host and device, on all ranks at once; nothing where there is no GPU."""
+    """Return the timings of copies between host and device, on all ranks at once; empty without a GPU."""
     if world.device.type != "cuda":
         return {}
     sizes = [2**power for power in (12, 16, 20, 24, 28)]
@@ -67,7 +67,7 @@ def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
 
 
 def _products(precision: str, square: TimingCurve, found: Mapping[Key, TimingCurve]) -> MatmulTimings:
-    """Narrow ones, beside a square one with as many FLOPs."""
+    """Return the timings of square matmuls, and of narrow ones relative to a square one with as many FLOPs."""
     narrow = []
     for key, curve in found.items():
         if key[:2] == ("narrow", precision):
@@ -141,7 +141,7 @@ def _optimizers(device: torch.device, *, most: int) -> Iterator[Family]:
 
 
 def _product(rows: int, edge: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """A linear layer's three: forward, its input's gradient, its weight's."""
+    """Return the three matmuls of a linear layer: forward, input gradient, weight gradient."""
     x = torch.rand(rows, edge, device=device).to(dtype)
     gradient = torch.rand(rows, edge, device=device).to(dtype)
     weight = torch.rand(edge, edge, device=device).to(dtype)

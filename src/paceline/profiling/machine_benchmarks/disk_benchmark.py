@@ -1,4 +1,4 @@
-"""How quickly files are written to a folder's disk and read from it, by all ranks at the same time."""
+"""Disk benchmark: write and read rates of a folder's disk, with all ranks at the same time."""
 
 import os
 import time
@@ -17,7 +17,7 @@ _LEFT_FREE = 8  # of the free space, no more than one part in so many is written
 
 
 def measure_disk(world: World, *, folder: Path, seconds: float) -> Disk | None:
-    """Every rank calls this. None where a rank can't write there. Nothing is left behind."""
+    """Return the disk rates, or None if a rank can't write there. No file is left behind. Every rank calls this."""
     place = _existing(folder)
     most = max(1, min(_MOST_CHUNKS, free_bytes(place) // (_LEFT_FREE * world.world_size * _CHUNK)))
     file = place / f".probe-{world.rank}-{os.getpid()}"
@@ -42,7 +42,7 @@ def _tried(measure: Callable[[], float]) -> float | None:
 
 
 def _write(file: Path, *, chunks: int, seconds: float) -> float:
-    """Bytes a second with the flush, of as many chunks as about `seconds` are enough for."""
+    """Return the write rate in bytes per second, including the flush, over about `seconds`."""
     data, number = os.urandom(_CHUNK), 0
     began = time.perf_counter()
     with file.open("wb", buffering=0) as out:
@@ -54,7 +54,7 @@ def _write(file: Path, *, chunks: int, seconds: float) -> float:
 
 
 def _read(file: Path) -> float:
-    """Bytes a second, from the disk where the system forgets what it has of the file."""
+    """Return the read rate in bytes per second, from the disk if the system drops its cache of the file."""
     with file.open("rb", buffering=0) as source:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -65,7 +65,7 @@ def _read(file: Path) -> float:
 
 
 def _existing(folder: Path) -> Path:
-    """Where it is or will be."""
+    """Return the nearest existing parent folder."""
     while not folder.is_dir():
         folder = folder.parent
     return folder.absolute()

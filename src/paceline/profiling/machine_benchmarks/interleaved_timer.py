@@ -1,4 +1,4 @@
-"""Timing many things in turn, on all ranks at the same time, until the time that there is for it is over."""
+"""Interleaved timing of many calls, on all ranks at the same time, within a time budget."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _NO_TIME = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """An amount of work, and what makes the call that does it; each call does it `times` times."""
+    """An amount of work, and a factory of the call that does it; each call does it `times` times."""
 
     amount: float
     make: Callable[[], Call]
@@ -37,7 +37,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One thing in several sizes, the smallest first."""
+    """A benchmark in several sizes, the smallest first."""
 
     key: Key
     sizes: Sequence[Size]
@@ -45,7 +45,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What will be timed; `seconds` is about what one call takes, the same number on all ranks."""
+    """A call to time; `seconds` is about what one call takes, the same number on all ranks."""
 
     key: Key
     size: Size
@@ -60,13 +60,13 @@ class SynchronizedRanks:
     world: World
 
     def now(self) -> float:
-        """When all that was asked of the device is done."""
+        """Return the time after all work queued on the device is done."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def agree(self, value: float) -> float:
-        """The most that any rank says; all wait for it."""
+        """Return the maximum over all ranks; all wait for it."""
         told = torch.tensor([value], dtype=torch.float64, device=self.world.device)
         return float(self.world.all_reduce(told, op="max"))
 
@@ -81,14 +81,14 @@ def time_all(
     lead: bool = False,
     crowded: bool = False,
 ) -> dict[Key, TimingCurve]:
-    """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
+    """Return a curve for each family that works here. All ranks of `world` call this, with the same families.
 
-    No size is taken of which one call would take more than `limit` seconds, or a few times that for the second and
-    third; and no more than those once a family's part of half of the time is over. Then all trials take their turns,
+    A size is skipped if one call would take more than `limit` seconds, or a few times that for the second and third;
+    and there are no more than those once a family's part of half of the time is over. Then all trials take turns,
     `ROUNDS` times or, if `seconds` are over, less often. With `lead` each begins with a call that is not timed: a link
-    lets the first bytes after a pause pass more quickly. A turn counts by the middle of its parts, since others may
-    disturb some; by its whole length where it is `crowded`, and ranks that wait for a core disturb each other. `join`
-    makes one number of what the ranks have measured in the same round.
+    passes the first bytes after a pause more quickly. A turn counts by the median of its parts, since other programs
+    may disturb some; by its whole length if `crowded`, as ranks that wait for a core disturb each other. `join`
+    combines what the ranks have measured in the same round into one number.
     """
     together = SynchronizedRanks(world=world)
     began = time.perf_counter()
@@ -110,7 +110,7 @@ def time_all(
 
 
 def _grown(family: Family, together: SynchronizedRanks, *, limit: float, ends: float) -> list[Trial]:
-    """The sizes that are not too slow, as far as those before them tell."""
+    """Return trials of the sizes that are not too slow, as predicted from the smaller ones."""
     found: list[Trial] = []
     for size in family.sizes:
         if found and _expected(found, size.amount) > limit * (_GRACE if len(found) < _FEW else 1):
@@ -128,7 +128,7 @@ def _grown(family: Family, together: SynchronizedRanks, *, limit: float, ends: f
 
 
 def _expected(found: Sequence[Trial], amount: float) -> float:
-    """Seconds, on the straight line through the last two; at most in proportion to the last."""
+    """Return the predicted seconds, on the line through the last two; at most in proportion to the last."""
     last = found[-1]
     if len(found) == 1:
         return last.seconds
@@ -138,7 +138,7 @@ def _expected(found: Sequence[Trial], amount: float) -> float:
 
 
 def _made(size: Size) -> Call | None:
-    """The call, after it was made once; None where this device or build can't do it."""
+    """Return the call after one trial run; None if this device or build can't do it."""
     try:
         call = size.make()
         call()
@@ -150,7 +150,7 @@ def _made(size: Size) -> Call | None:
 def _rounds(
     trials: Sequence[Trial], together: SynchronizedRanks, *, seconds: float, lead: bool, part: float
 ) -> list[list[float]]:
-    """Of each trial what one of its size took, round by round; the last may have ended before its turn."""
+    """Return each trial's seconds per unit of work, round by round; the last round may be incomplete."""
     found: list[list[float]] = [[] for _ in trials]
     slow = sum(trial.seconds for trial in trials) * (1 + lead)
     window = max((seconds / ROUNDS - slow) / max(len(trials), 1), _LEAST_WINDOW)

@@ -1,4 +1,4 @@
-"""A probe of this machine for so many ranks: the kept one, or a new one."""
+"""The probe of this machine for a number of ranks: the cached one, or a new one."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -26,13 +26,13 @@ _LEAST_SHARE = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRequest:
-    """What is the same for every way to probe: seconds for all of it, and the folder whose disk is tried."""
+    """The parameters common to all ways to probe: the total seconds, and the folder whose disk is measured."""
 
     seconds: float = SECONDS
     folder: Path = ROOT
 
     def payload(self, mark: Fingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
-        """For the ranks."""
+        """Return the payload for the ranks."""
         return {
             "seconds": max(self.seconds - _START_SECONDS, _LEAST_SHARE * self.seconds),
             "folder": str(self.folder.absolute()),
@@ -45,9 +45,10 @@ class BenchmarkRequest:
 def probe_here(
     *, ranks: int, device: str = "cpu", asked: BenchmarkRequest | None = None, again: bool = False
 ) -> HardwareBenchmark:
-    """What was kept of this machine, torch and number of ranks; else, or `again`, measured by new processes and kept.
+    """Return the cached probe of this machine, torch and number of ranks; else, or with `again`, a new one.
 
-    What was measured while others used the machine holds until it is found quiet.
+    A new probe is measured by new processes and cached. One that was measured while others used the machine is valid
+    until the machine is found quiet.
 
     Raises:
         MachineError: the processes did not start, or failed.
@@ -90,7 +91,9 @@ def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
 def probe_joined(
     joined: JoinedWorld, *, device: str = "cpu", asked: BenchmarkRequest | None = None
 ) -> HardwareBenchmark | None:
-    """By the processes that a launcher has started, all of which call this; rank 0 has the answer. Nothing is kept.
+    """Probe with the processes that a launcher has started, all of which call this; rank 0 gets the result.
+
+    Nothing is cached.
 
     Raises:
         PacelineError: this process, or another, failed.

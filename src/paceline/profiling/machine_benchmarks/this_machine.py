@@ -1,4 +1,4 @@
-"""The machine that this process is on, as a cluster to plan for: the kept probe of it, or a new one."""
+"""This process's machine as a cluster to plan for, from the cached probe or a new one."""
 
 import time
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachine:
-    """This machine; `seconds` went to a new probe of it, none where one was kept."""
+    """This machine as a cluster; `seconds` were spent on a new probe, 0 if one was cached."""
 
     fleet: Cluster
     seconds: float
 
 
 def machine_here(*, ranks: int, device: str) -> LocalMachine:
-    """For so many ranks.
+    """Return this machine as a cluster of `ranks`.
 
     Raises:
         MachineError: it can't be probed, or the memory of its GPUs can't be known.
@@ -34,7 +34,7 @@ def machine_here(*, ranks: int, device: str) -> LocalMachine:
 
 
 def kept_here(*, ranks: int, device: str) -> Cluster | None:
-    """The same where a probe was kept, and nothing is measured; else None."""
+    """Return this machine as a cluster if a probe is cached, else None; nothing is measured."""
     probe = read_cached(fingerprint(ranks=ranks, device=device))
     return None if probe is None else _fleet(probe, ranks, device)
 

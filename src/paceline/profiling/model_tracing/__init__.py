@@ -1,1 +1,1 @@
-"""A traced step: FLOPs, activations, memory over time, communication."""
+"""Tracing of a step: FLOPs, activations, memory over time, communication."""

@@ -1,4 +1,4 @@
-"""What the parts of a model hold of one forward and its backward: for backward, and beside that for a moment."""
+"""Activation memory of a model's parts over a forward and backward: kept for backward, or temporary."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,17 +17,20 @@ from paceline.torch_internals.pytree import tensor_leaves
 
 @dataclass(kw_only=True)
 class ActivationUsage:
-    """Bytes of one part: `kept_bytes` there when backward begins, `moment_bytes` the most beside what it and all parts
-    before it keep, while it runs forward or backward."""
+    """Activation bytes of one part.
+
+    `kept_bytes` exist when backward begins; `moment_bytes` is the peak beyond what it and all earlier parts keep, while
+    it runs forward or backward.
+    """
 
     kept_bytes: float = 0.0
     moment_bytes: float = 0.0
 
 
 class ActivationTracker:
-    """Hears of each operation of a forward and its backward (`FakeExecutionMode(see=lives.see)`).
+    """A tracker that observes each operation of a forward and its backward (`FakeExecutionMode(see=lives.see)`).
 
-    What is there before is not counted. A block's backward begins when the gradient of its output is there.
+    Tensors that existed before are not counted. A block's backward begins when the gradient of its output exists.
     """
 
     def __init__(self, *, blocks: Mapping[str, nn.Module]) -> None:
@@ -43,7 +46,7 @@ class ActivationTracker:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A forward with its loss, then `backward`."""
+        """Track a forward with its loss in this context, then `backward`."""
         handles = []
         for name, block in self._blocks.items():
             handles.append(block.register_forward_pre_hook(partial(self._enter, name), prepend=True))
@@ -56,7 +59,7 @@ class ActivationTracker:
             self._live.clear()
 
     def turn(self) -> None:
-        """The forward is over: what is there now is kept."""
+        """End the forward: tensors that exist now are kept for backward."""
         sums = dict.fromkeys(self._order, 0.0)
         for size, part, _ in self._live.values():
             sums[part] += size
@@ -69,7 +72,7 @@ class ActivationTracker:
         self._part = LAST
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One operation."""
+        """Record one operation."""
         given = {id(tensor.untyped_storage()) for tensor in tensor_leaves([args, kwargs]) if _is_plain(tensor)}
         for tensor in tensor_leaves(result):
             if _is_plain(tensor) and id(tensor.untyped_storage()) not in given:

@@ -1,4 +1,4 @@
-"""Seconds of each block, forward and backward, on one example: what stages are balanced by."""
+"""Timing of each block, forward and backward, on one example, for balancing pipeline stages."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from paceline.torch_internals.private_api import CallInterceptor
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Medians in seconds; `first` and `last` are what stands before the first block (embedding) and after the last."""
+    """Median seconds; `first` and `last` are the parts before the first block (embedding) and after the last."""
 
     names: tuple[str, ...]
     forward: tuple[float, ...]
@@ -25,7 +25,7 @@ class BlockTimes:
 
     @property
     def both(self) -> tuple[float, ...]:
-        """Forward and backward of each block together."""
+        """Return forward plus backward seconds of each block."""
         return tuple(one + other for one, other in zip(self.forward, self.backward, strict=True))
 
 
@@ -39,10 +39,9 @@ def time_blocks(
 ) -> BlockTimes:
     """Time a forward that ends in a scalar, block by block. `blocks` are in the order of the forward.
 
-    While a block is timed it is `held`: then it may have no memory otherwise.
-
-    Each block runs on inputs cut off from the graph, so that its backward is timed alone. Parameters get no gradient,
-    buffers and random streams go on as in any forward.
+    While a block is timed it is `held`: outside that context it may have no memory. Each block runs on inputs detached
+    from the graph, so that its backward is timed alone. Parameters get no gradient, buffers and random streams go on as
+    in any forward.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     rounds = [_Round(model, blocks, device, held).run(call) for _ in range(repeats + 1)][1:]
@@ -84,7 +83,7 @@ class _Round:
         return self
 
     def seconds(self) -> list[float]:
-        """Forward and backward in turn: first, each block, last."""
+        """Return forward and backward seconds in turn: first, each block, last."""
         return [*self._first, *(second for name in self._blocks for second in self._each[name]), *self._last]
 
     def _gate(self, name: str) -> Callable[..., Any]:
@@ -129,7 +128,7 @@ class _Round:
 
 
 def _detached(value: Any, live: list[Tensor], cut: list[Tensor]) -> Any:
-    """The same outside of the graph, as a copy; what it was is added to `live`, what it becomes to `cut`."""
+    """Return a copy detached from the graph; the originals are added to `live`, the detached leaves to `cut`."""
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value

@@ -1,4 +1,4 @@
-"""What a rank sends: calls and bytes of each collective and of each message, whoever asked for it.
+"""A counter of a rank's communication: calls and bytes of each collective and message, whoever issued it.
 
 Every collective of torch is an operation that a dispatch mode sees: ours, those of `fully_shard` and of distributed
 tensors, and messages from one rank to another.
@@ -32,8 +32,10 @@ _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensor
 
 @dataclass(kw_only=True)
 class CollectiveTotals:
-    """Of one kind of collective. `payload_bytes` is what was handed over, `sent_bytes` what leaves this rank for it
-    (`traffic.SHARES`)."""
+    """The totals of one kind of collective.
+
+    `payload_bytes` were passed in, `sent_bytes` leave this rank for it (`traffic.SHARES`).
+    """
 
     calls: int = 0
     payload_bytes: int = 0
@@ -41,7 +43,7 @@ class CollectiveTotals:
 
 
 class CommunicationCounter(DispatchMode):
-    """Counts while it is on, in this thread and in the backward that it starts."""
+    """A dispatch mode that counts in this thread and in the backward that it starts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,15 +51,15 @@ class CommunicationCounter(DispatchMode):
 
     @property
     def total_bytes(self) -> float:
-        """What left this rank."""
+        """The bytes that left this rank."""
         return sum(flow.sent_bytes for flow in self.flows.values())
 
     def as_json(self) -> dict[str, dict[str, float]]:
-        """By collective."""
+        """Return the totals by collective."""
         return {name: asdict(flow) for name, flow in sorted(self.flows.items())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and pass everything on; distributed tensors come back as the local operations they are."""
+        """Count the operation and run it; distributed tensors are unwrapped to local operations first."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):

@@ -1,7 +1,7 @@
-"""What a compiler leaves of the bytes that a block moves between its products.
+"""Compiler fusion: the memory traffic that remains between a block's matmuls when it is compiled.
 
-It joins operations that are no products: of a chain of them what comes from outside is read once, and what a product or
-the next block takes is written once. What a chain makes and uses itself stays in registers.
+A compiler fuses operations that are not matmuls: a chain of them reads each outside input once, and writes once what a
+matmul or the next block reads. What a chain makes and uses itself stays in registers.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Fusion:
-    """Hears of a block's operations in turn; each answer is in bytes."""
+    """A fusion model that is given a block's operations in turn; each method returns bytes."""
 
     def __init__(self) -> None:
         self._unwritten: dict[int, int] = {}
@@ -18,7 +18,7 @@ class Fusion:
         self._read: set[int] = set()
 
     def joined(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> float:
-        """Return what an operation that is no product adds to its chain."""
+        """Return the bytes that an operation which is not a matmul adds to its chain."""
         found = 0.0
         for tensor in given:
             key = _key(tensor)
@@ -31,14 +31,14 @@ class Fusion:
         return found
 
     def product(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> float:
-        """Return what has to be written for a product, which ends the chain before it."""
+        """Return the bytes that are written before a matmul, which ends the current chain."""
         found = self.end(given)
         for tensor in made:
             self._unwritten.pop(_key(tensor), None)
         return found
 
     def end(self, given: Iterable[Tensor]) -> float:
-        """Return what has to be written of these for whoever comes next."""
+        """Return the bytes of these tensors that must be written for the next reader."""
         self._inside.clear()
         self._read.clear()
         return float(sum(self._unwritten.pop(_key(tensor), 0) for tensor in given))

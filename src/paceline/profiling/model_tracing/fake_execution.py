@@ -1,9 +1,9 @@
-"""Running a model without its numbers: every tensor has its true shape and place in memory, and nothing is computed.
+"""Fake execution: a model runs with true shapes and memory addresses, and without computing values.
 
-Results are memory that is asked for and never written, so that the system never has to give it: a step of a model of
-any size takes some seconds and little memory. Integers and booleans, and what is small and known, keep their values,
-so that code which branches on them goes its usual way. What would have depended on a number that is not there is
-settled in its favour: a loss is one, everything is finite, experts get equally many tokens.
+Results are memory that is allocated and never written, so that the system never has to provide it: a step of a model of
+any size takes some seconds and little memory. Integers and booleans, and what is small and known, keep their values, so
+that code which branches on them takes its usual path. What would depend on an unknown number is decided favourably: a
+loss is one, everything is finite, experts get equally many tokens.
 """
 
 import math
@@ -49,17 +49,17 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class FakeStorages:
-    """Memory whose numbers are not there, whichever thread has asked for it."""
+    """The storages whose values are unknown, over all threads."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor's numbers are not there; a sparse one has no memory of its own to be without."""
+        """Return whether the tensor's values are unknown; never for a sparse tensor, which has no own storage."""
         return tensor.layout == torch.strided and id(tensor.untyped_storage()) in self._storages
 
     def add(self, tensor: Tensor) -> None:
-        """From here on they are not."""
+        """Mark the tensor's values as unknown."""
         storage = tensor.untyped_storage()
         place = id(storage)
         if place not in self._storages:
@@ -67,9 +67,9 @@ class FakeStorages:
 
 
 class FakeExecutionMode(DispatchMode):
-    """Operations of this thread give tensors without numbers while it is on; `see` hears of each, as it ran.
+    """A dispatch mode in which this thread's operations return tensors without values; `see` is given each operation.
 
-    Threads that hand tensors to each other share the `emptied`. `copies` says how many bytes the backend copies for a
+    Threads that pass tensors to each other share the `emptied`. `copies` tells how many bytes the backend copies for a
     collective, and which of its tensors it keeps, both until it is waited for.
     """
 
@@ -92,7 +92,7 @@ class FakeExecutionMode(DispatchMode):
         self._left: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give what the operation would have given, without its numbers."""
+        """Return the operation's results without their values."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -129,7 +129,7 @@ class FakeExecutionMode(DispatchMode):
         return self._made(func, args, kwargs)
 
     def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A collective of nothing in its place; what it gives comes first among what it is given."""
+        """Run an empty collective instead; its results come first among its arguments."""
         rows = name_of(func) == "c10d::alltoall_base_"  # which says how many go where
         given = [[] if rows and isinstance(arg, list) else arg for arg in args]
         nothing = _mapped(given, lambda tensor: tensor.new_empty(0))
@@ -148,7 +148,7 @@ class FakeExecutionMode(DispatchMode):
         return PendingCollective(arrived, keeps=keeps).begin()
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-        """Whether it computes more floating-point numbers than are worth it."""
+        """Return whether the operation computes too many floating-point numbers to be worth running."""
         if targets or given:
             among = targets or given
             if any(self._is_worth_leaving(tensor) for tensor in among):
@@ -161,7 +161,7 @@ class FakeExecutionMode(DispatchMode):
 
     @property
     def _small(self) -> int:
-        """While a run is built, rules are tried on small matrices; in a step nobody looks at any."""
+        """The limit for computing values: a build tries its rules on small matrices, a step does not."""
         return SMALL if self.holds else _SMALL_BUILT
 
     def _is_worth_leaving(self, tensor: Tensor) -> bool:
@@ -192,7 +192,7 @@ class FakeExecutionMode(DispatchMode):
         return self._given(func, args, self._known[key])
 
     def _holds(self, func: Any, tensor: Tensor) -> bool:
-        """Comparisons hold; but one that a loop asks for again and again ends it."""
+        """Return the result of an unknown comparison: True, but False for one that a loop repeats endlessly."""
         if not self.holds or tensor.numel() != 1 or name_of(func) not in COMPARES:
             return self.holds
         place = place_now()
@@ -227,7 +227,7 @@ class FakeExecutionMode(DispatchMode):
 
 
 def _is_on_meta(given: Sequence[Tensor], kwargs: Any) -> bool:
-    """Whether it has no memory by itself."""
+    """Return whether the operation runs on meta tensors."""
     if any(tensor.is_meta for tensor in given):
         return True
     device = kwargs.get("device")
@@ -236,13 +236,13 @@ def _is_on_meta(given: Sequence[Tensor], kwargs: Any) -> bool:
 
 @cache
 def _is_placed_otherwise(func: Any) -> bool:
-    """Whether it changes where in its memory a tensor lies."""
+    """Return whether the operation changes a tensor's view of its memory in place."""
     return torch.Tag.inplace_view in func.tags
 
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether its results are the memory that it was given."""
+    """Return whether its results share the memory of its inputs."""
     schema = func._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return False
@@ -250,7 +250,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _without_masks(func: Any, args: Any) -> Any:
-    """Positions in the place of masks: how many there are depends on values that are known here, not without memory."""
+    """Return the arguments with masks as positions, whose number depends on values that are known here."""
     if name_of(func) not in ("aten::index", "aten::index_put") or len(args) < 2:
         return args
     found: list[Any] = []
@@ -263,7 +263,7 @@ def _without_masks(func: Any, args: Any) -> Any:
 
 
 def _selected(tensor: Tensor, mask: Tensor) -> _Form:
-    """As many as the mask, whose values are known, has in the shape of both."""
+    """Return the form of a masked selection: as many elements as the mask, whose values are known, selects."""
     times = torch.broadcast_shapes(tensor.shape, mask.shape).numel() // max(1, mask.numel())
     return ((int(mask.sum()) * times,), (1,), tensor.dtype)
 
@@ -295,7 +295,7 @@ def _key(value: Any) -> Any:
 
 
 def _forms(value: Any) -> Any:
-    """What it takes to make the tensors of a result again."""
+    """Return what is needed to recreate the tensors of a result: shape, strides and dtype."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), tuple(value.stride()), value.dtype)
     return [_forms(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The one table of what operations give where their numbers are not there, and where shapes alone mislead."""
+"""The table of operations' results without values, including those for which shape inference is wrong."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from paceline.errors import JobError, line_now
 
 
 def _number(func: Any, args: Any, kwargs: Any) -> Any:
-    """A number that is not there is one; integers and booleans are there."""
+    """Return 1.0 for an unknown floating-point number; integers and booleans are known."""
     return 1.0 if args[0].is_floating_point() else func(*args, **kwargs)
 
 
@@ -29,14 +29,14 @@ COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
 _POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
 _POSITIONS |= {"aten::multinomial"}
 DRAWN = {"aten::native_dropout", "aten::bernoulli"}
-"""Whose masks are as large as activations, and which nobody reads."""
+"""Operations whose masks are as large as activations, and are never read."""
 
 
 def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:
-    """Fill integers and booleans that come of numbers which are not there.
+    """Fill integers and booleans that were computed from unknown numbers.
 
-    Everything is finite; of positions each is chosen as often as any other, so that experts get equally many tokens.
-    `holds` is what comparisons come to: in a step they hold, while a model is built they don't, or draws that are
+    Everything is finite; each position is chosen as often as any other, so that experts get equally many tokens.
+    `holds` is the result of comparisons: in a step they hold, while a model is built they don't, or draws that are
     repeated until all are within bounds would never end.
     """
     name = func._schema.name
@@ -63,13 +63,13 @@ def _in_turn(tensor: Tensor, args: Any) -> None:
 
 
 def result_shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Its results on `meta`, as the operation really gives them where that is not what it says itself."""
+    """Return the operation's results on `meta`, corrected where its own shape inference is wrong."""
     corrected = _CORRECTED.get(func._schema.name)
     return func(*args, **kwargs) if corrected is None else corrected(func, args, kwargs)
 
 
 def unknown_result_error(func: Any, error: Exception) -> JobError:
-    """An operation whose results nobody can tell without its numbers."""
+    """Return the error for an operation whose results can't be determined without values."""
     name, sizes = func._schema.name, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
     return JobError(
         f"what {name} gives can't be told without numbers.",
@@ -84,11 +84,11 @@ def unknown_result_error(func: Any, error: Exception) -> JobError:
 
 
 PACKED = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
-"""What brings rows of several lengths into another order, with the dimensions of its rows."""
+"""Operations that reorder rows of several lengths, with the number of dimensions of a row index."""
 
 
 def packed_sequence_form(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor]:
-    """The form of what it gives, and the lengths beside, which are known: as of rows of one number."""
+    """Return the form of the packed data, and the lengths, which are known from rows of one element."""
     data, rows = args[0], PACKED[func._schema.name]
     thin, lengths = func(torch.zeros((*data.shape[:rows], 1), dtype=data.dtype), *args[1:], **kwargs)
     shape = (*thin.shape[: 3 - rows], *data.shape[rows:])
@@ -100,13 +100,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _every_place(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """No number is zero."""
+    """Return the result of `nonzero` if no element is zero."""
     found: Tensor = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
     return found.t()
 
 
 def _all_differ(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """No number is there twice."""
+    """Return the result of `unique` if all elements differ."""
     tensor, asked = args[0], dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
     inverse = tensor.shape if asked.get("return_inverse") or asked.get("return_counts") else (0,)
     counts = (tensor.numel(),) if asked.get("return_counts") else (0,)
@@ -115,7 +115,7 @@ def _all_differ(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Without memory it takes few types and alignments only; with it, what it is given."""
+    """Return the result of a grouped matmul: shape inference accepts few dtypes and alignments only."""
     left, right = args[0], args[1]
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
     shapes = {
@@ -132,7 +132,7 @@ _FEW, _MORE, _PAGE = 8, 24, 4096
 
 
 def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
-    """Its workspace is left out without memory: found on few positions, since it grows by the same with each."""
+    """Return the result with its workspace, which shape inference omits: extrapolated from few positions."""
     inputs, rest = args[0], args[1:]
     output, hidden, cell, kept = func(*args, **kwargs)
     positions = inputs.shape[0]

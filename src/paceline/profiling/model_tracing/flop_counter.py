@@ -1,4 +1,4 @@
-"""What one forward costs, part by part: operations of products, bytes that everything else moves, what is kept."""
+"""The cost of one forward, by part: FLOPs of matmuls, bytes moved by other operations, bytes saved."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +14,17 @@ from paceline.profiling.model_tracing.compile_fusion import Fusion
 from paceline.torch_internals.pytree import tensor_leaves
 
 FIRST, LAST = "", "\0"
-"""What stands before the first block, and what follows the last."""
+"""The names of the parts before the first block and after the last."""
 
 
 @dataclass(kw_only=True)
 class LayerCounts:
-    """Of one part: FLOPs (a multiply-add is two), bytes moved, saved, made by products, given on, reduced, exchanged;
-    `masked` are FLOPs that attention leaves out by a causal mask, `fused_bytes` what a compiler leaves of the moved
-    ones, `largest_bytes` is the largest result of one operation."""
+    """The counts of one part.
+
+    FLOPs (a multiply-add is two); bytes moved, saved, made by matmuls, passed on, reduced, exchanged; `masked` are
+    FLOPs that attention skips by a causal mask, `fused_bytes` what a compiler leaves of the moved ones, `largest_bytes`
+    is the largest result of one operation.
+    """
 
     products: float = 0.0
     attention: float = 0.0
@@ -38,12 +41,12 @@ class LayerCounts:
 
     @property
     def values(self) -> list[float]:
-        """All of it."""
+        """Return all counts as floats."""
         return [float(getattr(self, each.name)) for each in fields(self)]
 
 
 class FlopCounter:
-    """Hears of each operation of a forward (`FakeExecutionMode(see=tally.see)`) and adds it to the part that runs."""
+    """A counter that adds each operation of a forward (`FakeExecutionMode(see=tally.see)`) to the running part."""
 
     def __init__(self, model: nn.Module, *, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
@@ -56,7 +59,7 @@ class FlopCounter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A forward, and the loss after it."""
+        """Count a forward, and the loss after it, in this context."""
         handles = []
         for name, block in self._blocks.items():
             handles.append(block.register_forward_pre_hook(self._enter(name), prepend=True))
@@ -70,7 +73,7 @@ class FlopCounter:
                 handle.remove()
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One operation."""
+        """Count one operation."""
         cost, name = self.costs[self._part], func._schema.name
         if name.startswith("c10d::"):
             self._message(cost, name, args)
@@ -144,7 +147,7 @@ def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> float:
 
 
 def _scores(args: Sequence[Any]) -> tuple[float, float]:
-    """Two products of every query with every key: those that are made, and those that a causal mask leaves out."""
+    """Return the FLOPs of both matmuls of attention: those computed, and those that a causal mask skips."""
     query, key = args[0], args[1]
     every = 4.0 * query.numel() * key.shape[-2]
     made = 0.5 * every if any(arg is True for arg in args[3:]) else every

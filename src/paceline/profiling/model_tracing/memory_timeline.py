@@ -1,8 +1,8 @@
-"""What a rank held at every operation of a step; and from two steps that are less deep, at those of a deep one.
+"""Memory timelines: what a rank holds at every operation of a step, extrapolated from two shallow models to a deep one.
 
-A block more in each chain puts the operations of one block into the middle of every forward and every backward. All
-that lies before and after them stays what it was, and what is held there grows by as much with each further block. So
-every operation's own amount is carried on, and the most is looked for among them.
+One more block in each chain adds the operations of one block to the middle of every forward and every backward. All
+operations before and after stay the same, and what is held there grows by the same amount with each further block. So
+every operation's own amount is extrapolated, and the peak is found among them.
 """
 
 from bisect import bisect_right
@@ -20,24 +20,24 @@ Turn = tuple[int, int]
 
 @dataclass
 class MemoryTimeline:
-    """Bytes of each kind (`held.KINDS`) at every operation, in parts: a forward, a backward, an update."""
+    """A record of the bytes of each kind (`held.KINDS`) per operation, in parts: a forward, a backward, an update."""
 
     parts: list[Part] = field(default_factory=lambda: [[]])
 
     def note(self, name: str, held: Bytes) -> None:
-        """So much was there at this operation."""
+        """Record the bytes held at this operation."""
         self.parts[-1].append((name, held))
 
     def turn(self) -> None:
-        """Another part begins."""
+        """Begin another part."""
         if self.parts[-1]:
             self.parts.append([])
 
 
 def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
-    """The most at once with so many further blocks: each of `more` has one block where they come, and their number.
+    """Return the peak with further blocks; `more` pairs a timeline with one more block and their number.
 
-    None where the steps are not alike but for those blocks.
+    None if the steps differ in anything but those blocks.
     """
     if any(len(journal.parts) != len(base.parts) for journal, _ in more):
         return None
@@ -55,7 +55,7 @@ def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) ->
 
 
 def extrapolate(base: MemoryTimeline, more: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
-    """Every operation with so many further blocks than `base`; `more` has one. None where they are not alike."""
+    """Return the timeline with `blocks` more than `base`; `more` has one more. None if they are not alike."""
     if len(more.parts) != len(base.parts):
         return None
     found = MemoryTimeline(parts=[])
@@ -69,7 +69,7 @@ def extrapolate(base: MemoryTimeline, more: MemoryTimeline, blocks: int) -> Memo
 
 
 def _lines(few: Part, more: Part, turns: Sequence[Turn], blocks: int) -> Part | None:
-    """Of the blocks between, each holds as much more than the one before it."""
+    """Return the operations of one part, with each inserted block's bytes interpolated."""
     grown = [_grown(pair, blocks) for pair in _pairs(few, more, turns)]
     held = [(name, tuple(map(add, own, more_))) for (name, own), more_ in zip(few, grown, strict=True)]
     found: Part = []
@@ -94,16 +94,16 @@ def _grown(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
 
 
 def _pairs(few: Part, more: Part, turns: Sequence[Turn]) -> list[tuple[Bytes, Bytes]]:
-    """What each operation of `few` held there and in `more`."""
+    """Return what each operation of `few` held there and in `more`."""
     ends = [turn for turn, _ in turns]
     added = list(accumulate((once for _, once in turns), initial=0))
     return [(held, more[at + added[bisect_right(ends, at)]][1]) for at, (_, held) in enumerate(few)]
 
 
 def _turns(few: Part, more: Part) -> list[Turn] | None:
-    """Where loops over blocks go round once more in `more`, and how many operations they have.
+    """Return where loops over blocks have one more iteration in `more`, and its number of operations.
 
-    Each as far from what comes before its loop as from what comes after it. None where there is another difference.
+    Each is as far from what comes before its loop as from what comes after it. None if there is another difference.
     """
     names, others = [name for name, _ in few], [name for name, _ in more]
     found: list[Turn] = []
@@ -125,11 +125,11 @@ def _turns(few: Part, more: Part) -> list[Turn] | None:
 
 
 def _rounds(names: list[str], at: int, most: int) -> list[int]:
-    """How many operations a loop may have that goes round once more there: as many just before are the same."""
+    """Return the possible operation counts of a loop's extra iteration there: as many just before are the same."""
     return [n for n in range(1, min(most, at) + 1) if names[at - n : at] == names[at : at + n]]
 
 
 def _alike(names: list[str], others: list[str], start: int, other: int) -> int:
-    """How many they have in common from there on."""
+    """Return how many operations both have in common from there on."""
     pairs = zip(islice(names, start, None), islice(others, other, None), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""What a rank holds, in bytes: parameters, gradients, optimizer state, buffers, and everything else while it steps."""
+"""Memory of a rank in bytes: parameters, gradients, optimizer state, buffers, and all else while it steps."""
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -22,8 +22,10 @@ KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryByKind:
-    """Bytes of each kind on this rank. `activations` is all that is none of the others: also gathered weights and
-    what an operation needs for a moment."""
+    """The bytes of each kind on this rank.
+
+    `activations` is all that is none of the others: also gathered weights and what an operation needs temporarily.
+    """
 
     parameters: int = 0
     gradients: int = 0
@@ -33,20 +35,21 @@ class MemoryByKind:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum of all kinds."""
         return sum(getattr(self, each.name) for each in fields(self))
 
     def as_json(self) -> dict[str, int]:
-        """By kind, and `total`."""
+        """Return the bytes by kind, and `total`."""
         return {**asdict(self), "total": self.total}
 
 
 def memory_at_rest(
     *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), shares: Sequence[Tensor] = ()
 ) -> MemoryByKind:
-    """What lies between two steps: elements of this rank's parts, what shares memory once, without padding.
+    """Return the bytes held between two steps: this rank's elements, shared memory counted once, without padding.
 
-    `shares` are what the optimizers work on where that is not the model's own parameters: rows of them, and gradients.
+    `shares` are the tensors that the optimizers update if those are not the model's own parameters: rows of them, and
+    gradients.
     """
     parameters = list(model.parameters())
     return MemoryByKind(
@@ -58,7 +61,7 @@ def memory_at_rest(
 
 
 def elements(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the tensors' elements on this rank; a tensor that shows one element often has it once."""
+    """Return the bytes of the tensors' elements on this rank; an expanded tensor counts its memory once."""
     found: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
     for each in map(local_tensor, tensors):
         if each.is_meta:  # a name that another rank has the memory of
@@ -70,7 +73,7 @@ def elements(tensors: Sequence[Tensor]) -> int:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor, or the tensor."""
+    """Return this rank's part of a distributed tensor, or the tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
@@ -79,7 +82,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """The tensors that the optimizers keep from step to step."""
+    """Yield the tensors that the optimizers keep from step to step."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from _within(state)
@@ -93,14 +96,14 @@ class _Live:
 
 
 class StorageTracker:
-    """The memory that operations have given, as long as it is there."""
+    """A tracker of the storages that operations have created, for as long as they live."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._is_told = False
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """What an operation gave, not what it was given: a view of what lay there before is no new memory."""
+        """Record what an operation created, not its inputs: a view of existing memory is no new memory."""
         if self._is_told:
             return
         for storage in _new(result, self._storages, args, kwargs):
@@ -111,21 +114,21 @@ class StorageTracker:
         self._storages.pop(place, None)
 
     def storages(self) -> list[UntypedStorage]:
-        """Those that are there; what comes later is not followed."""
+        """Return the storages that are alive; later ones are not tracked."""
         self._is_told = True
         found = [known() for known in list(self._storages.values())]
         return [storage for storage in found if storage is not None]
 
 
 class MemoryTracker(DispatchMode):
-    """The most that this rank held at once while it is on, and what that was; memory of one kind of device.
+    """A tracker of this rank's peak memory and its composition, for one kind of device.
 
-    Every result of an operation is followed until its memory is let go, also what `fully_shard` empties and fills
-    again. Use it around a step that is not the first: the optimizer's state must be there. `shares` as in
-    `memory_at_rest`; those that are copies count with the optimizer; `others` are there too, and activations.
-    `moment` knows what an operation needs within itself, which is no result of any: the bytes at most while it runs,
-    its results included; `beside`, what lies beside them meanwhile. `note` hears each operation's name and the bytes
-    of each kind then, `turn` where a backward begins or ends.
+    Every result of an operation is followed until its memory is freed, also what `fully_shard` empties and fills again.
+    Use it around a step that is not the first: the optimizer's state must exist. `shares` as in `memory_at_rest`; those
+    that are copies count with the optimizer; `others` exist too, and count as activations. `moment` returns what an
+    operation needs internally, which is no result: the peak bytes while it runs, including its results; `beside`, what
+    exists in addition meanwhile. `note` is given each operation's name and the bytes of each kind then, `turn` is
+    called when a backward begins or ends.
     """
 
     def __init__(
@@ -173,7 +176,7 @@ class MemoryTracker(DispatchMode):
         self._live.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Follow the results, and pass everything on."""
+        """Track the results, and run the operation."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         backward = in_backward()
@@ -225,7 +228,7 @@ class MemoryTracker(DispatchMode):
         self._compare("resized")
 
     def _gradients(self) -> None:
-        """What has become a gradient since."""
+        """Reclassify activations that have become gradients."""
         if all(map(is_, map(_GRADIENT, self._without_gradient), repeat(None))):  # as after most operations
             return
         left = [parameter for parameter in self._without_gradient if parameter.grad is None]
@@ -254,7 +257,7 @@ class MemoryTracker(DispatchMode):
 
 
 def _new(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[UntypedStorage]:
-    """The memory of an operation's results that is neither known nor what it was given."""
+    """Return the storages of an operation's results that are neither known nor its inputs."""
     new = {}
     for storage in map(Tensor.untyped_storage, _within(result)):
         if id(storage) not in known:
@@ -266,5 +269,5 @@ def _new(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[Unt
 
 
 def _within(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested values that have memory of their own to count."""
+    """Yield the tensors in nested values that have memory of their own to count."""
     return (t for t in tensor_leaves(value) if t.layout is torch.strided and t.device.type != "meta")

@@ -1,1 +1,1 @@
-"""Local SGD and DiLoCo: sites that step alone and meet after a number of steps."""
+"""Local SGD and DiLoCo: sites that train independently and synchronise every few steps."""

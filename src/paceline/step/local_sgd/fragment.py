@@ -1,4 +1,4 @@
-"""What sites agree on, some of a model's parameters at a time: sent, and taken as a step of the outer optimizer."""
+"""A fragment: a set of parameters that sites synchronise together, by one step of the outer optimizer."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,20 +13,20 @@ from paceline.parallel.module_access.tensor_access import copy_into, local_eleme
 
 
 class SiteGroup:
-    """The ranks that hold the same in the other sites, and what was sent to them."""
+    """The ranks that hold the same shard in the other sites, and the time spent waiting for them."""
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
         self.waited_seconds = 0.0
 
     def wait(self, wait: Callable[[], object]) -> None:
-        """Until it is there."""
+        """Call `wait` and add its duration to `waited_seconds`."""
         began = time.perf_counter()
         wait()
         self.waited_seconds += time.perf_counter() - began
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Over the sites, of each of these."""
+        """Return the mean of each tensor over the sites."""
         if not tensors:
             return []
         flat = _flat(tensors)
@@ -35,7 +35,7 @@ class SiteGroup:
 
 
 class Fragment:
-    """Some of this rank's parameters, which meet at the same time."""
+    """A set of this rank's parameters that is synchronised at the same time."""
 
     def __init__(self, members: Sequence[NamedParameter], *, rule: UpdateRule, link: SiteGroup) -> None:
         self.members = list(members)
@@ -53,7 +53,7 @@ class Fragment:
         return [local_elements(member.parameter.detach()) for member in self.members]
 
     def begin(self) -> None:
-        """The weights that all sites have now are those they have agreed on."""
+        """Take the current weights, equal on all sites, as the agreed weights, and reset the outer optimizer."""
         self.agreed = [nn.Parameter(averaging_dtype_tensor(tensor).clone()) for tensor in self.live]
         momentum = self._rule.momentum
         self._outer = (
@@ -64,7 +64,10 @@ class Fragment:
         self.due, self._flat, self._wait = None, None, None
 
     def send(self, step: int) -> None:
-        """The way since the last meeting. It is due on every rank, also where a stage has nothing of this fragment."""
+        """Start the all-reduce of the pseudo-gradient: agreed minus current weights.
+
+        Every rank sets `due`, also if its stage holds no parameter of this fragment.
+        """
         self.due = step + self._rule.delay
         if self.agreed:
             pairs = zip(self.agreed, self.live, strict=True)
@@ -72,13 +75,13 @@ class Fragment:
             self._wait = self._link.peers.start_all_reduce(self._flat)
 
     def arrive(self) -> None:
-        """Wait for what was sent; it is taken when it is due."""
+        """Wait for the all-reduce; the result is applied when it is due."""
         if self._wait is not None:
             self._link.wait(self._wait)
             self._wait = None
 
     def take(self) -> None:
-        """The outer step, with the mean of all sites' ways."""
+        """Run the outer optimizer step on the mean pseudo-gradient of all sites."""
         self.arrive()
         if self._flat is not None and self._outer is not None:
             ways = _cut(self._flat / self._link.peers.world_size, self.agreed)
@@ -96,7 +99,7 @@ class Fragment:
                 copy_into(live, (averaging_dtype_tensor(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
 
     def saved(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What the sites agree on, as (what, FQN, this rank's part)."""
+        """Yield the state that the sites agree on, as (kind, FQN, this rank's part)."""
         self.arrive()
         coming = [] if self._flat is None else _cut(self._flat, self.agreed)
         for place, (member, agreed) in enumerate(zip(self.members, self.agreed, strict=True)):
@@ -108,7 +111,7 @@ class Fragment:
                 yield "coming", member.name, coming[place]
 
     def restore(self, find: Callable[[str, str], Tensor | None], *, due: int | None) -> None:
-        """Take it back; `find(what, name)` is None for what was not saved."""
+        """Restore the saved state; `find(kind, name)` returns None for state that was not saved."""
         self.begin()
         coming: list[Tensor] = []
         for member, agreed in zip(self.members, self.agreed, strict=True):
@@ -125,7 +128,7 @@ class Fragment:
 
 
 def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
-    """In a type that means are taken in."""
+    """Return the tensor in the type that means are computed in, at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

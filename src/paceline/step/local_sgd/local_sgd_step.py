@@ -1,7 +1,7 @@
-"""The step of a site that trains on its own and meets the others now and then: local SGD, DiLoCo.
+"""The step of local SGD and DiLoCo: a site trains on its own and synchronises with the others periodically.
 
-Within the site it is the synchronous step of whatever layout the site has. What comes of each step is told to the other
-sites without waiting, a few steps in one message, and heard `lag` steps later.
+Within the site it is the synchronous step of the site's layout. The results of each step are sent to the other sites
+without waiting, several steps per message, and are read `lag` steps later.
 """
 
 import math
@@ -24,7 +24,7 @@ _IN_ONE_MESSAGE = LAG // 2
 
 
 class LocalStep(SynchronousStep):
-    """One rank's. `first` is the first microbatch of a batch that is this site's."""
+    """A local SGD step on one rank. `first` is the index of the first microbatch that belongs to this site."""
 
     lag = LAG
 
@@ -38,7 +38,7 @@ class LocalStep(SynchronousStep):
         self._names: tuple[str, ...] | None = None
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """This site's own update, and what is due of the meetings."""
+        """Run this site's own update, then send and apply the fragments that are due."""
         result = super().run(given, stop=stop) if given.num_micro > self._first else None
         if result is not None:
             result.agreed.check_counts()
@@ -53,9 +53,9 @@ class LocalStep(SynchronousStep):
         return result
 
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """A site's samples may have nothing of a term, which then gives nothing; without any target it stays as it is.
+        """Update with the terms that have a target in this site's samples; without any target, weights stay unchanged.
 
-        Of the whole batch that is an error, which is heard with what the other sites have told.
+        If the whole batch has no target, that is an error, which is found in the results reduced over all sites.
         """
         own = result.agreed
         if all(own.counts.values()):
@@ -67,26 +67,26 @@ class LocalStep(SynchronousStep):
             self.step += 1
 
     def flush_reports(self) -> None:
-        """Send what is not yet a full message."""
+        """Send the results that do not fill a message yet."""
         self._bundle.send()
 
     @property
     def sent_bytes(self) -> float:
-        """To the other sites alone."""
+        """The bytes sent to other sites only."""
         return self.sites.told["sent_bytes"]
 
     def settle(self) -> None:
-        """Have nothing under way."""
+        """Wait until no all-reduce between sites is in flight."""
         self.sites.arrive()
 
     def lateness(self) -> Sequence[Mapping[str, Any]]:
-        """What the meetings have cost."""
+        """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
         world = self.parts.world
         who = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
         return [{"who": who, "late": [], **self.sites.told}]
 
     def _left_out(self, given: StepBatch, *, stop: bool) -> StepResult:
-        """A short batch that this site has nothing of."""
+        """Return the result of a short batch that has no samples for this site."""
         self.parts.update.follow()
         joint = StepReduction(
             world=self.parts.world,

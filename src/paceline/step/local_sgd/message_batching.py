@@ -1,4 +1,4 @@
-"""Small vectors of several steps that travel in one message: on a slow line each message costs more than it holds."""
+"""Batching of small vectors from several steps into one message: on a slow link each message has a high fixed cost."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from paceline.comm.process_group import World
 
 
 class MessageBatcher:
-    """Sums over `peers`, of up to `most` vectors at once. All of them add, and wait, in the same order."""
+    """A batcher that sums up to `most` vectors over `peers` in one all-reduce. All peers use it in the same order."""
 
     def __init__(self, peers: World, *, most: int) -> None:
         self.peers = peers
@@ -17,8 +17,10 @@ class MessageBatcher:
         self._filling = _Message()
 
     def add(self, vector: Tensor) -> Callable[[], None]:
-        """To the message that is being filled. What this gives waits, and leaves the sum in `vector`; a message that is
-        waited for before it is full goes as it is."""
+        """Add a vector to the current message. The returned function waits, and leaves the sum in `vector`.
+
+        If it is called before the message is full, the message is sent as it is.
+        """
         if self._filling.is_sent:
             self._filling = _Message()
         message = self._filling
@@ -28,13 +30,13 @@ class MessageBatcher:
         return lambda: message.arrive(self.peers)
 
     def send(self) -> None:
-        """What there is, as one message."""
+        """Send the current message, if it holds any vectors and was not sent."""
         if self._filling.vectors and not self._filling.is_sent:
             self._filling.send(self.peers)
 
 
 class _Message:
-    """Vectors that are summed up together."""
+    """A set of vectors that are summed in one all-reduce."""
 
     def __init__(self) -> None:
         self.vectors: list[Tensor] = []
@@ -43,13 +45,13 @@ class _Message:
         self._wait: Callable[[], object] | None = None
 
     def send(self, peers: World) -> None:
-        """On its way."""
+        """Start the all-reduce."""
         self.is_sent = True
         self._flat = torch.cat(self.vectors)
         self._wait = peers.start_all_reduce(self._flat)
 
     def arrive(self, peers: World) -> None:
-        """The sums are in their vectors."""
+        """Wait for the all-reduce and copy the sums into the vectors; send first if necessary."""
         if not self.is_sent:
             self.send(peers)
         if self._wait is not None and self._flat is not None:

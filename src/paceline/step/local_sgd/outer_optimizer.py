@@ -1,9 +1,9 @@
-"""What sites that train on their own have in common: the weights of their last meeting, and how they meet.
+"""The outer optimizer of local SGD and DiLoCo: the weights that sites last agreed on, and how they synchronise.
 
-A meeting is a step of an outer optimizer: its gradient is the mean over the sites of the way that each has gone since
-the last one (Douillard et al., "DiLoCo", 2023). With a rate of 1 and no momentum that is the mean of their weights
-(Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). In fragments, and taken some updates after it
-was sent, it is the streaming form (Douillard et al., "Streaming DiLoCo", 2025).
+A synchronisation is a step of an outer optimizer. Its gradient is the mean over the sites of the change of each site's
+weights since the last one (Douillard et al., "DiLoCo", 2023). With a rate of 1 and no momentum the result is the mean
+of the weights (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). With fragments that are applied
+some updates after they are sent, it is the streaming form (Douillard et al., "Streaming DiLoCo", 2025).
 """
 
 import math
@@ -25,8 +25,11 @@ _RESHAPED = 2
 
 
 class OuterOptimizer:
-    """This rank's side of all meetings. `weights` has every parameter's name and whole shape, on every rank; `peers`
-    stand where this rank does in the other sites, and count by themselves what is sent to them."""
+    """The outer optimizer on one rank.
+
+    `weights` has every parameter's name and whole shape, on every rank. `peers` are the ranks at the same position in
+    the other sites; the group counts the bytes sent to them.
+    """
 
     def __init__(
         self,
@@ -56,21 +59,21 @@ class OuterOptimizer:
 
     @property
     def number(self) -> int:
-        """Which site this is."""
+        """The index of this site."""
         return self._link.peers.rank
 
     @property
     def peers(self) -> World:
-        """The ranks that stand where this one does, one in each site."""
+        """The ranks at this rank's position, one in each site."""
         return self._link.peers
 
     @property
     def told(self) -> dict[str, float]:
-        """What meeting has cost this rank."""
+        """The cost of synchronisation for this rank: bytes sent and seconds waited."""
         return {"sent_bytes": self.peers.traffic.sent_bytes, "waited_seconds": self._link.waited_seconds}
 
     def after(self, step: int) -> None:
-        """`step` updates are taken: send what is to be sent, and take what is due."""
+        """Send and apply the fragments that are due after `step` updates."""
         self._apart = True
         number = sent_after(step, update=self._rule)
         if number is not None:
@@ -85,12 +88,12 @@ class OuterOptimizer:
         self._apart = not self._has_met(step)
 
     def arrive(self) -> None:
-        """Have nothing under way."""
+        """Wait until no all-reduce is in flight."""
         for fragment in self.fragments:
             fragment.arrive()
 
     def differing(self) -> str | None:
-        """The first parameter on whose agreed weights the sites do not agree; None where they do."""
+        """Return the first parameter whose agreed weights differ between sites, or None if all are equal."""
         pairs = [
             (member.name, agreed)
             for fragment in self.fragments
@@ -104,14 +107,14 @@ class OuterOptimizer:
         return pairs[apart[0]][0] if apart else None
 
     def begin(self) -> None:
-        """All sites have the same weights now."""
+        """Take the current weights, equal on all sites, as the agreed weights."""
         self._apart = False
         for fragment in self.fragments:
             fragment.begin()
 
     @contextmanager
     def together(self) -> Iterator[dict[str, Tensor]]:
-        """The mean of the sites' weights in their place; gives this site's own, which come back bit for bit."""
+        """Put the mean of the sites' weights into the model; yield this site's own, which are restored bit for bit."""
         live = dict(self._live())
         own = {name: tensor.clone() for name, tensor in live.items()}
         if self._apart:
@@ -126,14 +129,14 @@ class OuterOptimizer:
                 self._put(live, own)
 
     def restore(self, own: Mapping[str, Tensor], *, step: int) -> None:
-        """This site's own weights and buffers, after `step` updates."""
+        """Restore this site's own weights and buffers, after `step` updates."""
         self._apart = not self._has_met(step)
         self._moving = sorted(self._moving_everywhere() | {name for name in own if name in self._first})
         live = dict(self._live())
         self._put(live, {name: tensor for name, tensor in own.items() if name in live})
 
     def _has_met(self, step: int) -> bool:
-        """Whether all have the same, so that no mean is computed: of three equal numbers it may be another one."""
+        """Return whether all sites hold the same weights; a mean is then skipped, since rounding could change them."""
         return sent_after(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -144,7 +147,7 @@ class OuterOptimizer:
         self._wrote()
 
     def _live(self) -> Iterator[tuple[str, Tensor]]:
-        """What sites have values of their own of, on this rank."""
+        """Yield the parameters and buffers on this rank whose values differ between sites."""
         for fragment in self.fragments:
             yield from zip((member.name for member in fragment.members), fragment.live, strict=True)
         self._moving = sorted(self._moving_everywhere())
@@ -165,8 +168,11 @@ class OuterOptimizer:
             self._wrote()
 
     def _moving_everywhere(self) -> set[str]:
-        """The buffers that have ever changed, in any site: those that never do need not be sent. One that a forward has
-        put in another's place as long as its input was is each site's own: there is no mean of several lengths."""
+        """Return the buffers that have changed in any site; constant buffers need not be sent.
+
+        A buffer that a forward replaced by one of another shape stays local to each site: the shapes may differ, so no
+        mean exists.
+        """
         if not self._first:
             return set()
         now = dict(self._buffers())

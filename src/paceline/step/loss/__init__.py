@@ -1,1 +1,1 @@
-"""What the user's loss returns, how it is summed, and what is reported of it."""
+"""The loss contract: the values a user's loss returns, how they are summed, and how they are reported."""

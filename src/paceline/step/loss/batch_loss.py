@@ -1,12 +1,12 @@
-"""A loss over the whole global batch, as contrastive losses are: every replica sees all outputs, its own ones live.
+"""A loss over the whole global batch, such as a contrastive loss: every replica sees all outputs, its own with a graph.
 
-The gradient of such a loss is the sum, over replicas, of what flows back through each one's own outputs. So outputs
-are gathered as values, each replica puts its own, which autograd knows, in their place, and computes the same loss; the
-usual sum of gradients over replicas does the rest, and nothing is sent back.
+The gradient of such a loss is the sum, over replicas, of the gradients through each replica's own outputs. So outputs
+are gathered as values, each replica replaces its own rows by the tensors that autograd tracks, and computes the same
+loss. The usual gradient all-reduce does the rest; no gradient is sent back to another replica's outputs.
 
-What is no tensor (texts, names, arrays) is joined too where it is a column, a list with an entry for each sample. All
-else must be the same on every replica: a loss that has only its own would be another one, on each replica. A list that
-is as long as the samples may be either; the first batch decides it for the run, by whether replicas differ there.
+Values other than tensors (texts, names, arrays) are joined too if they are a column: a list with one entry per sample.
+All other values must be the same on every replica; otherwise each replica would compute a different loss. A list as
+long as the number of samples may be either. The first batch decides for the whole run, by whether replicas differ.
 """
 
 from dataclasses import dataclass, field
@@ -28,15 +28,15 @@ _NAMES = ("output", "batch")
 def gather_rows(
     output: Any, batch: Any, *, world: World, num_samples: int, columns: dict[str, bool] | None = None
 ) -> tuple[Any, Any] | None:
-    """Output and batch with the rows of every tensor, and every column, joined over replicas in the order of ranks.
+    """Join output and batch over replicas in rank order: the rows of every tensor, and every column.
 
-    Every replica calls this; one without samples gives None twice, and gets None. A tensor without dimensions, such as
-    a temperature, is everybody's: its gradient is divided by the number of replicas that have samples. `columns` keeps
-    from batch to batch which paths are columns.
+    Every replica calls this; one without samples passes None twice, and gets None. A tensor without dimensions, such as
+    a temperature, is shared: its gradient is divided by the number of replicas that have samples. `columns` remembers
+    between batches which paths are columns.
 
     Raises:
-        JobError: a tensor whose first dimension is not the samples, or something that can't be joined and is not the
-            same on every replica.
+        JobError: a tensor's first dimension is not the samples, or a value cannot be joined and is not the same on
+            every replica.
     """
     kinds = {} if columns is None else columns
     mine = None if batch is None else _Parts.of((output, batch), num_samples=num_samples, kinds=kinds)
@@ -63,7 +63,7 @@ def gather_rows(
 
 @dataclass(kw_only=True)
 class _Parts:
-    """What one replica has: tensors, columns by their paths, and all else as checksums by theirs."""
+    """The output and batch of one replica: tensors, columns by path, and checksums of all other values by path."""
 
     value: tuple[Any, Any]
     num_samples: int
@@ -74,7 +74,7 @@ class _Parts:
 
     @staticmethod
     def of(value: tuple[Any, Any], *, num_samples: int, kinds: dict[str, bool]) -> "_Parts":
-        """Take it apart."""
+        """Split output and batch into tensors, columns and other values."""
         parts = _Parts(value=value, num_samples=num_samples, kinds=kinds)
         for name, each in zip(_NAMES, value, strict=True):
             map_leaves(each, parts._take, is_leaf=parts._is_leaf, path=name)
@@ -86,12 +86,12 @@ class _Parts:
         return list(self.columns)
 
     def as_json(self) -> dict[str, Any]:
-        """What other replicas must know of it."""
+        """Return the description of these parts that other replicas need."""
         tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in self.tensors]
         return {"samples": self.num_samples, "tensors": tensors, "columns": self.columns, "fixed": self.fixed}
 
     def rebuilt(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
-        """Return the same structure with these in their places."""
+        """Return the same structure with these tensors and columns."""
         of_tensors, of_columns = iter(tensors), dict(zip(self.columns, columns, strict=True))
 
         def put(path: str, leaf: Any) -> Any:
@@ -121,7 +121,7 @@ class _Parts:
         return leaf
 
     def _column(self, path: str, leaf: Any) -> Any:
-        """As it travels."""
+        """Return the column as JSON."""
         if path not in self.kinds and is_square(leaf):
             raise JobError(
                 f'loss_over="batch" can\'t tell rows from columns in {path}: it is as long as the samples, '
@@ -139,17 +139,17 @@ class _Parts:
 
 
 def share_gradient(tensor: Tensor, *, among: int) -> Tensor:
-    """The same value, of whose gradient each of `among` replicas has its part."""
+    """Return the same value, scaled in backward so that each of `among` replicas adds its share of the gradient."""
     return tensor.detach() + (tensor - tensor.detach()) / among if tensor.requires_grad else tensor
 
 
 def mean_terms(terms: Terms) -> Tensor:
-    """What backward runs on: counts of the whole batch are known, so each term is divided here."""
+    """Return the loss that backward runs on: the sum of each term divided by its count, known for the whole batch."""
     return torch.stack([total / count for total, count in terms.values()]).sum()
 
 
 def _joined(own: Tensor | None, rows: list[int], rest: list[int], dtype: torch.dtype, world: World) -> Tensor | None:
-    """Each replica writes its rows into zeros, and all are added: exact, and one call for replicas without rows too."""
+    """Join rows by all-reducing zero-padded tensors: exact, and one collective also for replicas without rows."""
     start = sum(rows[: world.rank])
     sent = torch.uint8 if dtype is torch.bool else dtype
     whole = torch.zeros([sum(rows), *rest], dtype=sent, device=world.device)
@@ -183,10 +183,10 @@ def _refuse_other_types(present: list[dict[str, Any]]) -> None:
 
 
 def _decide_columns(present: list[dict[str, Any]], kinds: dict[str, bool]) -> None:
-    """Settle which paths are columns, in the first batch in which a path occurs.
+    """Decide which paths are columns, in the first batch in which a path occurs.
 
     Raises:
-        JobError: all replicas have the same list there, which may be a constant or a column of equal entries.
+        JobError: all replicas have the same list at a path; it may be a constant or a column of equal entries.
     """
     first = present[0]
     for path, column in first["columns"].items():
@@ -202,7 +202,7 @@ def _decide_columns(present: list[dict[str, Any]], kinds: dict[str, bool]) -> No
 
 
 def _refuse_other_values(present: list[dict[str, Any]]) -> None:
-    """What is no column is the same on every replica."""
+    """Raise unless every value that is not a column is the same on every replica."""
     first = present[0]
     for told in present:
         names = dict.fromkeys([*first["columns"], *told["columns"], *first["fixed"], *told["fixed"]])

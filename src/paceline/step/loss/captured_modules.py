@@ -1,4 +1,4 @@
-"""The modules that a function holds: a loss is called by every rank, and what it holds is no part of the model."""
+"""Search for modules that a loss function captures; every rank calls the loss, but they are no part of the model."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,7 +20,7 @@ def found_modules(function: Any) -> list[tuple[str, nn.Module]]:
 
 
 def found_parameters(function: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters that a function holds, of modules and by themselves, by name."""
+    """Return the parameters that a function captures, directly or within modules, by name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, module in found_modules(function):
         for name, parameter in module.named_parameters(recurse=False):
@@ -74,5 +74,5 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _numbered(values: Any) -> Iterator[tuple[str, Any]]:
-    """Items with their numbers as names."""
+    """Yield items with their indices as names."""
     return ((f"[{place}]", item) for place, item in enumerate(values))

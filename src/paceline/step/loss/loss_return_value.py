@@ -1,7 +1,7 @@
-"""The loss contract: sums and counts, divided once, by the *global* counts.
+"""The loss contract: a loss returns sums and counts, and the engine divides once, by the *global* counts.
 
-`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean taken per microbatch or per rank weighs samples by how
-they happened to be dealt. So a loss gives sums and counts, and the engine divides.
+`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean per microbatch or per rank weights samples by the size of their
+microbatch. So a loss returns sums and counts, and the engine divides.
 """
 
 import inspect
@@ -26,8 +26,10 @@ COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
 
 class LossContract:
-    """What one job's loss promises, checked as it is used. Without `asks`, as where there are no numbers, a model's own
-    is not tried."""
+    """The contract of one job's loss, checked at each use.
+
+    `asks=False` skips the trial call that tests the model's own loss, for runs without real numbers.
+    """
 
     def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
         self._job = job
@@ -40,35 +42,35 @@ class LossContract:
 
     @property
     def counts_first(self) -> bool:
-        """Whether the counts are known before the forward, so that the loss is divided before backward."""
+        """True if counts are known before the forward, so that the loss is divided before backward."""
         return self._job.count is not None
 
     @property
     def over_batch(self) -> bool:
-        """Whether the loss wants the outputs of the whole global batch at once."""
+        """True if the loss takes the outputs of the whole global batch at once."""
         return self._job.loss_over == "batch"
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is the model's own."""
+        """True if the model computes its own loss."""
         return self._job.loss is None
 
     def moved(self) -> None:
-        """From here on labels come moved over the whole sequence."""
+        """Treat labels as already shifted over the whole sequence from here on."""
         self._own.settle(moved=True)
 
     def learn(self, batch: Any) -> None:
-        """Find out on one microbatch, while the model is whole, what its own loss is."""
+        """Test on one microbatch, before the model is split, whether the model's own loss is a sum or a mean."""
         if self._job.loss is None and isinstance(batch, Mapping):
             self._own.arguments({name: value for name, value in batch.items() if name in self._accepted})
             self._own.settle()
 
     def ask_mean(self) -> None:
-        """Find out on the next microbatch whether the loss is a mean beside a count: `note` then says so."""
+        """Check on the next microbatch whether the loss returns a mean with a count; if so, `note` says it."""
         self._asks_mean = self._job.loss is not None and self._job.loss_over != "batch"
 
     def answer_mean(self, output: Any, batch: Any, terms: Terms) -> None:
-        """Answer what was asked, with what the loss gave for this microbatch."""
+        """Run the requested check with the terms of this microbatch."""
         if self._asks_mean and list(terms) == [SINGLE] and gives_mean(self._job.loss, output, batch, terms[SINGLE]):
             self.note = (
                 f"loss= gives a mean beside a count: it is divided by the count once more. {COUNT_HINT}: "
@@ -77,21 +79,21 @@ class LossContract:
         self._asks_mean = False
 
     def counts(self, batch: Any) -> dict[str, Number]:
-        """The counts of one microbatch, before its forward."""
+        """Return the counts of one microbatch, before its forward."""
         assert self._job.count is not None
         found = self._job.count(batch)
         given = dict(found) if isinstance(found, Mapping) else {SINGLE: found}
         return {str(name): _count(str(name), value) for name, value in given.items()}
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output on one microbatch.
+        """Return the model's output on one microbatch.
 
         Raises:
-            JobError: a batch that no forward takes, or what was frozen is to be trained.
+            JobError: no forward accepts the batch, or a frozen parameter was thawed.
         """
         try:
             return self._output(model, batch)
-        finally:  # a stage of a pipeline leaves the forward early
+        finally:  # a pipeline stage leaves the forward by an exception
             self._frozen.refuse_thawed()
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
@@ -103,7 +105,7 @@ class LossContract:
         return found
 
     def _handed(self, model: nn.Module, batch: Any) -> Any:
-        """The output of a model that is handed the batch as the default forward does it."""
+        """Return the model's output, with the batch passed as the default forward does."""
         words, named = self._arguments(batch)
         try:
             return model(*words, **named)
@@ -126,7 +128,7 @@ class LossContract:
         )
 
     def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
-        """The named `(sum, count)` of one microbatch."""
+        """Return the named `(sum, count)` of one microbatch."""
         if self._job.loss is None:
             return {SINGLE: self._own.term(output, batch, num_samples=num_samples)}
         if _is_torch_s(self._job.loss) and not isinstance(batch, Tensor):
@@ -212,7 +214,7 @@ def refuse_count(name: str, number: float) -> float:
     """Return the count of a microbatch.
 
     Raises:
-        JobError: it is negative or not finite.
+        JobError: the count is negative or not finite.
     """
     if not 0.0 <= number < math.inf:
         raise JobError(

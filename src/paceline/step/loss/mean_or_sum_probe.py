@@ -1,7 +1,7 @@
-"""Does a loss give a mean where a sum is promised? Asked once, of a loss that nobody can see being asked.
+"""A probe that detects a loss that returns a mean instead of a sum. It runs once, only on a loss without side effects.
 
-`(F.cross_entropy(output, target), len(target))` trains at a rate that is too small by the count. Of a sum, the halves
-of a microbatch add up to the whole; of a mean, they do so once each is multiplied by its count.
+`(F.cross_entropy(output, target), len(target))` trains at a learning rate that is too small by the count. The halves
+of a microbatch add up to the whole for a sum; for a mean, only after each is multiplied by its count.
 """
 
 import builtins
@@ -36,7 +36,7 @@ _PURE = (
     tuple,
     zip,
 )
-# functions, methods and attributes of torch that only compute; a loss that names any other is not asked
+# functions, methods and attributes of torch without side effects; a loss that uses any other is not probed
 _TORCH = frozenset(
     [
         "abs", "argmax", "bfloat16", "binary_cross_entropy", "binary_cross_entropy_with_logits", "clamp",
@@ -57,10 +57,10 @@ _TOLERANCE = 1e-2  # half precision's rounding over a microbatch; a mean and a s
 
 
 def gives_mean(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) -> bool:
-    """Whether `loss(output, batch)`, which gave `found`, is a mean beside its count.
+    """Return whether `loss(output, batch)`, which gave `found`, returns a mean with its count.
 
-    The loss runs on each half of the microbatch, without gradients. Where that could be noticed, or the microbatch
-    can't be halved, it does not run, and the answer is False.
+    The loss runs on each half of the microbatch, without gradients. If that could have side effects, or the microbatch
+    cannot be halved, the loss does not run, and the result is False.
     """
     if not keeps_nothing(loss):
         return False
@@ -73,7 +73,7 @@ def gives_mean(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
     try:
         with torch.no_grad(), torch.random.fork_rng(_devices(output)):
             halves = [_numbers(loss(*pair)) for pair in parts]
-    except Exception:  # whatever the user's code makes of half a microbatch, it was not asked to take one
+    except Exception:  # the user's code need not accept half a microbatch
         return False
     whole = _numbers(found)
     if whole is None or any(half is None for half in halves):
@@ -84,10 +84,10 @@ def gives_mean(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
 
 
 def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether calling a function once more changes nothing that anybody could see, on this rank or another.
+    """Return whether another call of a function has no visible side effect, on this rank or another.
 
-    It writes nothing, and reaches only constants, functions like it, and what of torch is known to compute and no
-    more: a collective, a random draw or an update in place is not. Doubt is a no.
+    The function must write nothing and reach only constants, functions like it, and torch operations known only to
+    compute: no collective, random draw or in-place update. If in doubt, the result is False.
     """
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
@@ -128,7 +128,7 @@ def _is_plain(value: Any, seen: frozenset[int]) -> bool:
 
 
 def _computes(value: Any) -> bool:
-    """A function of torch that is known, or one of its losses that nobody has hooked into."""
+    """Return whether this is a known torch function, or a torch loss module without hooks."""
     if isinstance(value, torch.nn.Module):
         is_hooked = value._forward_hooks or value._forward_pre_hooks
         return type(value).__module__ == _TORCH_LOSSES and not is_hooked
@@ -141,7 +141,7 @@ def _is_of_torch(name: str) -> bool:
 
 
 def _does_more(function: FunctionType, step: dis.Instruction) -> bool:
-    """Whether this instruction writes to what others see, or names what is not known only to compute."""
+    """Return whether this instruction writes to shared state, or names something not known only to compute."""
     writes_cell = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
     return step.opname in _WRITES or writes_cell or (step.opname in _NAMED and step.argval not in _TORCH)
 
@@ -154,7 +154,7 @@ def _is_empty(cell: Any) -> bool:
 
 
 def _cut(value: Any, size: int, part: slice) -> Any:
-    """A copy of these samples of a value; None where one of its tensors has not `size` in its first dimension."""
+    """Return a copy of these samples of a value, or None if a tensor's first dimension is not `size`."""
     if type(value) is Tensor:
         return value.detach()[part].clone() if value.dim() and value.shape[0] == size else None
     if type(value) in (tuple, list):

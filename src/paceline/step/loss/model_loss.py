@@ -1,7 +1,7 @@
-"""The loss that a model computes itself, as Hugging Face's do: a sum where it can be had, else a mean with its count.
+"""The loss that a model computes itself, as Hugging Face models do: a sum if the model supports it, else a mean.
 
-Many forwards accept `num_items_in_batch` and pass it on to nothing, or divide only a part of the loss by it. So the
-model is asked: told to divide by one, does it give as many times what it gives untold as the batch has targets?
+Many forwards accept `num_items_in_batch` but ignore it, or divide only part of the loss by it. So the model is
+tested: a loss divided by 1 must equal the default loss times the number of targets in the batch.
 """
 
 import math
@@ -23,7 +23,7 @@ _CLOSE = 1e-4
 
 
 class OwnLoss:
-    """What one model's `output.loss` is. It is not known before a batch with more than one target was seen."""
+    """The kind of loss in a model's `output.loss`: sum or mean. It is unknown until a batch with several targets."""
 
     def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
         self._model = model
@@ -32,18 +32,18 @@ class OwnLoss:
         self._is_sum = False
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The forward's arguments, with the divisor where it is one."""
+        """Return the forward's arguments, with a divisor of 1 if the model's loss can be a sum."""
         if self._tries and not self._is_sum:
             self._ask(given)
         return {**given, DIVISOR: 1} if self._is_sum else dict(given)
 
     def settle(self, *, moved: bool = False) -> None:
-        """Ask no more: what is known holds. `moved`: labels come moved by one already, as slices of a sequence do."""
+        """Stop testing and keep the current result. `moved`: labels are already shifted, as sequence slices are."""
         self._tries = 0
         self._shifted = self._shifted and not moved
 
     def term(self, output: Any, batch: Any, *, num_samples: int) -> tuple[Tensor, Tensor | float]:
-        """The sum and its count.
+        """Return the loss sum and its count.
 
         Raises:
             JobError: the output has no loss.
@@ -57,10 +57,10 @@ class OwnLoss:
             return loss * num_samples, float(num_samples)
         if self._is_sum:
             return loss, count
-        return torch.where(count > 0, loss, loss.nan_to_num(nan=0.0)) * count, count  # a mean over nothing is no number
+        return torch.where(count > 0, loss, loss.nan_to_num(nan=0.0)) * count, count  # a mean over nothing is NaN
 
     def _targets(self, batch: Any) -> Tensor | None:
-        """How many labels are not ignored; None where they are not numbers of classes."""
+        """Return the number of labels that are not ignored, or None if labels are not class indices."""
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
@@ -86,7 +86,7 @@ def _loss_of(output: Any) -> Tensor | None:
 
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
-    """Nothing is drawn, counted or kept meanwhile."""
+    """Run the model in eval mode, without gradients, and restore random generators and modes afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""What this rank tells the others in a step, and what it hears: terms, counts, flags."""
+"""The exchange of loss terms, counts and flags between this rank and the others in a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from paceline.step.step_reduction import BUFFERS, FINGERPRINT, STOP, StepReducti
 
 
 def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
-    """Of these microbatches alone, where the job gives counts before the forward."""
+    """Return the counts of these microbatches alone; the job gives counts before the forward."""
     local: dict[str, float | Tensor] = {}
     for batch in data:
         for name, count in contract.counts(batch).items():
@@ -22,7 +22,7 @@ def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float |
 
 
 class LossReporter:
-    """The names of the terms are agreed on once. `tells`: no other rank gives what this one does."""
+    """A reporter of loss terms whose names are agreed once. `tells`: this rank alone reports these terms."""
 
     def __init__(self, parts: StepContext, *, tells: bool) -> None:
         self._parts = parts
@@ -31,15 +31,15 @@ class LossReporter:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the names of the terms are known."""
+        """True once the names of the terms are known."""
         return self._names is not None
 
     def agree(self, terms: Terms | None) -> None:
-        """Every rank calls this, once the last stage has had a microbatch."""
+        """Agree on the names of the terms; every rank calls this after the last stage has run a microbatch."""
         self._agreed_names(terms)
 
     def joint(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> StepReduction:
-        """The vector of this step, before anything was put into it."""
+        """Return this step's empty reduction vector."""
         names = self._agreed_names(terms)
         joint = StepReduction(
             world=self._parts.world, names=names, num_micro=given.num_micro, on_empty=self._parts.update.on_empty
@@ -49,17 +49,17 @@ class LossReporter:
         return joint
 
     def put(self, joint: StepReduction, index: int, terms: Terms) -> None:
-        """Give a microbatch's terms, on one of the ranks that have them."""
+        """Put a microbatch's terms into the vector, if this rank is the one that reports them."""
         if self._tells:
             joint.put(index, terms)
 
     def send(self, joint: StepReduction) -> None:
-        """With what has become of the buffers until now."""
+        """Start the all-reduce of the vector, with the flag for changed buffers."""
         joint.flag(BUFFERS, float(self._parts.buffers.changed()))
         joint.start()
 
     def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
-        """The counts of the whole batch, where the job gives them before the forward."""
+        """Return the counts of the whole batch if the job gives them before the forward, else None."""
         contract = self._parts.contract
         if not contract.counts_first:
             return None
@@ -70,7 +70,7 @@ class LossReporter:
         return joint_counts(local if self._tells else {}, world=self._parts.world, names=self._names)
 
     def _agreed_names(self, terms: Terms | None) -> tuple[str, ...]:
-        """Also for ranks whose first step holds no sample."""
+        """Return the agreed names of the terms, also on ranks whose first step holds no sample."""
         if self._names is None:
             everybody = self._parts.world.gather_json(None if terms is None else list(terms))
             first = next(names for names in everybody if names is not None)

@@ -1,4 +1,4 @@
-"""One thread for each worker, on each server: it moves bytes and writes in the books, and decides nothing."""
+"""The threads that serve workers, one per worker on each server: they move bytes, record leases and decide nothing."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ _LEAVING_SECONDS = 5.0
 
 
 class WorkerConnections:
-    """All of one server's. The first server (`leads`) leases shares; the others give and take their parts of them."""
+    """The connections of one server. The first server (`leads`) leases shares; the others exchange their parts."""
 
     def __init__(self, desk: ServerState, *, door: ConnectionAcceptor, leads: bool) -> None:
         self._desk = desk
@@ -25,11 +25,11 @@ class WorkerConnections:
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
-        """Let workers in, from now on."""
+        """Start to accept workers."""
         threading.Thread(target=self._watch, daemon=True, name="paceline-door").start()
 
     def close(self) -> None:
-        """Tell all workers that it is over, and wait a moment for those that can be told."""
+        """Tell all workers that the run is over, and wait briefly for those that can be reached."""
         self._door.is_closed = True
         self._desk.end()
         until = time.monotonic() + _LEAVING_SECONDS
@@ -54,7 +54,7 @@ class WorkerConnections:
             self._desk.fail(error)
 
     def _why(self, text: str) -> str:
-        """What the library says, in short."""
+        """Return a short form of the library's error text."""
         if "timed out" in text or "timeout" in text:
             return f"of which nothing was heard for {self._desk.timeout_seconds:g} s"
         return "whose process is gone" if "closed" in text or "reset" in text else f"on whose line: {text[:80]}"
@@ -63,7 +63,7 @@ class WorkerConnections:
         hello = line.receive().words
         self._desk.come(worker, rank=hello["rank"], life=hello["life"], model=hello["model"])
         while not self._desk.begins():
-            if self._leads:  # a worker hears the first server first
+            if self._leads:  # a worker waits for the first server first
                 line.send(Message(kind=MessageKind.WAIT))
         with self._desk.lock:
             rest = flat_of(self._desk.held.rest).packed(self._desk.held.rest)
@@ -107,7 +107,7 @@ class WorkerConnections:
 
 
 def _quietly(ask: Callable[[], int | None]) -> int | None:
-    """The store ends with the run, perhaps while somebody asks it."""
+    """Return `ask()`, or None if the store has closed: it ends with the run, perhaps during the call."""
     try:
         return ask()
     except RuntimeError:

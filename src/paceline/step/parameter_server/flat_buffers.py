@@ -1,4 +1,4 @@
-"""Weights and gradients as one row of bytes, which is what is sent."""
+"""Flat byte buffers for the weights and gradients sent between workers and servers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class FlatLayout:
-    """Tensors of these shapes and types one after another, each where its type may begin."""
+    """The layout of tensors of given shapes and types in one byte buffer, each aligned to 64 bytes."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self._shapes = list(shapes)
@@ -24,18 +24,18 @@ class FlatLayout:
         self.num_bytes = place
 
     def row(self) -> Tensor:
-        """Room for all of them."""
+        """Return an empty buffer for all tensors."""
         return torch.empty(self.num_bytes, dtype=torch.uint8)
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """The tensors that lie in a row."""
+        """Return the tensors as views of a buffer."""
         return [
             row[place : place + size].view(dtype).view(shape)
             for (place, size), (shape, dtype) in zip(self._places, self._shapes, strict=True)
         ]
 
     def packed(self, tensors: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
-        """A row with these values."""
+        """Copy these values into a buffer and return it."""
         row = self.row() if into is None else into
         for view, tensor in zip(self.views(row), tensors, strict=True):
             view.copy_(tensor.detach())
@@ -43,17 +43,17 @@ class FlatLayout:
 
 
 def flat_of(tensors: Sequence[Tensor]) -> FlatLayout:
-    """For tensors like these."""
+    """Return the layout of these tensors."""
     return FlatLayout([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
 
 
 def kinds_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Of each whether it is there, and of a sparse one how many rows it has; those must be coalesced."""
+    """Return each gradient's kind: absent, dense, or the number of rows of a sparse one, which must be coalesced."""
     return [ABSENT if g is None else int(g.values().shape[0]) if g.is_sparse else DENSE for g in gradients]
 
 
 def pack_gradients(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Those that are there; of a sparse one the indices of its rows, then the rows."""
+    """Pack the gradients that are present; for a sparse one, the indices of its rows, then the rows."""
     parts: list[Tensor] = []
     for gradient in gradients:
         if gradient is not None:
@@ -62,7 +62,7 @@ def pack_gradients(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def unpack_gradients(row: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor]) -> list[Tensor | None]:
-    """What `pack_gradients` made, for parameters `like` these; it lies in the row."""
+    """Return the gradients in a buffer from `pack_gradients` as views, for parameters shaped `like` these."""
     shapes: list[Shape] = []
     for kind, parameter in zip(kinds, like, strict=True):
         if kind == DENSE:

@@ -1,4 +1,4 @@
-"""What came of one batch whose shares workers have pushed, and what one push is."""
+"""The gradients that workers push for the shares of a batch, and the batch's result."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ Told = Mapping[int, Mapping[str, tuple[float, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPush:
-    """The gradients of a share's sums, one for each parameter, and `(sum, count)` of each term of each microbatch.
+    """The gradients of a share's sums, one per parameter, and `(sum, count)` of each term of each microbatch.
 
-    Where the worker knew the counts before, it has divided by them: `divided_by` are those of the share, or of the
-    whole batch where that is one update. `versions` are those of the weights that each server gave it.
+    If the worker knew the counts in advance, it has divided by them: `divided_by` are the counts of the share, or of
+    the whole batch if that is one update. `versions` are the versions of the weights that each server gave it.
     """
 
     gradients: Sequence[Tensor | None] = field(repr=False)
@@ -32,12 +32,12 @@ class GradientPush:
 
     @property
     def count(self) -> float:
-        """Of the only term."""
+        """The count of the only term."""
         return math.fsum(count for terms in self.terms.values() for _, count in terms.values())
 
     @property
     def counts(self) -> dict[str, float]:
-        """Of each term."""
+        """The count of each term."""
         found: dict[str, float] = {}
         for terms in self.terms.values():
             for name, (_, count) in terms.items():
@@ -46,7 +46,7 @@ class GradientPush:
 
     @property
     def loss(self) -> float:
-        """Of this share alone, each term by its own count; one that has nothing here adds nothing."""
+        """The loss of this share alone, each term divided by its own count; a term whose sum is zero adds nothing."""
         sums: dict[str, float] = {}
         for terms in self.terms.values():
             for name, (total, _) in terms.items():
@@ -57,9 +57,9 @@ class GradientPush:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedUpdate:
-    """An update of one share: whose gradient on which versions, one of each server's weights, in the order taken.
+    """A record of one share's update, in the order applied: the share, and the version of each server's weights.
 
-    `counts` is False where it was left out.
+    `counts` is False if the update was skipped.
     """
 
     share: BatchShare
@@ -68,14 +68,14 @@ class AppliedUpdate:
 
 
 class PushedJoint(StepReduction):
-    """What a batch came to, once its shares are there: whoever asks before waits for them."""
+    """The reduction vector of a batch whose shares are pushed by workers; reading it waits for all of them."""
 
     def __init__(self, *, num_micro: int, wait: Callable[[], None]) -> None:
         super().__init__(world=World.alone(), names=(), num_micro=num_micro)
         self._wait_for_all = wait
 
     def tell(self, pushes: Sequence[GradientPush], *, stop: bool, joins: bool) -> None:
-        """All of its shares; where they are one update, each was divided by the counts of all."""
+        """Store the results of all shares; if they are one update, each was divided by the counts of all."""
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
@@ -85,14 +85,14 @@ class PushedJoint(StepReduction):
         self.start()
 
     def agreed(self) -> StepTotals:
-        """Read them."""
+        """Wait for all shares and return the totals."""
         self._wait_for_all()
         return super().agreed()
 
 
 @dataclass(kw_only=True)
 class PushedBatch:
-    """A batch of which shares are free, under way, or taken."""
+    """A batch whose shares are free, in flight, or applied."""
 
     number: int
     shares: Sequence[BatchShare]
@@ -103,28 +103,28 @@ class PushedBatch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every share has been taken."""
+        """True if every share is applied."""
         return len(self.pushes) == len(self.shares)
 
     def in_order(self) -> list[GradientPush]:
-        """By the number of the share, whoever came first."""
+        """Return the pushes by share number, whatever the order of arrival."""
         return [push for _, push in sorted(self.pushes.items())]
 
 
 def as_words(push: GradientPush) -> dict[str, Any]:
-    """What the other servers need of it beside their own gradients."""
+    """Return what other servers need of a push besides their own gradients."""
     return {"terms": push.terms, "divided_by": push.divided_by, "stop": push.stop, "versions": push.versions}
 
 
 def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> GradientPush:
-    """With this server's own."""
+    """Return the push with this server's own gradients."""
     terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
     how = {name: words[name] for name in ("divided_by", "stop", "versions")}
     return GradientPush(gradients=gradients, terms=terms, **how)
 
 
 def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
-    """The gradients of a whole batch: shares are added in their order, so that who came first changes no bit."""
+    """Return the gradients of a whole batch; shares are summed in fixed order, so arrival order changes no bit."""
     found: list[Tensor | None] = []
     for parts in zip(*(push.gradients for push in pushes), strict=True):
         there = [part for part in parts if part is not None]
@@ -136,7 +136,7 @@ def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
 
 
 def _expected(pushes: Sequence[GradientPush]) -> dict[str, Tensor]:
-    """What these were divided by, together."""
+    """Return the counts that these pushes were divided by, summed."""
     found: dict[str, float] = {}
     for push in pushes:
         for name, count in (push.divided_by or {}).items():

@@ -1,4 +1,4 @@
-"""What a server gives its workers of a model, and what tells two models apart."""
+"""The model tensors that a server sends to its workers, and the digest that distinguishes models."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from paceline.step.parameter_server.state import ServedWeights
 
 
 def held_by(model: nn.Module, members: Sequence[NamedParameter]) -> ServedWeights:
-    """Of the server whose optimizer has these members."""
+    """Return the served weights of the server whose optimizer holds these members."""
     return ServedWeights(
         names=[member.name for member in members],
         weights=[member.parameter for member in members],
@@ -20,14 +20,14 @@ def held_by(model: nn.Module, members: Sequence[NamedParameter]) -> ServedWeight
 
 
 def fixed_tensors(model: nn.Module) -> list[Tensor]:
-    """Those that no update changes: frozen parameters and buffers."""
+    """Return the tensors that no update changes: frozen parameters and buffers."""
     moving = {id(member.parameter) for member in trainable_parameters(model)}
     frozen = [parameter for parameter in model.parameters() if id(parameter) not in moving]
     return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
 
 
 def row_tables(model: nn.Module) -> dict[str, str]:
-    """The trainable tables whose gradients are the rows that were read: by the parameter's name, the module's."""
+    """Return the trainable tables with sparse gradients: module name by parameter name."""
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     names = {id(m.weight): name for name, m in tables if m.sparse}
     return {
@@ -38,7 +38,7 @@ def row_tables(model: nn.Module) -> dict[str, str]:
 
 
 def model_digest(model: nn.Module) -> str:
-    """What tells models apart whose weights can't be each other's."""
+    """Return a digest of names, types and shapes that differs for models with incompatible weights."""
     kinds = [
         (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -1,11 +1,11 @@
-"""The step of a parameter server (Li et al., OSDI 2014): workers compute, it has the weights and takes the updates.
+"""The step of a parameter server (Li et al., OSDI 2014): workers compute, the server holds weights and applies updates.
 
-With bound 0 the shares of a batch are added up and taken as one update, as the replicas of `ddp` do. With a bound above
-0 each share is an update of its own, taken when it comes, unless another one that is under way would then be more
-updates late than the bound allows: then that one is waited for (Ho et al., NIPS 2013, counted in updates).
+With bound 0 the gradients of a batch's shares are summed and applied as one update, as the replicas of `ddp` do. With
+a bound above 0 each share is an update of its own, applied when it arrives. If that would make another share in flight
+stale by more updates than the bound, the server waits for that share first (Ho et al., NIPS 2013, counted in updates).
 
-Several servers each have some of the parameters, whole, and their optimizer state. The first one leases, and decides
-which gradients are taken in which order; the others have their parts of them by then, and follow.
+Each of several servers holds whole parameters and their optimizer state. The first server leases shares and decides the
+order in which gradients are applied; the others hold their parts of the gradients by then, and follow that order.
 """
 
 import math
@@ -46,9 +46,9 @@ _TAKE, _WAIT, _DONE = "take", "wait", "done"
 
 
 class ServerStep(SynchronousStep):
-    """The server's. `lag` is how many of the newest batches are not whole: what came of them is heard later.
+    """The parameter server's step. The newest `lag` batches are not complete; their results are read later.
 
-    `spread` gives every server the others' parameters; it is called where weights are about to be looked at.
+    `spread` sends every server the others' parameters; it is called before weights are read.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class ServerStep(SynchronousStep):
         self._clerks: WorkerConnections | None = None
         self._waited = 0.0
         self._told_at = time.monotonic()
-        self.record: list[AppliedUpdate] | None = None  # a list is filled, where somebody wants to do it again
+        self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Give the batch's shares away; what came of it is known once all of them were pushed."""
+        """Offer the batch's shares to workers; its result is known once all of them are pushed."""
         began, waited = time.perf_counter(), self._waited
         desk = self._desk or self._opened()
         batch = self._begun(given, stop=stop)
@@ -88,9 +88,9 @@ class ServerStep(SynchronousStep):
         return batch.result
 
     def settle(self) -> None:
-        """Wait until every share that was given away is taken: no worker holds anything then.
+        """Wait until every leased share is applied, so that no worker holds one.
 
-        Whoever asks may go on to evaluate for long, also before the first batch: workers then hear that they wait.
+        The caller may evaluate for long afterwards, even before the first batch, so workers are told to wait.
         """
         self._serve(self._desk or self._opened(), until=lambda: not self._open)
         if not self._is_spread:
@@ -98,7 +98,7 @@ class ServerStep(SynchronousStep):
             self._is_spread = True
 
     def lateness(self) -> list[dict[str, Any]]:
-        """Of each worker."""
+        """Return the gradient staleness of each worker."""
         found: dict[str, dict[int, int]] = {}
         for worker, counts in self._leases.late.items():
             mine = found.setdefault(self._desk.names[worker] if self._desk is not None else str(worker), {})
@@ -109,7 +109,7 @@ class ServerStep(SynchronousStep):
         ]
 
     def new_notes(self) -> list[str]:
-        """Of workers that went and came."""
+        """Return the notes about workers that left or came back."""
         if self._desk is None:
             return []
         with self._desk.lock:
@@ -117,19 +117,19 @@ class ServerStep(SynchronousStep):
         return notes
 
     def close(self) -> None:
-        """Send the workers home."""
+        """Close the connections to all workers."""
         if self._clerks is not None:
             self._clerks.close()
         super().close()
 
     def _opened(self) -> ServerState:
-        """From the first batch or evaluation on; what workers are given is read when the first batch is there."""
+        """Open the server at the first batch or evaluation; weights are read when the first batch is offered."""
         world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
         assert world.entrance is not None
         self._mine = [member.parameter for member in members]
         tables = row_tables(self.parts.model)
         for member in self.parts.update.named:
-            if not member.parameter.numel():  # another server's: nobody is to miss its gradient here
+            if not member.parameter.numel():  # another server's: a zero gradient stands in for it
                 member.parameter.grad = _nothing_of(member.parameter, as_rows=member.name in tables)
         held = held_by(self.parts.model, members)
         self._desk = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
@@ -160,7 +160,7 @@ class ServerStep(SynchronousStep):
             self._serve(self._desk, until=lambda: batch.is_whole)
 
     def _serve(self, desk: ServerState, *, until: Callable[[], bool]) -> None:
-        """Take what comes until that is so, on the first server; the others do the same.
+        """Apply pushed gradients until `until()` is true, on the first server; the others follow it.
 
         Raises:
             RunError: no worker has been there for `train.timeout_seconds`.
@@ -194,7 +194,7 @@ class ServerStep(SynchronousStep):
             )
 
     def _tell(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
-        """To the other servers."""
+        """Send the decision of the first server to the other servers."""
         self._told_at = time.monotonic()
         if self.parts.world.world_size > 1:
             pairs = zip(leases, pushes, strict=True)
@@ -202,7 +202,7 @@ class ServerStep(SynchronousStep):
             self.parts.world.share_json([kind, told, self._leases.oldest])
 
     def _follow(self, desk: ServerState) -> None:
-        """With the lock held, which is let go of while the first server thinks."""
+        """Apply the first server's decisions. The lock is held on entry, and released while waiting for a decision."""
         while True:
             desk.lock.release()
             try:
@@ -220,11 +220,11 @@ class ServerStep(SynchronousStep):
                     for lease, _, number, words in told
                 }
                 self._update(desk, self._batches[told[0][1]], pushes)
-                for number in [number for number in desk.pushes if number < oldest]:  # of workers that died then
+                for number in [number for number in desk.pushes if number < oldest]:  # left over from workers that died
                     del desk.pushes[number]
 
     def _take(self, desk: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
-        """One update, on all servers."""
+        """Apply one update, on all servers."""
         self._tell(_TAKE, leases, pushes)
         numbers = [lease.share.number for lease in leases]
         batch = self._batches[leases[0].share.step]
@@ -259,7 +259,7 @@ class ServerStep(SynchronousStep):
         if joins:
             batch.joint.tell(pushes, stop=batch.stop, joins=True)
         loss = batch.result.loss if joins else pushes[0].loss
-        counts = batch.result.agreed.counts if joins else None  # a share may have nothing of a term
+        counts = batch.result.agreed.counts if joins else None  # a share may lack targets for a term
         broken = batch.result.agreed.broken if joins else ()
         norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=joins)
         batch.result.norm = None if norm is None else AsyncScalars(norm)
@@ -268,7 +268,7 @@ class ServerStep(SynchronousStep):
         return taken
 
     def _end(self, desk: ServerState, batch: PushedBatch) -> None:
-        """All of its shares are taken: schedules count batches, whoever was first."""
+        """Complete a batch whose shares are all applied; schedules advance once per batch, in any order of shares."""
         del self._batches[batch.number]
         del desk.where[batch.number]
         if not self._leases.joins:
@@ -280,12 +280,12 @@ class ServerStep(SynchronousStep):
 
 
 def _where(given: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
-    """What a worker needs to find the same samples."""
+    """Return the description that a worker needs to find the same samples."""
     batch, sight = given.batch, given.sight  # type: ignore[attr-defined]
     where = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
     return where if sight is None else {**where, "epoch": batch.after.epoch, "sight": asdict(sight)}
 
 
 def _nothing_of(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
-    """The gradient of what is another server's, in the only kind that its optimizer may take."""
+    """Return a zero gradient for another server's parameter, sparse if its optimizer may accept only that."""
     return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if as_rows else torch.zeros_like(parameter)

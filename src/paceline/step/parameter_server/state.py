@@ -1,6 +1,6 @@
-"""Where a server's loop and its workers meet: one lock around the books and the weights.
+"""The shared state of a server's main loop and its worker threads: one lock for leases, pushes and weights.
 
-Updates are taken by the loop's own thread: what goes wrong with one is an exception there, as in any other step.
+Updates are applied by the main loop's own thread, so an error raises an exception there, as in any other step.
 """
 
 import threading
@@ -16,14 +16,14 @@ from paceline.errors import DesyncError, RunError
 from paceline.step.parameter_server.flat_buffers import flat_of
 from paceline.step.parameter_server.gradients import GradientPush
 
-_PATIENCE = 0.25  # of the time after which the other end would give up
+_PATIENCE = 0.25  # fraction of the time after which the other end gives up
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeights:
-    """What workers are given: with each lease the parameters that this server has, by name; once what nothing updates.
+    """The tensors that workers receive: `weights` with each lease, and once `rest`, which no update changes.
 
-    `model` tells models of other shapes apart.
+    `weights` are the parameters that this server holds, by name. `model` is a digest that differs for other models.
     """
 
     names: Sequence[str]
@@ -33,7 +33,7 @@ class ServedWeights:
 
 
 class ServerState:
-    """The shared side; its attributes are read and written with `lock` held."""
+    """The state shared between threads; its attributes are read and written with `lock` held."""
 
     def __init__(self, *, leases: Leases, held: ServedWeights, timeout_seconds: float) -> None:
         self.lock = threading.Condition()
@@ -57,21 +57,24 @@ class ServerState:
 
     @property
     def patience(self) -> float:
-        """Seconds after which an end that waits should be told that this one lives."""
+        """The seconds after which a waiting worker is told that this server is alive."""
         return self.timeout_seconds * _PATIENCE
 
     @property
     def num_workers(self) -> int:
-        """How many are here."""
+        """The number of connected workers."""
         return len(self._here)
 
     def row(self) -> Tensor:
-        """Room for the weights. Where a batch is one update, one for all: its shares have the same weights, and none is
-        under way when the next one's are packed."""
+        """Return a buffer for the weights.
+
+        If a batch is one update, all workers share one buffer: all its shares have the same weights, and none is in
+        flight when the next batch's are packed.
+        """
         return self._flat.row() if self._shared is None else self._shared
 
     def offer(self, step: int, where: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
-        """A batch's shares may be given away; `where` its samples are. Weights may have been changed by hand before."""
+        """Offer a batch's shares; `where` locates its samples. Weights may have been changed by hand before this."""
         with self.lock:
             self.has_begun = True
             self.where[step] = where
@@ -80,27 +83,27 @@ class ServerState:
             self.lock.notify_all()
 
     def begins(self) -> bool:
-        """Wait a while for the first batch: until then what is loaded may be changed by hand."""
+        """Wait up to `patience` for the first batch; until then, loaded weights may be changed by hand."""
         with self.lock:
             return self.lock.wait_for(lambda: self.has_begun or self.is_over, timeout=self.patience)
 
     def end(self) -> None:
-        """It is over: whoever waits is told."""
+        """Mark the run as over and wake all waiting threads."""
         with self.lock:
             self.is_over = True
             self.lock.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """The loop raises it."""
+        """Store an error for the main loop to raise."""
         with self.lock:
             self.failure = error
             self.lock.notify_all()
 
     def come(self, worker: int, *, rank: int, life: int, model: str) -> None:
-        """A worker is here.
+        """Register a worker.
 
         Raises:
-            DesyncError: it has built another model.
+            DesyncError: the worker has built another model.
         """
         with self.lock:
             if model != self.held.model:
@@ -116,7 +119,7 @@ class ServerState:
             self.lock.notify_all()
 
     def go(self, worker: int, *, why: str) -> None:
-        """A worker is not here any more: what it had not pushed whole is anybody's."""
+        """Remove a worker; the shares that it did not push completely return to the pool."""
         with self.lock:
             if worker not in self._here:
                 return
@@ -132,7 +135,10 @@ class ServerState:
             self.lock.notify_all()
 
     def lease(self, worker: int, *, row: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
-        """A share for this worker, and in `row` the weights for it; None if none came up for a while, or it is over."""
+        """Lease a share to this worker, and pack its weights into `row`.
+
+        Returns None if no share is free for a while, or the run is over.
+        """
         found: list[Lease] = []
 
         def granted() -> bool:
@@ -155,14 +161,14 @@ class ServerState:
         self._shared_at = self.version if row is self._shared else None
 
     def push(self, lease: Lease, push: GradientPush) -> None:
-        """A share's gradient, whole."""
+        """Store the complete gradient of a share."""
         with self.lock:
             self.leases.push(lease)
             self.pushes[lease.number] = push
             self.lock.notify_all()
 
     def same_order(self, epoch: int, name: str, what: str) -> None:
-        """Workers read the samples: an order of the user's own must be the same on all.
+        """Check that all workers read the samples in the same order, which may come from the user's own code.
 
         Raises:
             DesyncError
@@ -176,23 +182,23 @@ class ServerState:
                 )
 
     def weights_at(self, version: int, *, row: Tensor) -> int:
-        """In `row` the weights after at least so many updates, if they come about in time; after how many."""
+        """Pack the weights after at least `version` updates into `row`, if they arrive in time; return the version."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
             self._pack(row)
             return self.version
 
     def stage(self, number: int, push: GradientPush) -> None:
-        """This server's part of a gradient, which counts once the first server has its own."""
+        """Store this server's part of a gradient; it counts once the first server has its own part."""
         with self.lock:
             self.pushes[number] = push
             self.lock.notify_all()
 
     def waits(self, until: Callable[[], bool]) -> None:
-        """With the lock held: until that is so.
+        """Wait, with the lock held, until `until()` is true.
 
         Raises:
-            RunError: it is not, for as long as one waits for anybody.
+            RunError: it is not true within `timeout_seconds`.
         """
         if not self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds):
             raise RunError(f"a gradient that the first server has did not come within {self.timeout_seconds:g} s.")

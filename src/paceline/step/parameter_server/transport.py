@@ -1,4 +1,4 @@
-"""The line between a worker and a server: a process group of these two, so that an end breaks no other line."""
+"""The connection between a worker and a server: a process group of two, so a failure breaks no other connection."""
 
 import json
 import time
@@ -18,12 +18,12 @@ from paceline.errors import MachineError
 
 _SERVER, _WORKER = 0, 1
 _POLL_SECONDS = 0.02
-COMING_SECONDS = 60.0  # a process that starts on a busy machine takes its time
+COMING_SECONDS = 60.0  # a process starts slowly on a busy machine
 _TICKETS = "paceline-server/{}/tickets/{}"
 
 
 class MessageKind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     HELLO = 1
     REST = 2
@@ -35,12 +35,12 @@ class MessageKind(IntEnum):
 
 
 class LineLost(Exception):
-    """The other end is gone, or did not answer in time."""
+    """The other end has exited, or did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Its kind, its words, and perhaps a row of bytes."""
+    """A message: its kind, its JSON words, and optionally a buffer of bytes."""
 
     kind: MessageKind
     words: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Message:
 
 
 class Connection:
-    """One end. Every wait on it ends after `timeout_seconds`; what broke once is never used again."""
+    """An end of a connection. Every wait ends after `timeout_seconds`; a broken connection is never reused."""
 
     def __init__(self, store: Store, *, name: str, is_server: bool, timeout_seconds: float) -> None:
         mine, self._other = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
@@ -61,7 +61,7 @@ class Connection:
             raise LineLost(str(error)) from error
 
     def send(self, message: Message) -> None:
-        """Give it to the other end.
+        """Send a message to the other end.
 
         Raises:
             LineLost
@@ -73,7 +73,7 @@ class Connection:
             self._done(self._group.send, part)
 
     def receive(self, *, row: Tensor | None = None) -> Message:
-        """The other end's next message, its row of bytes in `row` where that is as long.
+        """Receive the next message; its bytes are read into `row` if the sizes match.
 
         Raises:
             LineLost
@@ -97,10 +97,10 @@ class Connection:
 
 
 def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """The store of a run, which lives as long as the first server does; that one calls this.
+    """Open the store of a run, which lives as long as the first server; the first server calls this.
 
     Raises:
-        MachineError: it can't be had.
+        MachineError: the store cannot be opened.
     """
     try:
         return TCPStore(
@@ -116,10 +116,10 @@ def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
 
 
 def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """A connection of one's own to that store: one that waits holds up nobody else's.
+    """Open a separate connection to that store, so that a blocking wait delays no other caller.
 
     Raises:
-        LineLost: nobody answers there.
+        LineLost: the store does not answer.
     """
     try:
         return TCPStore(
@@ -134,7 +134,7 @@ def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
 
 
 def come_in(entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> Connection:
-    """A worker's end of a line that nobody had before: it draws a number, and the server comes to it.
+    """Open a worker's end of a new connection: the worker draws a ticket number, and the server connects to it.
 
     Raises:
         LineLost
@@ -149,7 +149,7 @@ def come_in(entrance: WorkerEntrance, *, server: int, timeout_seconds: float) ->
 
 
 class ConnectionAcceptor:
-    """Where the server sees workers come: late ones, and those that were started again, as the first."""
+    """The server's acceptor of workers; late and restarted workers are accepted like the first ones."""
 
     def __init__(self, entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> None:
         self._place = entrance.place
@@ -161,7 +161,7 @@ class ConnectionAcceptor:
         self.is_closed = False
 
     def next(self) -> int | None:
-        """The number of the next worker that has come; None once the door is closed."""
+        """Return the number of the next worker to arrive, or None once the acceptor is closed."""
         while not self.is_closed:
             if self._seen < int(self._store.add(self._tickets, 0)):
                 self._seen += 1
@@ -170,7 +170,7 @@ class ConnectionAcceptor:
         return None
 
     def line(self, number: int) -> Connection:
-        """The server's end of the line to that worker.
+        """Open the server's end of the connection to that worker.
 
         Raises:
             LineLost

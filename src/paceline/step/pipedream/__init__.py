@@ -1,1 +1,1 @@
-"""PipeDream: a pipeline that is never flushed, with weight stashing."""
+"""The PipeDream step: a pipeline that is never flushed, with weight stashing."""

@@ -1,4 +1,4 @@
-"""What a never-flushed pipeline keeps of its batches and microbatches, and how replicas of a stage add gradients."""
+"""The batches and microbatches in flight in a never-flushed pipeline, and gradient sums over a stage's replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ Counts = dict[str, Tensor] | None
 
 @dataclass(kw_only=True)
 class Batch:
-    """One batch between its first forward and its update. `left` microbatches have not been through the last stage."""
+    """A batch between its first forward and its update. `left` counts microbatches not yet through the last stage."""
 
     number: int
     given: StepBatch
@@ -32,7 +32,7 @@ class Batch:
 
 @dataclass(kw_only=True)
 class Micro:
-    """One microbatch that a stage has not seen yet; without samples it counts nothing."""
+    """A microbatch that a stage has not processed yet; without samples it has weight zero."""
 
     batch: Batch
     index: int
@@ -41,7 +41,7 @@ class Micro:
 
 
 def add_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> None:
-    """Leave the sum over replicas in every `.grad`; one that has none on any replica keeps none."""
+    """Sum every `.grad` over replicas; a parameter without a gradient on any replica keeps None."""
     if world.world_size == 1:
         return
     touched = torch.tensor([float(p.grad is not None) for p in parameters], device=world.device)

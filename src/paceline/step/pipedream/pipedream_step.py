@@ -1,8 +1,8 @@
-"""The step of a pipeline that is never flushed: each stage takes its own, while later batches are on their way.
+"""The step of a pipeline that is never flushed: each stage updates on its own while later batches are in flight.
 
-A step begins a batch and ends one that was begun earlier; how much earlier is the stage's depth. So what ranks agree
-on is heard `lag` steps late, by all alike, and nobody waits for it. `settle` empties the pipeline. Since a rule says
-which weights a microbatch sees (`schedule/weight_version_rules.py`), that changes no weight.
+A step begins a batch and ends one that was begun earlier; how much earlier depends on the stage's depth. So all ranks
+read the reduced values `lag` steps late, without waiting. `settle` drains the pipeline. This changes no weight, because
+a rule fixes which weights a microbatch uses (`schedule/weight_version_rules.py`).
 """
 
 import time
@@ -36,7 +36,7 @@ from paceline.torch_internals.pytree import to_device
 
 
 class PipeDreamStep(SynchronousStep):
-    """One rank's stage. `rounds` microbatches of each replica make a batch."""
+    """A PipeDream step on one rank's stage. `rounds` microbatches of each replica make a batch."""
 
     def __init__(self, parts: StepContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
         super().__init__(parts, passes=PipelineForwardBackward(parts, piped=piped))
@@ -60,12 +60,12 @@ class PipeDreamStep(SynchronousStep):
         self.versions = WeightVersions(parts.model, named=parts.update.named, direct=direct)
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Begin this batch; forwards and backwards in the stage's order, and the updates that they complete."""
+        """Begin this batch; run forwards and backwards in the stage's order, and the updates that they complete."""
         began = time.perf_counter()
         if not self.parts.model.training:
             self.parts.model.train()
         if self._settled:
-            self.parts.buffers.begin()  # whatever has written to them meanwhile was no forward
+            self.parts.buffers.begin()  # writes since the last step were not by a forward
             self._settled, self._watched = False, 0
         elif self._watched == 2:
             self.parts.buffers.trust()
@@ -85,11 +85,11 @@ class PipeDreamStep(SynchronousStep):
         return result
 
     def place(self) -> dict[str, list[int]]:
-        """Where batches ended, counted back from here in microbatches, for a checkpoint."""
+        """Return the ends of recent batches, in microbatches relative to now, for a checkpoint."""
         return {"ends": [end - self._stream.length for end in self._stream.ends]}
 
     def begin(self, step: int, *, ends: Sequence[int], kept: Mapping[int, Weights]) -> None:
-        """Go on after `step` updates; `kept` are the weights of so many updates ago, as far as there are any."""
+        """Resume after `step` updates; `kept` maps a number of updates ago to the weights of that time, if saved."""
         ends = list(ends) or [0] * bool(step)
         self._stream = Stream(ends=ends, gone=step - len(ends))
         self._course = StageVersions(stash=self._stash, stage=self._stage, stream=self._stream)
@@ -97,25 +97,25 @@ class PipeDreamStep(SynchronousStep):
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
 
     def lateness(self) -> list[dict[str, Any]]:
-        """One gradient for each microbatch."""
+        """Return the gradient staleness of this stage, counted once per microbatch."""
         replica = f", replica {self.parts.worlds.data.rank}" if self.parts.worlds.data.world_size > 1 else ""
         late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
         return [{"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}]
 
     def settle(self) -> None:
-        """End all batches that were begun."""
+        """Finish all batches that were begun."""
         self._follow(self._with_messages(self._course.rest()))
         self._pipeline.pause()
         self._settled = True
 
     @property
     def _watches(self) -> bool:
-        """Whether forwards are still looked at, for what they may not do."""
+        """True while forwards are still checked for writes to parameters."""
         return self._watched <= 2
 
     @property
     def _leaves(self) -> tuple[Op, ...]:
-        """What a stage does with the first microbatch before it may wait for the stages after it."""
+        """The operation that a stage must complete for the first microbatch before it may wait for later stages."""
         return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
 
     def _admit(self, given: StepBatch) -> Batch:
@@ -137,7 +137,7 @@ class PipeDreamStep(SynchronousStep):
         return list(with_messages(order, owner=range(self._stash.stages)))
 
     def _follow(self, actions: Sequence[Action]) -> float:
-        """Do them; returns the seconds that were waited for others."""
+        """Run the actions; return the seconds spent waiting for other ranks."""
         waited = 0.0
         self._pipeline.expect(actions)
         for action in actions:
@@ -167,7 +167,7 @@ class PipeDreamStep(SynchronousStep):
         self._forwards += 1
 
     def _backward(self, action: Action) -> None:
-        """On the weights of its forward, also where blocks are computed again."""
+        """Run the backward on the weights of its forward, also for recomputed blocks."""
         if self._fresh:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -180,7 +180,7 @@ class PipeDreamStep(SynchronousStep):
         self.versions.collect(weights)
 
     def _update(self, action: Action) -> None:
-        """With the gradients of a whole batch: added over the replicas of this stage, divided by the global count."""
+        """Update with a whole batch's gradients: summed over this stage's replicas, divided by the global count."""
         batch = self._batches.pop(self._stream.batch_of(action.microbatch))
         assert batch.joint is not None and batch.result is not None
         agreed = batch.joint.agreed()
@@ -209,7 +209,7 @@ class PipeDreamStep(SynchronousStep):
 
 
 class _Work:
-    """What is done at the stage; the last stage tells all what came of a batch as soon as it knows."""
+    """The work at this rank's stage; the last stage reports a batch's results as soon as they are known."""
 
     def __init__(self, parts: StepContext, *, piped: PipelineModel, tells: bool) -> None:
         self._parts = parts
@@ -220,7 +220,7 @@ class _Work:
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
-        """Of the whole batch, added over the replicas of this stage: the stages of one have the same samples."""
+        """Return the counts of the whole batch, summed over this stage's replicas: the stages of one share samples."""
         contract, world = self._parts.contract, self._parts.worlds.data
         if not contract.counts_first:
             return None
@@ -230,7 +230,7 @@ class _Work:
         return joint_counts(local, world=world, names=self._names)
 
     def open(self, batch: Batch, *, stop: bool) -> StepResult:
-        """Where nothing is to be told, it is said at once, so that the last stage never waits for the others."""
+        """Create the batch's reduction and result; a rank with nothing to report sends now, so nobody waits for it."""
         batch.joint = self.telling.joint(batch.given, None, stop=stop)
         samples = batch.given.num_samples
         batch.result = StepResult(
@@ -247,7 +247,7 @@ class _Work:
         return batch.result
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
-        """The user's forward, and on the last stage his loss."""
+        """Run the user's forward, and on the last stage the loss."""
         micro, parts = self.micro.pop(microbatch), self._parts
         parts.tape.at(micro.index, counts=micro.num_samples > 0)
         parts.streams.enter(step=micro.batch.number, microbatch=micro.index)
@@ -258,14 +258,14 @@ class _Work:
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Give nothing: only `dp_replicate` goes with it, so that a portion is a whole microbatch."""
+        """Return an empty context: this step supports only `dp_replicate`, so a portion is a whole microbatch."""
         return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Nothing is sent before the batch is whole."""
+        """Do nothing: gradients are sent only when the batch is complete."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """Nothing to collect."""
+        """Do nothing: there is nothing to collect."""
 
     def _loss(self, micro: Micro) -> Tensor:
         parts, batch = self._parts, micro.batch

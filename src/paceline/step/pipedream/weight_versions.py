@@ -1,7 +1,7 @@
-"""The weights of one stage after each of its updates that some microbatch is still to be computed on.
+"""The versions of a stage's weights, one per update, that pending microbatches still need.
 
-A version is a set of leaf tensors that take the parameters' places while a forward or a backward runs. Autograd keeps
-what a forward was run on, so nothing is swapped back for its backward, and a version is gone with its last graph.
+A version is a set of leaf tensors that replace the parameters while a forward or a backward runs. Autograd keeps the
+tensors of a forward, so nothing is swapped back for its backward, and a version is freed with its last graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,10 @@ Weights = Mapping[str, Tensor]
 
 
 class WeightVersions:
-    """`direct`: every microbatch is computed on the newest weights and done before the next: none is kept.
+    """The kept weight versions of a stage.
 
-    `newest` counts the updates that the parameters themselves have; `of` gives an older version by that number.
+    `direct`: each microbatch uses the newest weights and finishes before the next one starts, so no version is kept.
+    `newest` is the number of updates in the parameters themselves; `of` returns an older version by that number.
     """
 
     def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], direct: bool) -> None:
@@ -35,20 +36,20 @@ class WeightVersions:
 
     @property
     def names(self) -> list[str]:
-        """The parameters of this stage."""
+        """The names of this stage's parameters."""
         return list(self._live)
 
     @property
     def numbers(self) -> set[int]:
-        """The versions that can be asked for; graphs may hold on to older ones."""
+        """The versions that can be requested; graphs may hold older ones."""
         return {self.newest, *self._kept}
 
     def held(self, number: int) -> int:
-        """The version that stands for one: where a run has come to this rule only now there is nothing older."""
+        """Return the version to use for `number`: after a resume, no version older than the checkpoint's exists."""
         return max(number, self._oldest)
 
     def of(self, number: int) -> Weights | None:
-        """The weights after so many updates; None for the parameters themselves."""
+        """Return the weights after `number` updates; None stands for the parameters themselves."""
         if self._direct:
             assert number == self.newest
             return None
@@ -57,26 +58,26 @@ class WeightVersions:
         return self._kept[number]
 
     def inside(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
-        """What `call` gives while these weights are the model's."""
+        """Return `call()`, run with these weights in the model."""
         if weights is None:
             return call()
         return functional_call(self._home, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
 
     def writes(self, weights: Weights | None) -> list[int]:
-        """What shows that something has written to these weights since."""
+        """Return the version counters of these weights, which reveal writes in place."""
         return [tensor_version(tensor) for tensor in (self._live if weights is None else weights).values()]
 
     def lend(self, weights: Weights | None) -> None:
-        """A backward is about to run on these weights: what it adds goes to the parameters' own sums."""
+        """Prepare a backward on these weights: they accumulate into the parameters' own gradients."""
         for name, tensor in (weights or {}).items():
             tensor.grad = self._live[name].grad
             self._lent[name] = tensor.grad
 
     def collect(self, weights: Weights | None) -> None:
-        """It has run.
+        """Move the gradients of these weights back to the parameters, after the backward.
 
         Raises:
-            JobError: a parameter itself got a gradient, so the forward has it from somewhere else than its module.
+            JobError: a parameter itself got a gradient, so the forward reads it from elsewhere than its module.
         """
         for name, tensor in (weights or {}).items():
             live = self._live[name]
@@ -90,17 +91,17 @@ class WeightVersions:
             live.grad, tensor.grad = tensor.grad, None
 
     def before_update(self, *, needed: int) -> None:
-        """The parameters are about to change; versions from `needed` on are still asked for."""
+        """Keep the current version before the parameters change, if versions from `needed` on include it."""
         if not self._direct and needed <= self.newest:
             self._keep()
 
     def after_update(self, *, needed: int) -> None:
-        """They have."""
+        """Advance `newest` and drop the versions before `needed`."""
         self.newest += 1
         self._forget(needed)
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
-        """The older versions, by number, for a checkpoint between two steps."""
+        """Return the older versions, by number, for a checkpoint between two steps."""
         return {
             number: {name: tensor.detach() for name, tensor in weights.items()}
             for number, weights in sorted(self._kept.items())
@@ -108,7 +109,7 @@ class WeightVersions:
         }
 
     def begin(self, *, newest: int, kept: Mapping[int, Weights]) -> None:
-        """Go on where the parameters have `newest` updates; there is nothing older than what is `kept`."""
+        """Resume after `newest` updates; no versions older than those in `kept` exist."""
         self.newest = newest
         self._kept = {number: _leaves(self._here(weights)) for number, weights in kept.items()}
         self._oldest = min([newest, *kept])
@@ -125,7 +126,7 @@ class WeightVersions:
 
 
 class _Home(nn.Module):
-    """Gives a model's parameters a place to be exchanged in, whatever is called."""
+    """A wrapper module whose call runs any function, so that `functional_call` can replace the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

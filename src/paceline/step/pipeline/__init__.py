@@ -1,1 +1,1 @@
-"""A pipeline schedule, interpreted on each rank: actions, messages, split backward."""
+"""An interpreter of pipeline schedules on each rank: actions, messages, split backward."""

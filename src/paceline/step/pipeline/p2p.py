@@ -1,8 +1,8 @@
-"""Messages between stages: tensors in one buffer, their description only when it changes. Nothing is pickled.
+"""Point-to-point messages between stages: tensors in one buffer, described only when the layout changes. No pickling.
 
-A message of an edge is as long as the one before it. Its first number says whether the description changed: if so the
-rest is empty, and the new description and the tensors follow in messages of their own. Steps whose microbatches have
-one shape so cost one message for each activation or gradient.
+A message on an edge has the same length as the one before it. Its first number says whether the layout changed. If so,
+the rest is empty, and the new layout and the tensors follow in separate messages. So steps whose microbatches have one
+shape send one message per activation or gradient.
 """
 
 import json
@@ -18,12 +18,12 @@ from paceline.comm.process_group import PendingMessage, World
 
 HEAD_BYTES = ALIGNED_BYTES = 64
 _NOTHING = -1
-_TAGS = 1 << 18  # of one channel; more than any pipeline has edges
+_TAGS = 1 << 18  # per channel; more than any pipeline has edges
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLink:
-    """One direction between two stages: the other rank, and a number that tells it from other edges to that rank."""
+    """An edge between two stages in one direction: the peer rank, and a tag unique among the edges to that rank."""
 
     peer: int
     tag: int
@@ -31,7 +31,7 @@ class StageLink:
 
 @dataclass(kw_only=True)
 class _Known:
-    """What both sides know of an edge's last message."""
+    """The layout of an edge's last message, known to both sides."""
 
     form: Any = None
     note: Any = None
@@ -40,9 +40,9 @@ class _Known:
 
 
 class StageChannel:
-    """Sends and receives over the processes of one `World`. Every wait ends after the group's timeout.
+    """A channel that sends and receives over the processes of one `World`. Every wait ends after the group's timeout.
 
-    Wires of different channels don't meet.
+    Messages of different channels do not mix.
     """
 
     def __init__(self, world: World, *, channel: int = 0) -> None:
@@ -57,11 +57,11 @@ class StageChannel:
 
     @property
     def matches_tags(self) -> bool:
-        """Whether a receive may be posted before its turn: the transport tells edges apart."""
+        """True if receives can be posted early, because the transport matches messages by tag."""
         return self._world.backend == "gloo"
 
     def send(self, edge: StageLink, tensors: list[Tensor], note: Any) -> None:
-        """Start sending; returns at once. `note` is JSON, changes seldom, and is never changed in place."""
+        """Start sending and return at once. `note` is JSON, rarely changes, and is never changed in place."""
         known = self._sent.setdefault(edge, _Known())
         form = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if form != known.form or note != known.note:
@@ -74,7 +74,7 @@ class StageChannel:
         self._start(edge, buffer)
 
     def _describe(self, edge: StageLink, known: _Known, *, layout: list[Any]) -> None:
-        """Say that what follows has another form, and which."""
+        """Announce a changed layout, and send the new one."""
         head = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
         text = json.dumps([known.note, layout], separators=(",", ":"))
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
@@ -84,12 +84,12 @@ class StageChannel:
         known.layout, known.num_bytes = layout, _num_bytes(layout)
 
     def expect(self, edge: StageLink) -> None:
-        """Post the next receive of an edge, so that it travels while this rank computes."""
+        """Post the next receive of an edge, so that the transfer overlaps with compute."""
         known = self._heard.setdefault(edge, _Known())
         self._posted[edge] = self._post(edge, known.num_bytes)
 
     def receive(self, edge: StageLink) -> tuple[list[Tensor], Any]:
-        """Wait for the next message of an edge: its tensors, which are views of one buffer, and its note."""
+        """Wait for the next message of an edge; return its tensors, which are views of one buffer, and its note."""
         if edge not in self._posted:
             self.expect(edge)
         known = self._heard[edge]
@@ -108,13 +108,13 @@ class StageChannel:
         return list(_views(buffer, known.layout)), known.note
 
     def is_expected(self, edge: StageLink) -> bool:
-        """Whether a receive of it is posted."""
+        """Return whether a receive is posted for this edge."""
         return edge in self._posted
 
     def pause(self, *, sent_on: Iterable[StageLink]) -> None:
-        """Take back the receives that are posted: each side says on the edges that it sends on that nothing comes now.
+        """Cancel posted receives: each side sends an empty message on its outgoing edges.
 
-        Both sides call this at the same place in their programs.
+        Both sides call this at the same point in their programs.
         """
         for edge in sent_on:
             known = self._sent[edge]
@@ -128,7 +128,7 @@ class StageChannel:
         self.finish()
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have completed."""
         for work, _ in self._leaving:
             work.wait()
         self._leaving.clear()
@@ -145,13 +145,13 @@ class StageChannel:
 
 
 def _form(tensor: Tensor) -> list[Any]:
-    """Type, shape, strides where memory is dense, and whether gradients come back."""
+    """Return type and shape, and the strides if memory is dense."""
     stride = list(tensor.stride()) if _is_dense(tensor) else []
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), stride]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory without gaps or repeats, in whatever order of dimensions."""
+    """Return whether the elements lie in memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:

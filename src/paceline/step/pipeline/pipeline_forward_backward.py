@@ -1,4 +1,4 @@
-"""Microbatches through the stages of a pipeline, as a schedule says."""
+"""Forward and backward of microbatches through pipeline stages, in the order of a schedule."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ Counts = dict[str, Tensor] | None
 
 
 class PipelineForwardBackward:
-    """Each microbatch goes through this rank's stages when the program says so; the last stage has the loss."""
+    """A runner that passes each microbatch through this rank's stages in program order; the last stage has the loss."""
 
     def __init__(self, parts: StepContext, *, piped: PipelineModel) -> None:
         self._parts = parts
@@ -39,7 +39,7 @@ class PipelineForwardBackward:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Tell `watch` of each action and its seconds on this machine's clock, on a device waiting for its end."""
+        """Report each action with its start and end time to `watch`; on a GPU, wait for each action to finish."""
         device = self._parts.world.device
 
         def tell(action: Action, start: float, stop: float) -> None:
@@ -55,11 +55,11 @@ class PipelineForwardBackward:
             self._watch, self._pipelines = None, {}
 
     def program(self, num_micro: int) -> Program:
-        """What all ranks of a pipeline do for so many microbatches."""
+        """Return the program of all ranks of a pipeline for `num_micro` microbatches."""
         return self._piped.program(num_micro)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
-        """All of this replica's microbatches; a replica that has fewer than another stands in where layers meet."""
+        """Run this replica's microbatches, with weightless stand-ins if layers need equally many on all replicas."""
         device = self._parts.world.device
         data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
         counts = self._telling.counts([portion.data for portion in data])
@@ -82,7 +82,7 @@ class PipelineForwardBackward:
         return joint, counts is None
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """One microbatch forward; `see` hears on the last stage's rank."""
+        """Run one microbatch forward; `see` is called on the last stage's rank."""
         parts = self._parts
 
         portion = parts.portion(batch)
@@ -96,7 +96,7 @@ class PipelineForwardBackward:
         self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """One forward through the stages; the last one gives its output to all."""
+        """Run one forward through the stages and broadcast the last stage's output to all."""
         found: list[Tensor] = []
         self._pipeline(self._piped.forward(1)).run(
             _Look(self._piped, lambda: found.append(output_logits(model(tensor))))
@@ -116,7 +116,7 @@ class PipelineForwardBackward:
 
 
 class _Work:
-    """One step's: `micro` are the place and the samples of each microbatch, `last` counts backwards down."""
+    """The stage work of one step: `micro` has index and samples of each microbatch; `last` counts backwards down."""
 
     def __init__(self, parts: StepContext, *, piped: PipelineModel, step: int, counts: Counts) -> None:
         self._parts = parts
@@ -129,7 +129,7 @@ class _Work:
         self.last = 0
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
-        """The user's forward, and on the last stage his loss."""
+        """Run the user's forward, and on the last stage the loss."""
         parts, (index, num_samples) = self._parts, self.micro[microbatch]
         parts.tape.at(index, counts=num_samples > 0)
         parts.streams.enter(step=self._step, microbatch=index)
@@ -140,18 +140,18 @@ class _Work:
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Give what its backward runs in."""
+        """Return the context that the microbatch's backward runs in."""
         return self.data[microbatch].again()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Only the last one of all may be the last of some parameter."""
+        """Prepare the reducer: `last` is True only for the step's last backward, after which no gradient changes."""
         index, num_samples = self.micro[microbatch]
         self._parts.tape.at(index, counts=num_samples > 0)
         self.last -= 1
         self._parts.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """Hand what came of it to the reducer."""
+        """Hand the gradients to the reducer."""
         self._parts.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
@@ -166,7 +166,7 @@ class _Work:
 
 
 class _Look:
-    """A forward without gradients."""
+    """The stage work of a forward without gradients."""
 
     def __init__(self, piped: PipelineModel, call: Callable[[], None]) -> None:
         self._piped = piped
@@ -176,17 +176,17 @@ class _Look:
         return self._piped.stages.run(stage, received, self._call)
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """There is no backward."""
+        """Return an empty context; there is no backward."""
         return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """There is none."""
+        """Do nothing; there is no backward."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """There is none."""
+        """Do nothing; there is no backward."""
 
 
 def _num_backwards(program: Program, *, rank: int) -> int:
-    """How often gradients of weights are added on a rank."""
+    """Return how often weight gradients are added on a rank."""
     actions: Sequence[Any] = program.actions[rank]
     return sum(action.op in (Op.BACKWARD, Op.WEIGHT) for action in actions)

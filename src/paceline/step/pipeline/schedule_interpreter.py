@@ -1,4 +1,4 @@
-"""The interpreter of pipeline programs: one for every schedule, for training and for forward-only passes alike."""
+"""The interpreter of pipeline programs, used for every schedule, both for training and for forward-only passes."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -22,27 +22,27 @@ Watch = Callable[[Action, float, float], None]
 
 
 class StageWork(Protocol):
-    """What is done at a stage; the interpreter says when."""
+    """The work at a stage; the interpreter decides when it runs."""
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
-        """One microbatch through one stage: what crosses to the next, or on the last stage the loss.
+        """Run one microbatch through one stage; return the output for the next stage, or on the last stage the loss.
 
         A forward-only program ignores what the last stage returns.
         """
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Give what a backward, or a half of one, runs in: what checkpointing runs again sees what the forward saw."""
+        """Return the context for a backward, or half of one: recomputation sees the same state as the forward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Gradients of weights are about to be added: BACKWARD or WEIGHT."""
+        """Prepare for weight gradients to be added, by BACKWARD or WEIGHT."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """They have been."""
+        """Handle weight gradients that were added."""
 
 
 @dataclass(kw_only=True)
 class _Live:
-    """What a microbatch keeps at a stage between its forward and its backward."""
+    """The state of a microbatch at a stage between its forward and its backward."""
 
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -51,11 +51,11 @@ class _Live:
 
 
 class Pipeline:
-    """Runs one rank's part of a program over a `World` whose ranks are the program's.
+    """An interpreter of one rank's part of a program over a `World` whose ranks are the program's.
 
-    `splits=False` computes a stage's whole backward where the program says INPUT and nothing where it says WEIGHT:
-    for stages that recompute or are sharded, whose gradients can't be had in halves. `goes_on`: `expect` and `one` are
-    called again and again until `pause`; then the next message of an edge is always awaited already.
+    `splits=False` computes a stage's whole backward at INPUT and does nothing at WEIGHT, for stages that recompute or
+    are sharded, whose backward cannot be split. `goes_on`: `expect` and `one` are called repeatedly until `pause`, and
+    a receive is always posted for the next message of each edge.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Pipeline:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far."""
+        """The bytes that this rank has sent so far."""
         return self._wire.sent_bytes
 
     def run(self, work: StageWork) -> None:
-        """One step's microbatches. Parameters' `.grad` get the sums over them; nothing is divided.
+        """Run one step's microbatches. Parameters' `.grad` receive sums over microbatches, without division.
 
         Raises:
             JobError: the last stage's loss does not depend on the weights.
@@ -113,16 +113,16 @@ class Pipeline:
                 left.clear()
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have completed."""
         self._wire.finish()
 
     def pause(self) -> None:
-        """Nothing comes for now; all ranks call this with equal programs behind them."""
+        """Cancel the posted receives; all ranks call this after running equal programs."""
         self._wire.pause(sent_on=sorted(self._sent_on, key=lambda edge: edge.tag) if self._wire.matches_tags else ())
         self._sent_on.clear()
 
     def one(self, action: Action, work: StageWork) -> None:
-        """Do one action, of those that were expected."""
+        """Run one of the expected actions."""
         if self._watch is None:
             self._do[action.op](action, work)
             return
@@ -189,7 +189,7 @@ class Pipeline:
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
     def _ready(self, at: At) -> _Live:
-        """The outputs that a gradient has come for, and those gradients; the loss's is one."""
+        """Return the outputs that a gradient has arrived for, and those gradients; the gradient of a loss is None."""
         live = self._live.pop(at)
         arrived = self._gradients.pop(at, None)
         if arrived is None:
@@ -244,9 +244,9 @@ class Pipeline:
         return found
 
     def expect(self, actions: Iterable[Action]) -> None:
-        """These come next, all of them.
+        """Announce the next actions, all of them.
 
-        The first receive of each edge is posted now, later ones as their forerunners arrive.
+        The first receive of each edge is posted now, each later one when the previous message arrives.
         """
         self._expected = {}
         for action in actions:
@@ -260,7 +260,7 @@ class Pipeline:
 
 
 def _edge(action: Action) -> StageLink:
-    """Equal numbers on both sides: the stage that made the message, and which way it goes."""
+    """Return the edge of an action: both sides derive its tag from the sending stage and the direction."""
     assert action.peer is not None
     message = action.message
     return StageLink(peer=action.peer, tag=2 * message.stage + int(message.kind is Op.BACKWARD))

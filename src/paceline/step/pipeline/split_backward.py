@@ -1,8 +1,8 @@
-"""Backward in two halves, as zero-bubble schedules want it: the input's gradient now, the weights' later.
+"""Backward in two halves for zero-bubble schedules: the input gradient now, the weight gradients later.
 
-The first half walks the graph from the outputs to the stage's inputs and no further, and keeps what arrives at each
-operation that also leads to weights. The second runs only those operations' weight halves. A weight that several
-operations share gets its gradient in the first half, in the engine's own order, so that sums have the same bits.
+The first half walks the graph from the outputs to the stage's inputs only, and keeps the gradients that arrive at each
+operation that also leads to weights. The second half runs only the weight parts of those operations. A weight that
+several operations share gets its gradient in the first half, in the autograd engine's order, so sums are bit-identical.
 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023)
 """
 
@@ -19,7 +19,7 @@ from paceline.torch_internals.private_api import add_gradients, gradients_of
 
 @dataclass(kw_only=True)
 class DeferredWeightGrad:
-    """What the second half needs."""
+    """The saved state that the second half needs."""
 
     borders: list[tuple[Node, list[Tensor], list[Tensor | None]]] = field(default_factory=list)
     early: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class DeferredWeightGrad:
 def backward_input(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], DeferredWeightGrad]:
-    """The gradients of `inputs`, and what is left to do for the weights."""
+    """Return the gradients of `inputs`, and the deferred work for the weight gradients."""
     if not inputs:
         return [], DeferredWeightGrad(whole=(list(outputs), list(gradients)))
     borders, shared = _borders([get_gradient_edge(output).node for output in outputs], inputs)
@@ -59,7 +59,7 @@ def backward_input(
 
 
 def backward_weight(rest: DeferredWeightGrad) -> None:
-    """Add the weights' gradients to `.grad`; their hooks run as in any backward."""
+    """Add the weight gradients to `.grad`; their hooks run as in any backward."""
     if rest.whole is not None:
         add_gradients(*rest.whole)
         return
@@ -81,7 +81,7 @@ def _keeper(node: Node, kept: dict[Node, tuple[Tensor | None, ...]]) -> Any:
 
 
 def _borders(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
-    """Operations between outputs and inputs that also lead to weights, with the weights that are theirs alone."""
+    """Return operations between outputs and inputs that also lead to weights of their own, and the shared weights."""
     order = _backwards(roots)
     chain = {get_gradient_edge(tensor).node for tensor in inputs}
     own = {get_gradient_edge(tensor).node for tensor in inputs}
@@ -104,7 +104,7 @@ def _borders(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[tupl
     uses: dict[int, int] = {}
     tensors: dict[int, Tensor] = {}
     loose = [weights[root] for root in roots if root not in chain]
-    for each in [*beside.values(), *loose, *loose]:  # what no input leads to is done at once, as if shared
+    for each in [*beside.values(), *loose, *loose]:  # roots that depend on no input count as shared
         for key, tensor in each.items():
             uses[key] = uses.get(key, 0) + 1
             tensors[key] = tensor
@@ -120,7 +120,7 @@ def _merged(parts: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
 
 
 def _backwards(roots: Sequence[Node]) -> list[Node]:
-    """Every operation after those it leads to."""
+    """Return all operations in reverse topological order: each after the operations it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does at its stages: the user's forward and loss, and sums of weights that several hold."""
+"""The work of a rank at its pipeline stages: the user's forward and loss, and gradient sums of tied weights."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,10 +13,10 @@ from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
 
 
 class Staged:
-    """The `StageWork` of a pipeline over `Stages`: `call(microbatch)` is the forward, and on the last stage the loss.
+    """A `StageWork` of a pipeline over `Stages`: `call(microbatch)` is the forward, and on the last stage the loss.
 
-    `enter(microbatch)` runs before each, on every stage: `RandomStreams.enter`, a statistics tape. What the last stage
-    returned stays in `results` by microbatch, without its graph.
+    `enter(microbatch)` runs before each forward, on every stage: `RandomStreams.enter`, or statistics. The last stage's
+    outputs are kept in `results` by microbatch, without their graphs.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Staged:
         self._enter = enter
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
-        """One microbatch through one stage."""
+        """Run one microbatch through one stage."""
         self._enter(microbatch)
         output = self.stages.run(stage, received, lambda: self._call(microbatch))
         if not isinstance(output, StageOutput):
@@ -36,20 +36,20 @@ class Staged:
         return output
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Give what its backward runs in."""
+        """Return the context that the microbatch's backward runs in."""
         return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """Nothing to collect."""
+        """Do nothing: there is nothing to collect."""
 
 
 def add_ties(model: nn.Module, *, cut: StageSplit, rank_of_stage: Sequence[int], world: World) -> None:
-    """Leave in `.grad` of each parameter that several ranks hold the sum over them, equal on all; all ranks call it.
+    """Sum the `.grad` of each parameter that several ranks hold, in rank order, equal on all; all ranks call this.
 
-    Stages of one rank share the parameter, and autograd has added theirs. Terms are added in the order of ranks.
+    Stages of one rank share the parameter, so autograd has summed their gradients already.
     """
     parameters = dict(model.named_parameters())
     for place, (name, stages) in enumerate(sorted(cut.ties.items())):

@@ -1,7 +1,7 @@
-"""The step of one of several workers that write to the same weights without locks (Niu et al., "Hogwild!", NIPS 2011).
+"""The step of Hogwild: workers update the same weights without locks (Niu et al., "Hogwild!", NIPS 2011).
 
-Each takes the gradient of its own part of the batch and steps with it at once. What others write meanwhile is read as
-it comes, torn or not. Workers go their own ways for `lag` batches and no more: then one waits for the slowest.
+Each worker computes the gradient of its own part of the batch and steps at once. It reads concurrent writes of others
+as they arrive, torn or not. A worker can be at most `lag` batches ahead: then it waits for the slowest.
 """
 
 import time
@@ -21,7 +21,7 @@ LAG = 8
 
 
 class HogwildStep(SynchronousStep):
-    """One worker's. Its optimizer's state is its own; a checkpoint has the first worker's."""
+    """A Hogwild worker's step. Each worker has its own optimizer state; a checkpoint saves the first worker's."""
 
     lag = LAG
 
@@ -36,10 +36,10 @@ class HogwildStep(SynchronousStep):
         self._begun = False
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Forward and backward of this worker's microbatches, and its own update."""
+        """Run forward and backward of this worker's microbatches, and its own update."""
         if not self._begun:
             self._begun = True
-            self.parts.world.barrier()  # nobody is still loading
+            self.parts.world.barrier()  # all workers have loaded their state
         if not self.parts.model.training:
             self.parts.model.train()
         began = time.perf_counter()
@@ -68,11 +68,11 @@ class HogwildStep(SynchronousStep):
         )
 
     def settle(self) -> None:
-        """Wait until all workers have come as far."""
+        """Wait until all workers have reached this step."""
         self.parts.world.barrier()
 
     def lateness(self) -> list[dict[str, Any]]:
-        """Updates that others took between a worker's reading and its writing."""
+        """Return how many updates other workers made between this worker's read and its write."""
         lost, made = self._shared.lost
         late = [list(pair) for pair in sorted(self._late.items())]
         who = f"worker {self.parts.world.rank}"

@@ -1,10 +1,10 @@
-"""Whose turn it is: replicas in one process share the host's random generators, so what draws runs one at a time.
+"""Turns for replicas in one process: they share the host's random generators, so code that draws runs one at a time.
 
-A generator is seeded for one microbatch and drawn from until its forward ends; two replicas at once would draw
-from each other's stream. The first step runs forwards and backwards one after another and sees who draws. From then
-on: a forward that draws takes turns, its backward does not (unless it draws again, as checkpointing does); a model
-that never draws takes none. A backward that draws begins where its own replica's forward has ended, as it does in one
-process, whoever had the turns between.
+A generator is seeded for one microbatch and drawn from until its forward ends; two replicas at once would draw from
+each other's stream. The first step runs forwards and backwards one after another and detects which of them draw. From
+then on, a forward that draws takes turns, and its backward does not (unless it draws again, as activation checkpointing
+does); a model that never draws takes no turns. A backward that draws starts from the generator state at the end of its
+own replica's forward, as with one replica per process, whichever replica ran in between.
 """
 
 import threading
@@ -20,17 +20,17 @@ from paceline.torch_internals.rng import get_states, host_states, set_states
 
 
 class Turns(Protocol):
-    """When a microbatch may run."""
+    """A policy for when a microbatch may run."""
 
     def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around a forward and its loss, after `seed()`."""
+        """Return the context for a forward and its loss, entered after `seed()`."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around a backward."""
+        """Return the context for a backward."""
 
 
 class _Alone:
-    """One replica: always its turn."""
+    """The turns of a single replica, which never waits."""
 
     def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
         seed()
@@ -44,7 +44,7 @@ ALONE: Turns = _Alone()
 
 
 class HostRandomness(Enum):
-    """Who draws random numbers on the host."""
+    """The passes that draw random numbers on the host."""
 
     UNKNOWN = auto()
     NOBODY = auto()
@@ -63,12 +63,12 @@ class HostRngTurns:
         self._mine = threading.local()
 
     def states(self) -> tuple[object, ...]:
-        """Where the shared generators stand."""
+        """Return the states of the shared generators."""
         return (*host_states(), None if self._gpu is None else torch.cuda.get_rng_state(self._gpu).numpy().tobytes())
 
     @contextmanager
     def forward(self, seed: Callable[[], None]) -> Iterator[None]:
-        """Around a forward and its loss, after `seed()`."""
+        """Run a forward and its loss within the context, after `seed()`."""
         if self.draws is HostRandomness.NOBODY:
             seed()
             yield
@@ -83,7 +83,7 @@ class HostRngTurns:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward; what a checkpoint draws again it draws here, and hides the generator's state."""
+        """Run a backward within the context. Checkpoints restore the generators, so a detector watches for draws."""
         if self.draws in (HostRandomness.NOBODY, HostRandomness.FORWARD):
             yield
             return
@@ -99,7 +99,7 @@ class HostRngTurns:
             self._drew["backward"] = self._drew["backward"] or watch.seen
 
     def settle(self) -> None:
-        """After a step that was watched."""
+        """Set `draws` after a step that was watched."""
         if self.draws is HostRandomness.UNKNOWN:
             drew = self._drew
             self.draws = (
@@ -111,5 +111,5 @@ class HostRngTurns:
             )
 
     def watch_again(self) -> None:
-        """Somebody drew after all."""
+        """Watch the next step again, because a pass drew unexpectedly."""
         self.draws = HostRandomness.UNKNOWN

@@ -1,4 +1,4 @@
-"""The threads of the replicas. The first replica runs in the calling thread, the others in threads that wait for it."""
+"""The threads of replicas: the first replica runs in the calling thread, the others in waiting threads."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class _Member(threading.Thread):
-    """Runs what it is handed, until it is handed None."""
+    """A thread that runs the functions it is handed, until it is handed None."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"replica-{number}", daemon=True)
@@ -21,20 +21,20 @@ class _Member(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the end of the run."""
+        """Run functions from the queue until None arrives."""
         while (body := self.work.get()) is not None:
             body()
 
 
 class ReplicaThreads:
-    """Runs one body for each replica at the same time. Threads are made at the first use."""
+    """A pool that runs one function per replica at the same time. Threads are created at the first use."""
 
     def __init__(self, *, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
         self._members: list[_Member] = []
 
     def run(self, bodies: Sequence[Callable[[], T]]) -> list[T]:
-        """What each gave. All have ended then; an exception ends all, and the first one is raised here."""
+        """Run all bodies and return their results once all have ended; on an exception stop all and raise the first."""
         results: dict[int, T] = {}
         errors: list[tuple[float, int, BaseException]] = []
         done = threading.Semaphore(0)
@@ -59,14 +59,14 @@ class ReplicaThreads:
         return [results[number] for number in range(len(bodies))]
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         for member in self._members:
             member.work.put(None)
         self._members = []
 
     @staticmethod
     def _wait(count: int, done: threading.Semaphore, errors: list[tuple[float, int, BaseException]]) -> None:
-        """For all; after an error not for ever, since a thread that is stuck can't be ended."""
+        """Wait for every replica; after an error at most PATIENCE_SECONDS, as a stuck thread cannot be killed."""
         deadline = None
         for _ in range(count):
             while not done.acquire(timeout=0.2):
@@ -76,7 +76,7 @@ class ReplicaThreads:
 
 
 def _first(errors: list[tuple[float, int, BaseException]], count: int) -> BaseException:
-    """The one that came first, with its replica's number; not one that only says that another left."""
+    """Return the first error with its replica's number, preferring any error over `PeerFailed`."""
     own = [entry for entry in errors if not isinstance(entry[2], PeerFailed)] or errors
     _, number, error = min(own, key=lambda entry: entry[0])
     error.add_note(f"in replica {number} of {count}")

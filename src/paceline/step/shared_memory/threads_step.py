@@ -1,7 +1,7 @@
-"""The synchronous step with several replicas in one process: each takes its microbatches in a thread of its own.
+"""The synchronous step with several replicas in one process: each runs its microbatches in its own thread.
 
-Every replica runs the same program as a rank does (`SynchronousStep.gradients`), in a world of threads. The gradients
-end in the first replica, which alone takes the step: the weights are everybody's.
+Every replica runs the same program as a rank (`SynchronousStep.gradients`), in a world of threads. The gradients end
+up in the first replica, which alone makes the update; all replicas share the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from paceline.step.synchronous import SynchronousStep
 
 
 class ThreadsStep(SynchronousStep):
-    """The first replica's step, with the others beside it while gradients are computed."""
+    """The first replica's step; the other replicas run in threads while gradients are computed."""
 
     def __init__(
         self, parts: StepContext, *, others: Sequence[StepContext], mirror: ThreadReplicas, turns: HostRngTurns
@@ -34,7 +34,7 @@ class ThreadsStep(SynchronousStep):
         self._crew = ReplicaThreads(on_error=meeting.leave)
 
     def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Leave the global gradient in the first replica. Runs again, in turns, if a model draws that never did."""
+        """Leave the global gradient in the first replica; run again in turns if a model that never drew now draws."""
         while True:
             self._mirror.refresh()
             nobody = self._turns.draws is HostRandomness.NOBODY
@@ -50,7 +50,7 @@ class ThreadsStep(SynchronousStep):
             self._turns.watch_again()
 
     def close(self) -> None:
-        """End the threads and remove what was hooked into the models."""
+        """Stop the threads and remove the hooks from the models."""
         super().close()
         for other in self._others:
             other.close()

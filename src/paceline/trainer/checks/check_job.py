@@ -1,4 +1,4 @@
-"""What a job can't bring: found before the first step, each by name, all at once."""
+"""Checks for what a job cannot contain, all before the first step, each named, all reported at once."""
 
 import inspect
 import math
@@ -26,7 +26,7 @@ _WRAPPERS = {
 
 
 def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
-    """Refuse a model that can't be trained, sent or saved; the optimizer is made only to tell all in that case.
+    """Raise if the model cannot be trained, sent or saved. The optimizer is made only to report its problems as well.
 
     Raises:
         JobError, Problems: with everything that is wrong.
@@ -48,7 +48,7 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
 
 
 def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
-    """Optimizers that want to call the loss themselves, and options that are no numbers to step with."""
+    """Return errors for optimizers that must call the loss themselves, and for options that are NaN or infinite."""
     odd: list[PacelineError] = [
         JobError(
             f"optimizer= gave {type(optimizer).__name__} with {key}={number} in group {place}.",
@@ -72,7 +72,7 @@ def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
 
 
 def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
-    """Schedules that want to be told something, that move another optimizer, or that can't be saved."""
+    """Return errors for schedules whose `step` needs arguments, that move another optimizer, or can't be saved."""
     strange: list[PacelineError] = [
         JobError(
             f"lr_schedule= gave a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
@@ -104,18 +104,18 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
 
 
 def _required(thing: Any) -> list[str]:
-    """The arguments without which its `step` can't be called."""
+    """Return the arguments that `step` of this object requires."""
     parameters = inspect.signature(thing.step).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Whether looking at it would wait for a device."""
+    """Return True if reading the value would wait for a device."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def _wrapped(model: nn.Module) -> list[PacelineError]:
-    """A model that another tool has made parallel already."""
+    """Return an error if another tool has already made the model parallel."""
     for name, module in model.named_modules():
         kind = next((one.__name__ for one in type(module).__mro__ if one.__name__ in _WRAPPERS), None)
         if kind is not None:
@@ -160,7 +160,7 @@ def _gives_sparse(module: nn.Module) -> bool:
 
 
 def _unsaved(model: nn.Module) -> list[PacelineError]:
-    """What a checkpoint could not hold is found now, not at the first save."""
+    """Return errors for everything that a checkpoint cannot hold, before the first save."""
     known = set(DTYPES.values())
     found: list[PacelineError] = [
         JobError(

@@ -1,4 +1,4 @@
-"""What the job and the command ask of evaluations: refused where it can't be had, and told where it holds."""
+"""Checks of what the job and the command ask of evaluations, and notes about it for the banner."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def early_stopping(job: Job) -> EarlyStopping | None:
-    """The rule, where the job has one; a number alone is patience in evaluations of `best`."""
+    """Return the early-stopping rule, if the job has one; a plain number is the patience in evaluations of `best`."""
     rule = job.early_stopping
     if not isinstance(rule, int):
         return rule
@@ -26,7 +26,7 @@ def early_stopping(job: Job) -> EarlyStopping | None:
 
 
 def best_rule(job: Job) -> tuple[str, str]:
-    """The metric that says which checkpoint is best, and whether more is better."""
+    """Return the metric that decides which checkpoint is best, and its mode, `min` or `max`."""
     metric, _, mode = (job.best or "loss:min").partition(":")
     mode = mode or "min"
     if mode not in ("min", "max") or not metric:
@@ -35,7 +35,7 @@ def best_rule(job: Job) -> tuple[str, str]:
 
 
 def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
-    """Refuse to evaluate without data, and by metrics that the job can't have.
+    """Raise if evaluation is asked for without data, or by metrics that the job cannot have.
 
     Raises:
         JobError: naming all that was asked for.
@@ -52,10 +52,10 @@ def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: b
 
 
 def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
-    """Refuse to judge by a metric that no evaluation will give; what `on_eval` adds is not known before.
+    """Raise for a metric that no evaluation will give; metrics that `on_eval` adds are not known in advance.
 
     Raises:
-        JobError, Problems: with the metrics that there are.
+        JobError, Problems: with the metrics that exist.
     """
     if job.eval_data is None or job.on_eval is not None:
         return
@@ -76,7 +76,7 @@ def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
 
 
 def asked_of(job: Job) -> dict[str, Any]:
-    """The job's own choices that a reader of the run wants to see beside the settings."""
+    """Return the job's own choices that the run folder records with the settings."""
     found = {"ema": job.ema, "best": job.best, "early_stopping": job.early_stopping}
     return {name: str(value) for name, value in found.items() if value is not None}
 
@@ -84,7 +84,7 @@ def asked_of(job: Job) -> dict[str, Any]:
 def evaluation_notes(
     job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, goes_on: bool = False
 ) -> Iterator[str]:
-    """Lines for the banner. A run that goes on has its microbatches from its first start, which has told of them."""
+    """Yield lines for the banner. A resumed run has already reported its microbatches at its first start."""
     train = settings.train
     settled = goes_on or train.micro_batch_size or train.gradient_accumulation_steps
     if (
@@ -103,7 +103,7 @@ def evaluation_notes(
 
 
 def refuse_large_batch(plan: ExecutionPlan, *, num_samples: int | None) -> None:
-    """Refuse a global batch that no epoch can fill.
+    """Raise for a global batch that no epoch can fill.
 
     Raises:
         UsageError: with the number of samples.
@@ -126,7 +126,7 @@ def last_batch_notes(
     total_steps: int | None,
     goes_on: bool = False,
 ) -> Iterator[str]:
-    """A line where the last batch of an epoch has a microbatch of one sample, which batch norm can't be trained on."""
+    """Yield a warning if an epoch's last batch has a microbatch of one sample, which batch norm can't be trained on."""
     if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
         return
     last = samples % plan.global_batch_size
@@ -142,7 +142,7 @@ def last_batch_notes(
 
 
 def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
-    """A line where the run to go on with had ended by its own rule, and so does nothing more."""
+    """Yield a line if the resumed run had already stopped early, and so has nothing left to do."""
     rule = early_stopping(job)
     if rule is not None and progress.waited >= rule.patience:
         yield (
@@ -152,7 +152,7 @@ def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
 
 
 def changed_length(was: int | None, samples: int | None, *, cursor: Cursor, total: int | None) -> Iterator[str]:
-    """A line where the run goes on with more or fewer samples than it had (`--allow data`)."""
+    """Yield a line if the resumed run has more or fewer samples than before (`--allow data`)."""
     if was is None or samples is None or was == samples:
         return
     stood = f"this epoch stood at sample {cursor.position:,}"
@@ -163,7 +163,7 @@ def changed_length(was: int | None, samples: int | None, *, cursor: Cursor, tota
 
 
 def nothing_left(settings: Settings, *, step: int, total: int | None) -> str:
-    """A line where the run to go on with stands at its end, or beyond it."""
+    """Return a line that says the resumed run is at its end or beyond it."""
     asked = settings.train.steps
     if asked is not None and asked == total:
         limit = f"train.steps is {asked:,}"

@@ -1,4 +1,4 @@
-"""One microbatch through the whole model, before it is placed: what cuts and splits are planned from."""
+"""The example batch: one microbatch run through the whole model before placement, to plan cuts and splits."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.job_data import JobData, read_first
 
-FEW = 2  # one alone may go another way
+FEW = 2  # a single sample may take another code path
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleBatch:
-    """Called, it runs forward and loss of the run's first microbatch, the same on every rank, and leaves no trace."""
+    """The run's first microbatch. Calling it runs forward and loss, the same on every rank, and leaves no trace."""
 
     job: Job
     settings: Settings
@@ -38,7 +38,7 @@ class ExampleBatch:
     data: JobData | None = None
 
     def __call__(self) -> Any:
-        """What the loss gives, in training mode."""
+        """Return the loss terms in training mode."""
         with hide_from_modes():  # planning watches which buffers the forward itself computes with
             kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         mode = self.model.training
@@ -53,7 +53,7 @@ class ExampleBatch:
                     copy_into(buffer.data, value)
 
     def run(self, model: nn.Module) -> Any:
-        """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
+        """Return the sums of the loss terms of this model, which is the job's own or a copy."""
         try:
             with call_stateless(self.job.loss):
                 output = self.contract.forward(model, self.batch)
@@ -70,7 +70,7 @@ class ExampleBatch:
         return {name: total for name, (total, _) in terms.items()}
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What is found by running it; of a job whose models are copies of one, the first time only."""
+        """Return what `find` finds by running the model. Models that are copies of one model share the first result."""
         known = getattr(self.job.model, "found", None)
         if not isinstance(known, dict):
             return find()
@@ -81,7 +81,7 @@ class ExampleBatch:
         return found
 
     def learn(self) -> None:
-        """What the model's own loss is. First of all: its forwards are nothing for those who watch."""
+        """Learn the form of the model's own loss. Call this first, before anyone watches the model's forwards."""
         self.contract.learn(self.batch)
 
     @cached_property
@@ -95,7 +95,7 @@ class ExampleBatch:
 
     @cached_property
     def few(self) -> Any:
-        """A few samples of it: enough to see whether a model is the same in parts."""
+        """A few samples of the first microbatch: enough to check that a split model gives the same result."""
         few = min(FEW, self.plan.micro_batch_size)
         return self.batch if few == self.plan.micro_batch_size else self._first(few)
 

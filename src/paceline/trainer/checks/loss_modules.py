@@ -1,4 +1,4 @@
-"""What a loss holds that is no part of the model: nobody trains, sends or saves it."""
+"""Checks of modules and parameters that a loss holds outside the model, and that nobody trains, sends or saves."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from paceline.step.loss.captured_modules import found_modules, found_parameters
 
 
 def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
-    """Return a warning that names the parameters of the loss that are not the model's; every rank calls this.
+    """Return a warning that names the loss's parameters that are not the model's. Every rank must call this.
 
     Raises:
-        JobError: ranks hold other values of them: each process drew its own.
+        JobError: ranks hold different values of them, because each process drew its own.
     """
     own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     parameters = {name: p for name, p in found_parameters(loss).items() if id(p) not in own}

@@ -1,4 +1,4 @@
-"""A learning rate schedule that was meant in epochs, where it is moved once an update: noticed by how soon it ends."""
+"""Detection of a learning rate schedule that was meant in epochs but is stepped once an update, by how soon it ends."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _NOTHING_LEFT = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """`end`: the update after which nothing is left to fall; `written`: the schedule; `scaled`: the same in epochs."""
+    """The update `end` at which a schedule stops falling; `written` is the schedule, `scaled` the same in epochs."""
 
     end: float
     written: str
@@ -53,7 +53,7 @@ def _is_short(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool
 
 
 def _span(schedule: Any, unit: str) -> _Span | None:
-    """Of schedules that only fall, and of a sequence its last part; None of all others."""
+    """Return the span of a schedule that only falls, or of a sequence's last part; None for all others."""
     kind = type(schedule)
     if kind is SequentialLR:
         last, begin = schedule._schedulers[-1], schedule._milestones[-1]

@@ -1,4 +1,4 @@
-"""What can't be had together: a job, its settings, and the plan."""
+"""Checks for combinations of job, settings and plan that exclude each other."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from paceline.trainer.checks.parameter_server_job_checks import refuse_job as re
 
 
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
-    """Refuse what this job, these settings and this plan can't have together, all at once.
+    """Raise for everything in this job, these settings and this plan that excludes each other, all at once.
 
     Raises:
         JobError, UsageError, Problems
@@ -78,7 +78,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
 
 
 def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
-    """What is called after each update changes whole weights, on every rank alike."""
+    """Return errors for `on_update`, which needs the whole weights, equal on every rank, after each update."""
     if job.on_update is None:
         return []
     if plan.rule.kind is not UpdateKind.SYNC:
@@ -109,7 +109,7 @@ def _check_empty(settings: Settings, plan: ExecutionPlan) -> list[PacelineError]
 
 
 def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
-    """Lines about settings of an axis that this layout does not have."""
+    """Return notes about settings for an axis that this layout does not have."""
     mesh = plan.mesh
     heard = {
         "place.units": ("fsdp gathers", mesh.zero == 3),
@@ -129,7 +129,7 @@ def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
 
 
 def refuse_foreign(model: nn.Module, plan: ExecutionPlan) -> None:
-    """Refuse what torch has compiled already, where the layout has to look inside.
+    """Raise if torch has already compiled the model and the layout must access its modules.
 
     Raises:
         LayoutError
@@ -175,7 +175,7 @@ def _check_whole(job: Job, settings: Settings, plan: ExecutionPlan) -> list[Pace
 
 
 def _check_split(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
-    """What a model in parts can't have."""
+    """Return errors for a job that a split model cannot run."""
     found: list[PacelineError] = []
     mesh = plan.mesh
     if job.loss_over == "batch" and (mesh.pp > 1 or mesh.cp > 1 or mesh.zero == 3 or mesh.ep > 1):

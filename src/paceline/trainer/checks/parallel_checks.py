@@ -1,4 +1,4 @@
-"""What `cp` and `ep` need of a job: which dimension is the sequence, and that the model gives the same in parts."""
+"""Checks of a job for `cp` and `ep`: which dimension is the sequence, and that the split model gives equal results."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +28,7 @@ UNTRIED = "{}: that the model gives the same in parts was not tried, since it is
 def context_of(
     job: Job, *, model: nn.Module, contract: LossContract, worlds: MeshGroups, example: ExampleBatch
 ) -> ContextParallel | None:
-    """What cuts batches and runs the model on slices; None where sequences stay whole.
+    """Return the context parallelism that shards batches and runs the model on them; None if sequences stay whole.
 
     Raises:
         JobError: the job does not say where the sequence is.
@@ -53,7 +53,7 @@ def context_of(
 def try_context(
     job: Job, *, model: nn.Module, contract: LossContract, ranks: int, example: ExampleBatch
 ) -> Callable[..., None]:
-    """Whether slices of a few samples make the whole; what asks the same of another batch.
+    """Check on a few samples that slices give the whole result, and return a function that checks another batch.
 
     Raises:
         JobError: the job does not say where the sequence is.
@@ -72,18 +72,18 @@ def try_context(
 
 
 class BatchLengthCheck:
-    """Batches of other lengths than the first one's, tried as that was: the first few of them, each once.
+    """A check of batches whose length differs from the first one's: the first few lengths, each once.
 
-    Every rank of the `cp` axis has the same batch and weights, so all find the same, without a message.
+    Every rank of the `cp` axis has the same batch and weights, so all find the same without communication.
     """
 
     def __init__(self, model: nn.Module, tried: Callable[..., None], *, first: int) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        self._model = copy_model(model, shared=tensors)  # as it is before it is placed
+        self._model = copy_model(model, shared=tensors)  # the model before placement
         self._tried, self._seen = tried, {first}
 
     def __call__(self, batch: Any, length: int) -> None:
-        """Raises: LayoutError, where a batch of this length can't be cut."""
+        """Check a batch of this length, and raise a LayoutError if it can't be cut."""
         if length in self._seen or len(self._seen) > _MORE_LENGTHS:
             return
         self._seen.add(length)
@@ -91,7 +91,7 @@ class BatchLengthCheck:
             with preserve_rng():
                 self._tried(model=self._model, batch=batch)
         except torch.OutOfMemoryError:
-            return  # beside the optimizer's state there is no room to try it
+            return  # the optimizer state leaves no memory for the check
         except LayoutError as error:
             raise LayoutError(
                 f"at a length of {length}, other than the first batch's, {error.what}",
@@ -101,28 +101,28 @@ class BatchLengthCheck:
 
 
 def _stays_whole(worlds: MeshGroups) -> bool:
-    """Whether every rank has all weights in the step, where they were before it was placed."""
+    """Return True if every rank holds all weights during the step, as before placement."""
     mesh = worlds.mesh
     return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
 
 
 def try_experts(*, model: nn.Module, contract: LossContract, example: ExampleBatch) -> None:
-    """Whether the model gives the same where other ranks have its experts.
+    """Check that the model gives the same result if other ranks hold some of its experts.
 
     Raises:
-        LayoutError: they can't be spread, or what comes of it is something else.
+        LayoutError: the experts can't be spread, or the result differs.
     """
     check_experts(model=model, batches=[example.few, example.few], forward=contract.forward)
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """Whether it is whole here, and small enough to run some more times in double precision."""
+    """Return True if the whole model is here and small enough for a few extra runs in double precision."""
     parameters = list(model.parameters())
     return is_small(sum(p.numel() for p in parameters)) and not any(p.is_meta for p in parameters)
 
 
 def is_small(elements: int) -> bool:
-    """Whether a model of so many parameters may run some more times in double precision."""
+    """Return True if a model with this many parameters is small enough for extra runs in double precision."""
     return elements <= _MOST_CHECKED
 
 

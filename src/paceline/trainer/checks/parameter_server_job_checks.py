@@ -1,4 +1,4 @@
-"""What a model or a job has that a parameter server can't do."""
+"""Checks for what a model or a job has that a parameter server does not support."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,18 +16,18 @@ from paceline.step.parameter_server.model_state import row_tables
 from paceline.step.replica_context import StepContext
 
 _TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
-_WANT_WHOLE = ("weight_decay", "momentum")  # of rows, torch keeps a momentum of rows, which no checkpoint holds
+_WANT_WHOLE = ("weight_decay", "momentum")  # torch's momentum of sparse rows is sparse, which no checkpoint holds
 
 
 def among_servers(plan: ExecutionPlan, *, servers: int) -> ExecutionPlan:
-    """The plan as servers see it: they share the parameters out, each whole. A worker has no plan but its own."""
+    """Return the plan among servers, which divide whole parameters between them. A worker keeps its own plan."""
     if not plan.rule.has_servers:
         return plan
     return replace(plan, mesh=Mesh(dp_shard=servers, zero=1) if servers > 1 else Mesh())
 
 
 def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
-    """Refuse what the model has.
+    """Raise for what the model has that a parameter server does not support.
 
     Raises:
         LayoutError, JobError, Problems
@@ -56,7 +56,7 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
 
 
 def refuse_job(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
-    """What the job asks for."""
+    """Return errors for what the job asks for that a parameter server does not support."""
     if not plan.rule.has_servers:
         return []
     found: list[PacelineError] = []
@@ -88,7 +88,7 @@ def refuse_job(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
 
 
 def _sparse(parts: StepContext) -> list[PacelineError]:
-    """Rows of a table are pushed alone; the optimizer must take them, and a clip needs all of a gradient."""
+    """Return errors for optimizers of sparse tables that need whole gradients, since only the read rows are pushed."""
     found: list[PacelineError] = []
     tables, groups = row_tables(parts.model), _groups(parts)
     for member in [member for member in parts.update.named if member.name in tables]:
@@ -107,6 +107,6 @@ def _sparse(parts: StepContext) -> list[PacelineError]:
 
 
 def _groups(parts: StepContext) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
-    """Each parameter's optimizer and group, as this rank has them."""
+    """Return each parameter's optimizer and param group on this rank."""
     every = [(optimizer, group) for optimizer in parts.update.optimizers for group in optimizer.param_groups]
     return {id(parameter): (optimizer, group) for optimizer, group in every for parameter in group["params"]}

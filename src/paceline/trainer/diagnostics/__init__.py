@@ -1,1 +1,1 @@
-"""What is said of memory, non-finite numbers, replicas that differ, and forecasts."""
+"""Diagnostics of memory, non-finite numbers, differing replicas and forecasts."""

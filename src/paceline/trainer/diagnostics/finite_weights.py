@@ -1,4 +1,4 @@
-"""Weights that are not finite are not saved: a checkpoint of them would be of no use, and the one before is."""
+"""A check that refuses to save non-finite weights: such a checkpoint is of no use, and the previous one is."""
 
 import torch
 
@@ -9,9 +9,9 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def refuse_nonfinite_weights(built: TrainingSetup, *, step: int) -> None:
-    """Refuse to go on with trained weights that are not finite, on any rank; every rank calls this.
+    """Raise if trained weights are not finite on any rank. Every rank must call this.
 
-    Loss and gradients of a step can be finite where its update is not.
+    Loss and gradients of a step can be finite although its update is not.
 
     Raises:
         NonFiniteError: with the first parameters.

@@ -1,4 +1,4 @@
-"""The first steps of a run against its forecast: bytes of the fullest rank, seconds of a step."""
+"""A comparison of a run's first steps with its forecast: peak bytes of the fullest rank, and seconds per step."""
 
 import time
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from paceline.trainer.diagnostics.memory_report import MemoryBaseline
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 STEPS = 10
-COMPARABLE = 512 << 20  # resident memory below that is what libraries and allocator keep, more than tensors
+COMPARABLE = 512 << 20  # below this, libraries and allocator dominate the resident memory
 _WARM = 2
-_LEAST_SECONDS = 0.02  # of a forecast step: shorter ones are mostly overhead, and tell nothing of longer ones
+_LEAST_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say nothing about longer ones
 
 
 class ForecastCheck:
-    """Times the first steps, and tells once; with no forecast it does nothing. Every rank calls the same."""
+    """A timer of the first steps that reports once, or never without a forecast. All ranks make the same calls."""
 
     def __init__(
         self, *, forecast: FallbackLayout | None, built: TrainingSetup, before: MemoryBaseline, stream: EventBus
@@ -40,7 +40,7 @@ class ForecastCheck:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """One step; on a GPU by its own clock, so that nobody waits for it."""
+        """Time one step; on a GPU with CUDA events, so that nothing synchronises."""
         if self._forecast is None or self._told is not None:
             yield
             return
@@ -51,7 +51,7 @@ class ForecastCheck:
         self._times.append((began, self._mark()))
 
     def report_when_ready(self, *, step: int, over: bool) -> None:
-        """After a step: say it when enough have been, or all."""
+        """Report the comparison once enough steps have run, or the run is over."""
         if self._forecast is None or self._told is not None or not (len(self._times) >= STEPS or over):
             return
         own = None if self._looked is None else vars(read_cpu_times().since(self._looked))
@@ -77,7 +77,7 @@ class ForecastCheck:
         self._stream.emit(self._told)
 
     def remember(self) -> None:
-        """For the next plan of this machine; of the forecast as it was before runs corrected it."""
+        """Store the ratios for this machine's next plan, relative to the forecast before earlier runs corrected it."""
         told, forecast, plan = self._told, self._forecast, self._built.plan
         if told is None or forecast is None or not self._built.world.is_main:
             return
@@ -99,7 +99,7 @@ class ForecastCheck:
         return event
 
     def _seconds(self) -> float:
-        """The middle one, without the first, in which all is new."""
+        """Return the median step time without the warm-up steps."""
         warm = _WARM if len(self._times) > 2 * _WARM else int(len(self._times) > 1)
         if self._on_gpu:
             torch.cuda.synchronize(self._built.world.device)
@@ -107,8 +107,10 @@ class ForecastCheck:
         return float(median(ended - began for began, ended in self._times[warm:]))
 
     def _peak_bytes(self) -> int | None:
-        """On a GPU what its allocator gave out at most. On a CPU by how much the process grew since before its model,
-        unless it was larger before."""
+        """Return the allocator's peak on a GPU; on a CPU the process's growth since before the model was built.
+
+        None on a CPU if the process was larger before.
+        """
         if self._on_gpu:
             return int(torch.cuda.max_memory_allocated(self._built.world.device))
         most, first = process_memory("VmHWM"), self._before.used_bytes

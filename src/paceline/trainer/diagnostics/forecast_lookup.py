@@ -1,4 +1,4 @@
-"""What was forecast for a run: by the plan that chose its layout, or by the last plan of its job that is kept here."""
+"""Look up a run's forecast: from the plan that chose its layout, or from the last stored plan of its job."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,14 +17,14 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 
 def can_be_foretold(ready: PreparedJob) -> bool:
-    """Forecasts are of synchronous updates by processes, uncompressed."""
+    """Return True for runs that forecasts cover: synchronous, uncompressed training with one process per rank."""
     plan = ready.plan
     is_plain = plan.rule.kind is UpdateKind.SYNC and plan.compress == "none" and plan.processes == plan.mesh.ranks
     return ready.task.verb == "train" and is_plain
 
 
 def find_forecast(ready: PreparedJob, *, folder: Path, parameters: Callable[[], int]) -> FallbackLayout | None:
-    """None where nothing is kept, or what is kept is of another model, layout or batch: a run does without."""
+    """Return the stored forecast, or None if there is none for this model, layout and batch."""
     plan = ready.plan
     with suppress(Exception):
         given = ready.task.options.get("forecast") or _of_folder(folder)
@@ -33,7 +33,7 @@ def find_forecast(ready: PreparedJob, *, folder: Path, parameters: Callable[[], 
     with suppress(Exception):
         found = read_plan(key_of(ready))
         if found is not None:
-            # brings the planner, only where there is a plan
+            # imports the planner only if there is a plan
             rung = resolve("paceline.measured_planning.plan_cache:estimate_for_run")(
                 found, ready, parameters=parameters()
             )
@@ -42,7 +42,7 @@ def find_forecast(ready: PreparedJob, *, folder: Path, parameters: Callable[[], 
 
 
 def key_of(ready: PreparedJob) -> str:
-    """Under which plans of this job are kept."""
+    """Return the key under which plans of this job are stored."""
     settings = ready.settings
     batch = settings.train.global_batch_size or ready.job.global_batch_size
     return plan_key(

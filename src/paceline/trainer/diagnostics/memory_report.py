@@ -1,4 +1,4 @@
-"""What a rank held when memory was short, by what it was for, as far as it can still be counted."""
+"""Report of a rank's memory by purpose when it runs out, as far as it can still be counted."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,29 +24,29 @@ _OF_PROCESS = ("VmRSS", "VmHWM", "VmSize", "VmData")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBaseline:
-    """What the process used before it had a model, in each of the ways that limits count it."""
+    """The memory that the process used before it had a model, in each measure that limits use."""
 
     used_bytes: Mapping[str, int]
 
     @classmethod
     def now(cls) -> "MemoryBaseline":
-        """Look."""
+        """Return the current memory use of the process."""
         return cls(used_bytes={name: process_memory(name) for name in _OF_PROCESS})
 
     def built(self) -> "MemoryBaseline":
-        """The same, once there is a model: what building took beside goes back, and is no part of what steps need."""
+        """Return the baseline after building, with freed memory released, so that steps do not count the build."""
         release_freed_memory()
         return replace(self, used_bytes={**self.used_bytes, "VmHWM": process_memory("VmHWM")})
 
     def of(self, room: MemoryLimit | None) -> int:
-        """In the way that this limit counts."""
+        """Return the used bytes in the measure that this limit uses."""
         name = "VmRSS" if room is None or not room.is_own else "VmSize" if "space" in room.name else "VmData"
         return self.used_bytes[name]
 
 
 @contextmanager
 def naming_memory(built: TrainingSetup | None, before: MemoryBaseline) -> Iterator[None]:
-    """Memory that can't be had is told with what was held; before there is a model, as a part of building it."""
+    """Turn an out-of-memory error into one that lists the memory held; without a model, as part of building it."""
     try:
         yield
     except Exception as error:
@@ -74,7 +74,7 @@ def _told(error: Exception, built: TrainingSetup | None, before: MemoryBaseline)
 
 
 def _on_gpu(error: Exception, own: Mapping[str, int], device: torch.device) -> OutOfMemory:
-    """`rest`: what the allocator keeps beside, the context, and other processes."""
+    """Return the error for a GPU. `rest` is what the allocator keeps in reserve, the context, and other processes."""
     free, total = torch.cuda.mem_get_info(device)
     given = torch.cuda.memory_allocated(device)
     held = {**own, "activations": max(0, given - sum(own.values())), "rest": max(0, total - free - given)}

@@ -1,4 +1,4 @@
-"""Whether a step that is not finite was given inputs that are not: looked at only once it has failed."""
+"""A check of a failed, non-finite step: whether its inputs were non-finite as well."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,17 +16,16 @@ _MOST_SHOWN = 4
 
 
 def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> NonFiniteError:
-    """The same error, which also says which microbatches' losses were not finite, on which ranks, and whether the
-    batch itself held NaN or infinity, on whichever rank.
+    """Add to the error which microbatches had non-finite losses, on which ranks, and any NaN or infinity in the batch.
 
-    Every rank calls this: loss and gradient are the same on all. Where a term has no target, NaN may be how the data
-    says so, and the error has its cause already.
+    Every rank must call this: loss and gradient are the same on all. If a term has no target, the data may mark it with
+    NaN, and the error already has its cause.
     """
     if error.no_target:
         return error
     mine = sorted({sample for micro in given.micro for sample in _bad_samples(micro)})
     everywhere = [[mine, [micro.index for micro in given.micro]]]
-    with suppress(Exception):  # another rank may have left for a reason of its own
+    with suppress(Exception):  # another rank may have exited for its own reason
         everywhere = world.gather_json(everywhere[0])
     held = {rank: indices for rank, (_, indices) in enumerate(everywhere)} if world.world_size > 1 else {}
     error.where = place_of(error.broken, held, num_micro=given.num_micro)
@@ -40,7 +39,7 @@ def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> Non
 
 
 def place_of(broken: Sequence[tuple[int, str]], held: Mapping[int, Sequence[int]], *, num_micro: int) -> str:
-    """Return which microbatches had a loss that is not finite; `held` says which rank had which microbatches."""
+    """Return which microbatches had a non-finite loss; `held` maps each rank to its microbatches."""
     places = []
     for index in dict.fromkeys(index for index, _ in broken):
         ranks = [str(rank) for rank, indices in held.items() if index in indices]
@@ -56,7 +55,7 @@ def place_of(broken: Sequence[tuple[int, str]], held: Mapping[int, Sequence[int]
 
 
 def _bad_samples(micro: LocalMicro) -> Iterator[int]:
-    """Of a tensor that has not one row for each sample, every sample of the microbatch is meant."""
+    """Yield the samples with non-finite inputs; all of the microbatch if a tensor does not have one row per sample."""
     for tensor in tensor_leaves(micro.data):
         if tensor.is_floating_point() or tensor.is_complex():
             yield from _of(tensor, micro)

@@ -1,4 +1,4 @@
-"""Optional numbers about each parameter: the sizes of its weight and of its gradient, by FQN."""
+"""Optional statistics of each parameter: the norms of its weight and gradient, by FQN."""
 
 import math
 
@@ -9,7 +9,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def statistics(built: TrainingSetup) -> dict[str, float]:
-    """`weight_norm/FQN`, and `grad_norm/FQN` where there is a gradient; of whole tensors, so every rank calls it."""
+    """Return `weight_norm/FQN`, and `grad_norm/FQN` if there is a gradient, of whole tensors. A collective call."""
     if not built.kept.is_whole:
         return _joint(built)
     found: dict[str, float] = {}
@@ -21,7 +21,7 @@ def statistics(built: TrainingSetup) -> dict[str, float]:
 
 
 def _joint(built: TrainingSetup) -> dict[str, float]:
-    """Each element is counted by one rank."""
+    """Return the norms of sharded parameters by an all-reduce in which each element is counted by one rank."""
     kept, mine = built.kept, {member.name: member.parameter for member in built.named}
     rows = torch.zeros(len(kept.names), 3, dtype=torch.float64)
     for row, name in zip(rows, kept.names, strict=True):

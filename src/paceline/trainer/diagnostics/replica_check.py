@@ -1,4 +1,4 @@
-"""Are the replicas still equal? A cheap check every K steps that names the first parameter that differs."""
+"""A cheap check every K steps that replicas are still equal; it names the first parameter that differs."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ _NOTHING = torch.zeros((), dtype=torch.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """What differs: the first of `num` tensors of `total`, on these ranks from rank 0."""
+    """The first of `num` differing tensors out of `total`, and the ranks where it differs from rank 0."""
 
     name: str
     ranks: list[int]
@@ -58,7 +58,7 @@ def check_replicas(built: TrainingSetup, *, step: int) -> None:
 
 
 def first_apart(built: TrainingSetup) -> ReplicaMismatch | None:
-    """What is not the same on all ranks that hold it; every rank calls this and has the same answer."""
+    """Return the first tensor that differs between ranks that hold it. Every rank must call this; results are equal."""
     world, ema = built.site, built.update.ema
     if world.world_size == 1:
         return None
@@ -82,7 +82,7 @@ def first_apart(built: TrainingSetup) -> ReplicaMismatch | None:
 
 
 def _apart_in_parts(built: TrainingSetup, names: list[str], mine: Tensor) -> ReplicaMismatch | None:
-    """Those that hold the same boxes must hold the same numbers."""
+    """Compare shards: ranks that hold the same boxes of a tensor must hold the same values."""
     everybody = built.site.gather_json(mine.tolist())
     found: list[tuple[str, list[int]]] = []
     for place, name in enumerate(names):
@@ -98,5 +98,5 @@ def _apart_in_parts(built: TrainingSetup, names: list[str], mine: Tensor) -> Rep
 
 
 def averaged_names(names: list[str]) -> list[str]:
-    """What the averages of these parameters are called."""
+    """Return the names that the averages of these parameters have."""
     return [f"{_AVERAGE}{name}" for name in names]

@@ -1,1 +1,1 @@
-"""Evaluation, metrics over all ranks, early stopping."""
+"""Evaluation, metrics over all ranks, and early stopping."""

@@ -1,6 +1,6 @@
-"""Whether an evaluation is the best so far, and whether it is time to stop.
+"""The decisions that follow from an evaluation: whether it is the best so far, and whether to stop early.
 
-What was measured by one rule says nothing by another: where the job names another metric on going on, both begin anew.
+Values measured by different rules are not comparable: if a resumed job names another metric, both start over.
 """
 
 import math
@@ -15,7 +15,7 @@ from paceline.trainer.setup.duration import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOutcome:
-    """What follows from an evaluation."""
+    """The consequences of one evaluation."""
 
     best: bool = False
     ends: bool = False
@@ -23,7 +23,7 @@ class EvaluationOutcome:
 
 
 class BestMetricTracker:
-    """Decides from metrics that every rank has alike; what it remembers is in `progress`, which is saved."""
+    """A tracker that decides from metrics equal on every rank. Its state is in `progress`, which is saved."""
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self._progress = progress
@@ -36,11 +36,11 @@ class BestMetricTracker:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rule for stopping early has ended the run."""
+        """True once early stopping has ended the run."""
         return self._rule is not None and self._progress.waited >= self._rule.patience
 
     def hear(self, event: EvalDone) -> EvaluationOutcome:
-        """Judge an evaluation, and remember it."""
+        """Judge an evaluation and record it."""
         self._progress.unjudged = False
         notes = []
         value = event.metrics.get(self._metric)
@@ -58,7 +58,7 @@ class BestMetricTracker:
         return EvaluationOutcome(best=best, ends=ends, notes=tuple(notes))
 
     def _other_best(self) -> Iterator[str]:
-        """What was marked stays so until the first evaluation, so its rule stays remembered till then."""
+        """Yield a note that the metric for `best` changed; the old mark holds until the next evaluation."""
         progress = self._progress
         if progress.best is not None and progress.best_of != self._best_of:
             yield (
@@ -87,7 +87,7 @@ class BestMetricTracker:
 
 
 def _is_better(value: float, best: float | None, *, mode: str, by: float = 0.0) -> bool:
-    """Whether a metric has improved by more than `by`; a NaN never has."""
+    """Return True if a metric has improved by more than `by`; NaN never counts as an improvement."""
     if best is None or math.isnan(value):
         return not math.isnan(value)
     return (value - best if mode == "max" else best - value) > by

@@ -1,4 +1,4 @@
-"""Exact metrics: each sample once, no padding, sums that do not depend on who computed them."""
+"""Exact metrics: each sample counts once, without padding, and sums do not depend on which rank computed them."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from paceline.torch_internals.scalars import as_number
 from paceline.trainer.evaluation.torchmetrics_adapter import TorchMetricsAdapter
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_VOTES_UNDER_WAY = 4  # as many batches are evaluated after the one at which a rank was asked to stop
+_VOTES_UNDER_WAY = 4  # batches still evaluated after a rank was asked to stop
 _LIMB_BITS = 32
 _SCALE_BITS = 1088
 _LIMBS = 72
@@ -34,7 +34,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedSplit:
-    """Metrics over a whole split."""
+    """The metrics of a whole split."""
 
     metrics: dict[str, float]
     samples: int
@@ -42,7 +42,7 @@ class EvaluatedSplit:
 
 
 class ExactSum:
-    """A sum of floats without rounding, that ranks can add: Python integers, sent as 32-bit limbs."""
+    """A sum of floats without rounding that ranks can add: Python integers, sent as 32-bit limbs."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -57,14 +57,14 @@ class ExactSum:
         self._total += top << (_SCALE_BITS - bottom.bit_length() + 1)
 
     def limbs(self) -> list[int]:
-        """Base 2^32 digits of the magnitude, each with the sum's sign, then a mark for what is not finite."""
+        """Return the base 2^32 digits of the magnitude, each with the sum's sign, and a flag for a non-finite sum."""
         magnitude, sign = abs(self._total), -1 if self._total < 0 else 1
         mask = (1 << _LIMB_BITS) - 1
         return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_LIMBS)] + [int(self._broken)]
 
     @staticmethod
     def total(limbs: list[int]) -> float:
-        """The float nearest to the sum of everybody's limbs."""
+        """Return the float nearest to the sum of all ranks' limbs."""
         *digits, broken = limbs
         if broken:
             return math.nan
@@ -73,14 +73,14 @@ class ExactSum:
 
 
 def eval_batch_size(built: TrainingSetup) -> int:
-    """Samples in one forward of an evaluation; a loss over the batch is evaluated on as many as it is trained on."""
+    """Return the samples per forward of an evaluation; a loss over the batch uses as many as in training."""
     plan = built.plan
     derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
     return built.settings.eval.batch_size or derived
 
 
 class Evaluator:
-    """Runs a model over a split."""
+    """An evaluator that runs a model over a split."""
 
     def __init__(self, built: TrainingSetup) -> None:
         parts = built.step.parts
@@ -105,7 +105,7 @@ class Evaluator:
         beat: Callable[[], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> EvaluatedSplit | None:
-        """Loss, its terms and the job's metrics, the same on every rank; None once any rank's `stop` says so."""
+        """Return loss, terms and metrics, equal on every rank; None once any rank's `stop` returns True."""
         began = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         foreign = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)
@@ -117,7 +117,7 @@ class Evaluator:
             for micro in self._in_step(feed, source, batch_size, name, stop) if self._in_time else feed:
                 if stop() and not self._in_time:
                     break
-                seed_all(stream_key(self._seed, "evaluate", micro.index))  # whoever evaluates it draws the same
+                seed_all(stream_key(self._seed, "evaluate", micro.index))  # equal draws on any rank
                 self._measure(micro.data, micro.num_samples, sums, foreign)
                 samples += micro.num_samples
                 if beat is not None:
@@ -152,10 +152,10 @@ class Evaluator:
     def _in_step(
         self, feed: Iterator[LocalMicro], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
     ) -> Iterator[LocalMicro]:
-        """Where a forward waits for other ranks', all end with the same one, also when only some are asked to stop.
+        """Yield microbatches so that ranks whose forwards wait for each other all end with the same one.
 
-        Where it waits for other replicas', one without a batch repeats what it has, for nothing. Where not, the stages
-        of a pipeline don't wait for each other: the answer is read some batches later.
+        If a forward waits for other replicas, a replica without a batch repeats an old one that counts for nothing.
+        Otherwise the pipeline stages do not wait for each other: they read the decision to stop some batches later.
         """
         spare: LocalMicro | None = None
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
@@ -180,7 +180,7 @@ class Evaluator:
             yield micro or replace(spare, num_samples=0)
 
     def _first(self, source: Source, batch_size: int, name: str) -> LocalMicro:
-        """The first batch, whoever evaluates it."""
+        """Return the first batch, regardless of which rank evaluates it."""
         here = replace(source, workers=0)
 
         def read() -> LocalMicro:
@@ -229,7 +229,7 @@ class Evaluator:
             _add(sums, name, *pair)
 
     def _told(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Those of a rank that saw the outputs."""
+        """Return the metrics of a rank that saw the outputs."""
         if self._worlds.data.world_size == self._world.world_size:
             return metrics
         told: list[dict[str, float] | None] = self._world.gather_json(metrics if self._tells else None)
@@ -260,7 +260,7 @@ class Evaluator:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is as it was, also those that the user keeps frozen."""
+    """Put the model into evaluation mode, and restore each module's own mode afterwards, also of frozen modules."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -271,7 +271,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
-    """A stream that several replicas have read must have been the same for all of them."""
+    """Raise if replicas that read the same stream did not read the same samples."""
     seen: dict[str, tuple[int, list[int]]] = {}
     for rank, theirs in enumerate(everywhere):
         for shard, found in theirs.items():

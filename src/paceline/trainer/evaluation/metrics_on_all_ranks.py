@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, the same on every rank: decisions follow from them."""
+"""Metrics of an evaluation that are equal on every rank, because decisions depend on them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def numbers_and_text(found: Any) -> tuple[dict[str, float], dict[str, str]]:
 
 
 class SharedMetrics:
-    """Makes the first rank's numbers everybody's. `note` names those that other ranks found otherwise, each once."""
+    """The first rank's metrics, shared with all ranks. `note` names each metric that differed on other ranks, once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -35,7 +35,7 @@ class SharedMetrics:
         self.note = ""
 
     def share(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return each number of the first rank that has it, on every rank; every rank calls this."""
+        """Return each metric as the first rank that has it reports it. Every rank must call this."""
         told: Sequence[Mapping[str, float]] = self._world.gather_json(dict(own))
         found: dict[str, float] = {}
         for said in told:

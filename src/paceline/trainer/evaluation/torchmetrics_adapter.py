@@ -1,4 +1,4 @@
-"""Metrics that are objects (torchmetrics): updated where the data is, their states gathered from all ranks."""
+"""Metric objects (torchmetrics): updated where the data is, with their states gathered from all ranks."""
 
 import base64
 import warnings
@@ -28,11 +28,11 @@ class TorchMetricsAdapter:
         return name in self._metrics
 
     def update(self, name: str, output: Any, batch: Any) -> None:
-        """Hand over one microbatch."""
+        """Update a metric with one microbatch."""
         self._metrics[name].update(output, _target(batch))
 
     def compute(self) -> dict[str, float]:
-        """The values over all ranks' samples, and a fresh start; what has several numbers gets a name for each."""
+        """Return the values over all ranks' samples, and reset. A metric of several numbers gets a name for each."""
         found: dict[str, float] = {}
         for name, metric in self._metrics.items():
             with warnings.catch_warnings():
@@ -42,12 +42,12 @@ class TorchMetricsAdapter:
         return found
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Reset all metrics."""
         for metric in self._metrics.values():
             metric.reset()
 
     def _gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """Everybody's state, of any length; ranks that saw nothing have none and do not count."""
+        """Return every rank's state, of any length, without the empty states of ranks that saw no samples."""
         flat = state.detach().cpu().contiguous()
         raw = bytes(flat.reshape(-1).view(torch.uint8).numpy()) if flat.numel() else b""
         mine = [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(raw).decode()]
@@ -56,7 +56,7 @@ class TorchMetricsAdapter:
 
 
 def _members(metric: Any) -> Iterator[Any]:
-    """All that gather states of their own: a metric, those inside a wrapper, those of a collection."""
+    """Yield every metric that gathers its own state: a metric, those inside a wrapper, those of a collection."""
     parts = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
     yield from (part for part in parts if hasattr(part, "dist_sync_fn"))
 

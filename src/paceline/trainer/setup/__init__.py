@@ -1,1 +1,1 @@
-"""A job made ready to train: settings, data, model, optimizers, step."""
+"""Setup of a training run: settings, data, model, optimizers and step."""

@@ -1,4 +1,4 @@
-"""From a task to something that can train: job, settings, plan, world, model, optimizer, step."""
+"""Build the training setup of a rank from a job: model, layout, optimizers and step."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,11 +58,11 @@ from paceline.trainer.train_mode import put_into_training
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """One rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first.
+    """A rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first of them.
 
-    `site` are the ranks that keep one set of weights between them: all, but where sites train on their own.
-    `weights` are parameters and buffers as the ranks' models hold them, `kept` what the optimizers do: where they
-    are sharded, `named` are this rank's parts of the parameters.
+    `site` holds the ranks that share one set of weights: all ranks, except where sites train separately.
+    `weights` are the parameters and buffers as the ranks' models hold them, `kept` the parameters as the optimizers
+    hold them. Where they are sharded, `named` are this rank's shards of the parameters.
     """
 
     job: Job
@@ -85,38 +85,38 @@ class TrainingSetup:
 
     @property
     def world(self) -> World:
-        """Everybody."""
+        """The world of all ranks."""
         return self.worlds.every
 
     @property
     def update(self) -> OptimizerUpdate:
-        """The optimizer's side."""
+        """The optimizer update of this rank."""
         return self.step.parts.update
 
     def as_evaluated(self) -> AbstractContextManager[None]:
-        """With the weights that metrics are measured on: the average, where the job has one."""
+        """Return a context with the weights that metrics use: the average, where the job has one."""
         return nullcontext() if self.update.ema is None else self.update.ema.in_place()
 
     def refuse_training(self) -> None:
-        """Refuse, before the first step, a model that can only be evaluated in this layout.
+        """Raise, before the first step, if the model can only be evaluated in this layout.
 
         Raises:
-            LayoutError: no gradient would come back through it.
+            LayoutError: no gradient would flow back through it.
         """
         if self.placed.piped is not None:
             self.placed.piped.stages.refuse_training()
 
     def close(self) -> None:
-        """Remove what was hooked into the model."""
+        """Remove the hooks from the model."""
         self.step.close()
         self.placed.close()
 
 
 def job_layer(job: Job) -> dict[str, Any]:
-    """The settings that a job brings; a file and the command line go over them.
+    """Return the settings that a job brings; the config file and the command line override them.
 
     Raises:
-        JobError: it names the run folder, which the command needs before it loads the job.
+        JobError: the job names the run folder, which the command needs before it loads the job.
     """
     layer = dict(job.settings or {})
     if "run_dir" in layer:
@@ -133,7 +133,7 @@ def job_layer(job: Job) -> dict[str, Any]:
 
 
 def build_model(job: Job, *, seed: int) -> nn.Module:
-    """The model of one plain build: its draws depend on the seed alone."""
+    """Return the model of one plain build, whose random draws depend on the seed alone."""
     guard_hooks()
     seed_all(stream_key(seed, "build"))
     try:
@@ -161,10 +161,10 @@ def build_model(job: Job, *, seed: int) -> nn.Module:
 
 
 def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, world: World) -> TrainingSetup:
-    """Put one rank's share together.
+    """Build one rank's share of a run.
 
     Raises:
-        JobError, UsageError, Problems: something can't be had as asked.
+        JobError, UsageError, Problems: something is not possible as requested.
     """
     check_compatibility(job, settings, plan)
     plan = among_servers(plan, servers=world.world_size)
@@ -223,7 +223,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
 
 
 def begun_whole(job: Job, settings: Settings) -> Callable[[], nn.Module]:
-    """The model of one process, whole, with the start values of every layout."""
+    """Return a function that builds the whole model in one process, with the start values of every layout."""
     plain = partial(build_model, job, seed=settings.seed)
     return partial(begin_whole, plain, seed=settings.seed, limit_bytes=settings.init.limit, stored=_stored(job))
 
@@ -290,7 +290,7 @@ def _parts(
     update: OptimizerUpdate,
     turns: HostRngTurns | None,
 ) -> StepContext:
-    """One replica's."""
+    """Return the step context of one replica."""
     train = settings.train
     rounds = synchronise(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
@@ -323,13 +323,13 @@ def _parts(
 
 
 def _can_wait(mesh: Mesh) -> bool:
-    """Whether a replica's forward may wait for another replica's: inside it meets none, and it runs as a whole."""
+    """Return True if a replica's forward may wait for another's: it has no collectives inside and runs as a whole."""
     gathers = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers or mesh.sites) and mesh.pp == mesh.ep == 1
 
 
 def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[MeshGroups]:
-    """One for each replica of this process."""
+    """Return the mesh groups of each replica of this process."""
     if plan.processes > 1 or plan.replicas == 1:
         return [worlds]
     timeout = settings.train.timeout_seconds

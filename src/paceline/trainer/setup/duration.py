@@ -1,4 +1,4 @@
-"""How long a run is, and what the loop counts on the way."""
+"""The length of a run, and the counters that the loop keeps."""
 
 import math
 import resource
@@ -17,7 +17,7 @@ SHORTEST_INTERVAL = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long to train; the first limit that is reached ends the run."""
+    """The limits of a run's length; the first one reached ends the run."""
 
     steps: int | None = None
     samples: int | None = None
@@ -26,7 +26,7 @@ class Length:
     epoch_samples: int | None = None
 
     def total_steps(self, *, batch: int, drop_last: bool) -> int | None:
-        """The number of steps, where it is known before."""
+        """Return the number of steps, or None if it is not known in advance."""
         limits = [] if self.steps is None else [self.steps]
         if self.epoch_samples is None:
             limits += [] if self.samples is None else [math.ceil(self.samples / batch)]
@@ -40,7 +40,7 @@ class Length:
         return min(limits, default=None)
 
     def reached(self, cursor: Cursor, *, tokens: float, total: int | None) -> bool:
-        """Whether the run is over at this cursor."""
+        """Return True if the run is over at this cursor."""
         if total is not None and cursor.step >= total:
             return True
         if self.tokens is not None and tokens >= self.tokens:
@@ -52,10 +52,10 @@ class Length:
 
 @dataclass
 class Progress:
-    """What the loop remembers beside the cursor; saved with it.
+    """Loop state that is saved with the cursor.
 
-    `best_of` and `rule_of` are the metric and mode (`loss:min`) that `best` and `rule_best` belong to. `unjudged`: a
-    stop came before a due evaluation.
+    `best_of` and `rule_of` are the metric and mode (`loss:min`) that `best` and `rule_best` belong to. `unjudged` is
+    True if a stop came before a due evaluation.
     """
 
     tokens: float = 0.0
@@ -67,12 +67,12 @@ class Progress:
     unjudged: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the progress as JSON for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """From a checkpoint."""
+        """Return the progress that a checkpoint holds."""
         return cls(
             tokens=value.get("tokens", 0.0),
             best=value.get("best"),
@@ -86,7 +86,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What a step took, of those between two logged lines."""
+    """The mean time of a step between two logged lines, by activity."""
 
     step_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -97,7 +97,7 @@ class Pace:
 
 @dataclass
 class Clock:
-    """Seconds since the last logged step, by what they went to."""
+    """A clock of the seconds since the last logged step, by activity."""
 
     began: float = field(default_factory=time.perf_counter)
     steps: int = 0
@@ -109,11 +109,11 @@ class Clock:
     evaluating: float = 0.0
 
     def stepping(self) -> float:
-        """Seconds of the steps themselves, with the reading of data: what else was done has its own clocks."""
+        """Return the seconds of the steps, including data reading but not saving or evaluation."""
         return time.perf_counter() - self.began - self.saving - self.evaluating
 
     def pace(self) -> Pace:
-        """Of the steps so far."""
+        """Return the mean pace of the steps so far."""
         stepping, steps = max(self.stepping(), 1e-9), max(self.steps, 1)
         return Pace(
             step_seconds=stepping / steps,
@@ -125,17 +125,17 @@ class Clock:
 
 
 def derived_interval(total: int | None) -> int:
-    """Ten times in a run, but not more often than each tenth step; every thousand where its length is not known."""
+    """Return a tenth of the run in steps, but at least 10; 1000 if the run's length is not known."""
     return max(SHORTEST_INTERVAL, total // 10) if total else 1000
 
 
 def format_interval(every: int, *, total: int | None) -> str:
-    """An interval in words."""
+    """Return an interval in words."""
     return "at the end" if total is not None and every >= total else f"every {every} and at the end"
 
 
 def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
-    """How long to train; one epoch where nothing is said."""
+    """Return the limits that the settings ask for; one epoch if they set none."""
     train = settings.train
     unsaid = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
     return Length(
@@ -148,7 +148,7 @@ def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The most memory this rank has held so far."""
+    """Return the most memory in GiB that this rank has held so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,4 @@
-"""The model of a run before it is placed: whole on every rank, or where ranks hold parts of a large one, those."""
+"""The initial model of a run before placement: whole on every rank, or only this rank's shards of a large model."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ Build = Callable[[], nn.Module]
 
 @dataclass(frozen=True, kw_only=True)
 class InitialModel:
-    """A model and, where its cut parameters have no memory yet, this rank's rows of them.
+    """A model and, if its sharded parameters have no memory yet, this rank's rows of them.
 
-    Where it has to be run to know how it is cut, no parameter has memory yet: `late` gives it this rank's values when
-    it is known. `notes` say how the model began.
+    If the model must be run to find out how to shard it, no parameter has memory yet, and `late` fills in this rank's
+    values once the shards are known. `notes` describe how the model was initialised.
     """
 
     model: nn.Module
@@ -39,20 +39,20 @@ class InitialModel:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the model is here."""
+        """True if this rank holds the whole model."""
         return self.rows is None and self.late is None
 
     def on(self, device: torch.device) -> nn.Module:
-        """The model where it is to be; rows and what is whole beside them are there already."""
+        """Return the model on `device`. Rows, and the whole tensors of a model with rows, are there already."""
         return self.model.to(device) if self.is_whole else self.model
 
 
 class _Large(BaseException):
-    """The build has passed the limit. No `Exception`, so that a constructor's own `except` does not keep it."""
+    """The signal that a build has passed the limit. No `Exception`, so a constructor's own `except` cannot catch it."""
 
 
 def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: PretrainedModel | None = None) -> nn.Module:
-    """The whole model: a plain build, left before it is above the limit, or each tensor's values by name.
+    """Return the whole model: from a plain build up to the limit, above it with each tensor's values drawn by name.
 
     Raises:
         JobError: `build` gives no model. UsageError: above the limit, and the constructor can't be recorded.
@@ -63,20 +63,20 @@ def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: Pretrained
     if model is not None and tensor_bytes(model) <= limit_bytes:
         return model
     del model
-    gc.collect()  # a module that is left in its constructor may be in a circle
+    gc.collect()  # a module whose constructor was interrupted may be in a reference cycle
     return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
 
 
 def build_initial_model(
     build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, stored: PretrainedModel | None = None
 ) -> InitialModel:
-    """The model of this rank; every rank calls this. `build` is the plain build, seeded.
+    """Return the model of this rank; every rank must call this. `build` is the plain, seeded build.
 
-    Up to `SMALL_BYTES` each rank builds it whole, as it does where it holds all of it. Where ranks hold parts that are
-    found by running the model, it is whole up to the limit.
+    Up to `SMALL_BYTES`, or if each rank holds the whole model, each rank builds it whole. If the shards are found by
+    running the model, it is built whole up to the limit.
 
     Raises:
-        JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
+        JobError, UsageError, DesyncError: no model, one that cannot be built so, or another one on other ranks.
     """
     if worlds.every.is_imagined:
         return InitialModel(model=build())
@@ -122,23 +122,23 @@ def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
 
 
 def holds_parts(mesh: Mesh) -> bool:
-    """Whether no rank's model is all of it."""
+    """Return True if no rank holds the whole model."""
     return mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1
 
 
 def holds_rows(mesh: Mesh) -> bool:
-    """Whether a rank's model is rows of the parameters and nothing else: then it need never be whole."""
+    """Return True if a rank holds only rows of the parameters, so that the model never needs to be whole."""
     return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
 
 
 def _built(build: Build, *, most: int) -> nn.Module | None:
-    """A plain build; None where it has come to more bytes than `most`."""
+    """Return a plain build, or None if it grew to more than `most` bytes."""
     states = get_states()
     with _gauge(most):
         try:
             model = build()
         except _Large:
-            set_states(states)  # the next build is the first
+            set_states(states)  # so that the next build draws the same numbers
             return None
     if not isinstance(model, nn.Module):
         raise JobError(
@@ -149,7 +149,7 @@ def _built(build: Build, *, most: int) -> nn.Module | None:
 
 @contextmanager
 def _gauge(most: int) -> Iterator[None]:
-    """Stop a build once the parameters that it has registered are larger."""
+    """Stop a build once its registered parameters exceed `most` bytes."""
     seen: dict[int, Tensor] = {}
     total = 0
 

@@ -1,4 +1,4 @@
-"""A job's data as a run reads it."""
+"""The data of a job as a run reads it."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -20,10 +20,10 @@ from paceline.torch_internals.rng import preserve_rng
 
 
 class JobData:
-    """The data of a job in one process. What a function gives is made once, where it can be indexed.
+    """The data of a job in one process. An indexed dataset that a function returns is created only once.
 
-    Where one split has data workers, all have: what a process has read of one, it shares with the workers of the other,
-    which may be parts of the same files.
+    If one split has data workers, all splits do: what a process has read of one split is shared with the workers of the
+    other, which may read parts of the same files.
     """
 
     def __init__(self, job: Job, settings: Settings) -> None:
@@ -35,7 +35,7 @@ class JobData:
 
     @property
     def workers(self) -> int:
-        """How many data workers there are at least, whatever is read; 0 where nothing is forked."""
+        """The least number of data workers for any split; 0 if nothing is forked."""
         return self._asked or self._least
 
     @cached_property
@@ -44,7 +44,7 @@ class JobData:
         return self._source(self._job.train_data, order=self._job.order, name="train_data")
 
     def split(self, data: Any, *, name: str) -> Source:
-        """Data to evaluate on, be it a split of the job or any other."""
+        """Return a source to evaluate on, from a split of the job or any other data."""
         return self._source(data, order=None, name=name)
 
     def _source(self, data: Any, *, order: Any, name: str) -> Source:
@@ -56,7 +56,7 @@ class JobData:
 def feed_for(
     data: JobData, settings: Settings, *, cut: BatchPartition, cursor: Cursor | None = None, **how: Any
 ) -> BatchLoader:
-    """Return a feed from the beginning, or from where `cursor` stands; `how` as `make_loader` has it."""
+    """Return a loader that starts at the beginning, or at `cursor`. `how` is passed to `make_loader`."""
     return make_loader(
         data=data.train,
         collate=None,
@@ -71,7 +71,7 @@ def feed_for(
 def read_first(
     data: JobData, settings: Settings, *, cut: BatchPartition, count: int = 1, **how: Any
 ) -> list[StepInput]:
-    """Return a replica's share of the first batches, read before there is a feed and where the data may be read."""
+    """Return a replica's share of the first batches, read before a loader exists, in a process that may read data."""
     source = data.train
 
     def read() -> list[StepInput]:
@@ -97,7 +97,7 @@ def read_first(
 
 
 def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool = True) -> BatchPartition:
-    """What a replica gets of each global batch; `data` are the replicas."""
+    """Return the share of each global batch that a replica gets; `data` is the world of replicas."""
     return BatchPartition(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,

@@ -1,4 +1,4 @@
-"""The step of a run, by its plan."""
+"""Construction of the step that an execution plan requires."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +37,10 @@ def make_step(
     *,
     replicas: World,
 ) -> SynchronousStep:
-    """How this process's replicas turn a batch into an update; `replicas` are this rank's mirrors in the others."""
+    """Return the step by which this process's replicas turn a batch into an update.
+
+    `replicas` is the world of this rank's counterparts in the other replicas.
+    """
     if placed.piped is not None and plan.rule.is_stashed:
         _refuse_stashed(parts[0], placed, placed.piped, plan)
         stash = stash_of(plan.rule, plan.mesh)
@@ -76,7 +79,7 @@ def _local(
 
 
 def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan) -> None:
-    """What a model has that stages with weights of several times can't.
+    """Raise if the model has something that pipeline stages with weight stashing cannot support.
 
     Raises:
         LayoutError, Problems

@@ -1,4 +1,4 @@
-"""The optimizer's side of a run: the job's optimizers on what this rank holds, schedules, scaler, average."""
+"""The optimizer update of a run: the job's optimizers on this rank's parameters, schedules, loss scaler and average."""
 
 import math
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
 def learn_rules(
     job: Job, named: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
 ) -> ShardedOptimizerFactory | None:
-    """The job's optimizers on the whole model's shapes, where ranks are to hold parts; None where they hold it whole.
+    """Run the job's optimizer factory on the whole model's shapes, or return None if every rank holds it whole.
 
     Raises:
-        JobError, LayoutError: groups that don't fit the model, or a rule that is not right on rows.
+        JobError, LayoutError: groups that don't fit the model, or an update rule that is not correct on rows.
     """
     if plan.mesh.ranks == plan.mesh.dp_replicate:
         return None
@@ -57,7 +57,7 @@ def make_update(
     *,
     world: World,
 ) -> tuple[OptimizerUpdate, Options]:
-    """The optimizer's side, and the options as the job gives them: a schedule writes to them at once."""
+    """Return the optimizer update, and the options as the job gave them, since a schedule overwrites them at once."""
     if rules is not None:
         rules.refuse_pieces(_pieces(placed), layout=plan.layout)
     optimizers = make_optimizers(job, model) if rules is None else rules.on(placed.named)
@@ -89,7 +89,7 @@ def make_update(
 
 
 def lr_factor(rule: str, ratio: float) -> float:
-    """What the learning rate is multiplied by when the batch is `ratio` times the job's own.
+    """Return the factor for the learning rate when the batch is `ratio` times the job's own.
 
     Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
     """
@@ -97,17 +97,17 @@ def lr_factor(rule: str, ratio: float) -> float:
 
 
 def make_scaler(kept: ShardedTensors, world: World, **options: Any) -> torch.amp.GradScaler:
-    """Return the loss scaler of this rank. Where ranks hold parts, an overflow in one rank's is everybody's."""
+    """Return the loss scaler of this rank. Where ranks hold shards, an overflow on one rank counts on all."""
     device = world.device.type
     if kept.is_whole:
         return torch.amp.GradScaler(device, **options)
     scaler = JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
-    scaler.scale(torch.zeros((), device=world.device))  # it begins with its first loss, and most stages have none
+    scaler.scale(torch.zeros((), device=world.device))  # initialise it: most pipeline stages have no loss to scale
     return scaler
 
 
 def _pieces(placed: ParallelizedModel) -> set[str]:
-    """The parameters of which some rank's optimizer has neither all nor nothing; every rank finds the same."""
+    """Return the parameters that some rank's optimizer holds only in part; the result is the same on every rank."""
     kept = placed.kept
     return {name for name in kept.names if any(part.numel and not part.is_all for part in kept.parts(name))}
 
@@ -119,7 +119,7 @@ def _averaged(placed: ParallelizedModel) -> dict[str, Tensor]:
 
 
 def _norm(placed: ParallelizedModel, settings: Settings, *, world: World) -> Norm | None:
-    """Where ranks hold parts, and where the bits of the norm count, over all of them; None: each rank its own."""
+    """Return a joint gradient norm if ranks hold shards or the norm must be exact; None if each rank uses its own."""
     exact = settings.train.exact and settings.train.max_grad_norm is not None
     if placed.kept.is_whole and not exact:
         return None

@@ -1,4 +1,4 @@
-"""From a task to a job with its settings and plan, before any process group is made."""
+"""Preparation of a job with its settings and plan, before any process group exists."""
 
 import os
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from paceline.trainer.setup.build_training_setup import job_layer
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job with its settings and plan, before any process group is made."""
+    """A job with its settings and plan, before any process group exists."""
 
     task: Task
     job: Job
@@ -41,7 +41,7 @@ class PreparedJob:
 
 
 def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
-    """Load the job, merge its settings under what was asked, and settle the plan."""
+    """Load the job, merge its settings under the requested ones, and make the plan."""
     asked = RequestedSettings(values=dict(task.settings), origins=dict(task.origins))
     if job is None and task.job_handle is not None:
         job = receive_job(task.job_handle)
@@ -49,7 +49,7 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
         params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
         here = Path.cwd()
         job = load_job(parse_jobref(task.job), params=params)
-        if Path.cwd() != here:  # the job has gone elsewhere, the run's own files have not
+        if Path.cwd() != here:  # the job changed the working directory; the run's files stay where they were
             task = task.given_in(here)
     else:
         refuse_job(job, where=job.name or task.job)
@@ -74,10 +74,10 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
 def make_plan(
     task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None, goes_on: bool = False
 ) -> ExecutionPlan:
-    """The plan of the task's layout on its ranks; with `goes_on`, of a run that has its microbatches already.
+    """Return the plan of the task's layout on its ranks. With `goes_on`, the run's microbatches are already fixed.
 
     Raises:
-        PacelineError, Problems: they can't be had together.
+        PacelineError, Problems: the requested options exclude each other.
     """
     facts = JobFacts(
         global_batch_size=settings.train.global_batch_size or job.global_batch_size,
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJob:
-    """A run keeps the microbatches of its first start on any number of ranks, unless others are asked for."""
+    """Return `ready` with the microbatches of the run's first start, on any number of ranks, unless others are set."""
     path = folder / "plan.json"
     saved = world.share_json(_first_plan(path) if world.is_main else None)
     train, now = ready.settings.train, ready.plan
@@ -118,7 +118,7 @@ def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJ
 
 
 def _first_plan(path: Path) -> dict[str, Any] | None:
-    """None where there is none that can be read: the checkpoint says what matters, this is a convenience."""
+    """Return the saved plan, or None if it cannot be read: it is a convenience, the checkpoint has what matters."""
     try:
         found = read_json(path)
     except (OSError, ValueError):
@@ -127,7 +127,7 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
 
 
 def join_world(ready: PreparedJob) -> World:
-    """Meet the other ranks. A server has none, and is where workers come to."""
+    """Join the other ranks. A single parameter server has no other ranks; workers connect to it."""
     place, seconds = LaunchInfo.read(os.environ), ready.settings.train.timeout_seconds
     if ready.plan.rule.has_servers:
         return _servers_world(place, servers=ready.plan.rule.servers, timeout_seconds=seconds)
@@ -149,13 +149,13 @@ def _servers_world(place: LaunchInfo, *, servers: int, timeout_seconds: float) -
 
 
 def is_worker(ready: PreparedJob) -> bool:
-    """Whether this process only computes gradients for servers."""
+    """Return True if this process only computes gradients for parameter servers."""
     rule = ready.plan.rule
     return rule.has_servers and LaunchInfo.read(os.environ).rank >= rule.servers
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:
-    """The task with a run folder, and what to go on from. In a world that others made rank 0 knows, and tells."""
+    """Return the task with a run folder and the checkpoint to resume from; unchanged if `make` is false."""
     if not make:
         return task
     name = task.short_job
@@ -166,10 +166,10 @@ def with_folder(task: Task, *, make: bool = True) -> Task:
 
 
 def held_folder(task: Task, *, world: World) -> RunLock | None:
-    """Rank 0 takes the run folder; where our own launcher started it, that one has it already.
+    """Lock the run folder on rank 0, unless our own launcher holds the lock already.
 
     Raises:
-        UsageError: another run writes there; on every rank alike.
+        UsageError: another run writes there; raised on every rank.
     """
     found, problem = None, None
     if world.is_main and attempt_folder(os.environ) is None:

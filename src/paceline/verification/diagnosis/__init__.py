@@ -1,1 +1,1 @@
-"""Why a gradient or an update differs: hypotheses that are tested against the numbers."""
+"""Diagnosis of a differing gradient or update: hypotheses that are tested against the numbers."""

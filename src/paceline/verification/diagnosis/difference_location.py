@@ -1,4 +1,4 @@
-"""Where a difference lies, in words: nothing where it is everywhere."""
+"""Descriptions of where a difference lies; empty if it is everywhere."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from paceline.verification.tensor_distance import euclidean_distance
 
 
 def of_owners(microbatches: Sequence[int], *, replicas: int, places: RankNames | None) -> str:
-    """Those that run these microbatches, unless that is everybody."""
+    """Return the ranks that run these microbatches, in words; empty if all do."""
     owners = sorted({index % max(replicas, 1) for index in microbatches})
     if not owners or len(owners) == replicas:
         return ""
@@ -21,7 +21,10 @@ def of_owners(microbatches: Sequence[int], *, replicas: int, places: RankNames |
 
 
 def of_gradients(case: GradientCase | None, *, names: Sequence[str], wrong: Sequence[int], copies: int) -> str:
-    """The ranks whose gradients of `names` differ; `wrong` are the copies that do. Without a case these are ranks."""
+    """Return the ranks whose gradients of `names` differ, in words.
+
+    `wrong` are the copies that differ; without a case these are ranks.
+    """
     if case is None or case.places.is_replicas:
         return f", on rank {', '.join(map(str, wrong))}" if len(wrong) < copies else ""
     known = [name for name in names if name in case.right]
@@ -30,7 +33,7 @@ def of_gradients(case: GradientCase | None, *, names: Sequence[str], wrong: Sequ
 
 
 def of_copy(name: str, copy: int, *, places: RankNames | None) -> str:
-    """The ranks that have a copy of a tensor."""
+    """Return the ranks that hold a copy of a tensor, in words."""
     if places is None:
         return f"rank {copy}"
     copies = places.holding.copies(name)
@@ -39,7 +42,7 @@ def of_copy(name: str, copy: int, *, places: RankNames | None) -> str:
 
 
 def of_weights(places: RankNames, name: str, found: Tensor, wanted: Tensor, *, copy: int) -> str:
-    """The ranks of a copy whose own part of a weight is another."""
+    """Return the ranks of a copy whose own part of a weight differs, in words."""
     copies = places.holding.copies(name)
     ranks = sorted(copies[copy] if copy < len(copies) else copies[0])
     wrong = [r for r in ranks if not torch.equal(places.piece(name, found, r), places.piece(name, wanted, r))]
@@ -49,7 +52,7 @@ def of_weights(places: RankNames, name: str, found: Tensor, wanted: Tensor, *, c
 
 
 def worst_first(bad: Sequence[Sequence[str]]) -> list[str]:
-    """Every name that differs in some copy, as the first copy that has it orders them."""
+    """Return every name that differs in some copy, as the first copy that has it orders them."""
     place = {name: number for names in reversed(bad) for number, name in enumerate(names)}
     order: Callable[[str], int] = place.__getitem__
     return sorted(place, key=order)

@@ -1,9 +1,9 @@
 """The likely cause of a wrong gradient, from the shape of its error.
 
-The reference knows what each microbatch contributed, g_j. A right gradient is G = (1/C) * sum_j g_j. Every usual
-mistake is another weighting, G = (1/C) * sum_j w_j g_j, and names itself by w: all N, zero for the microbatches
-of other ranks, C / (R * c_r) for a mean of means. Each is tried; the ones that leave only noise explain the error,
-and what else is known (do the ranks agree? are the samples right? one layer or all?) decides between them. Where
+The reference knows each microbatch's contribution, g_j. A right gradient is G = (1/C) * sum_j g_j. Every usual
+mistake is another weighting, G = (1/C) * sum_j w_j g_j, and is identified by w: all N, zero for the microbatches
+of other ranks, C / (R * c_r) for a mean of means. Each is tried; those that leave only noise explain the error,
+and other facts (do the ranks agree? are the samples right? one layer or all?) decide between them. If
 no known weighting fits, the weights are solved for: one for all, one per rank, one per microbatch, one per
 parameter.
 """
@@ -26,7 +26,7 @@ def find_cause(
     samples: int | None = None,
     is_data_right: bool | None = None,
 ) -> str:
-    """What explains the differing parameters in `evidence`; `counts` per microbatch, dealt round robin."""
+    """Return the likely cause of the differing parameters in `evidence`; `counts` per microbatch, dealt round robin."""
     found = explain_gradient(
         evidence,
         counts=counts,
@@ -50,7 +50,7 @@ def explain_gradient(
     axes: Mapping[str, int] | None = None,
     members: Sequence[str] = (),
 ) -> str | None:
-    """The same, or None where no weighting gives it; `evidence` may be the worst of `num_differing`."""
+    """Return the weighting that explains the gradient, or None; `evidence` may be the worst of `num_differing`."""
     differing = num_differing or len(evidence)
     facts = GradientFacts(
         counts=np.asarray(counts, dtype=np.float64),
@@ -77,7 +77,7 @@ def unexplained_gradient(
     num_differing: int | None = None,
     is_data_right: bool | None = None,
 ) -> str:
-    """What is left where no weighting fits."""
+    """Return the remaining possible causes if no weighting fits."""
     share = _share(evidence, num_differing or len(evidence), num_parameters)
     inputs = "" if is_data_right else "other inputs, "
     return (
@@ -101,7 +101,7 @@ def _explained(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None
 
 
 def _fits(weights: Vector, evidence: Sequence[Evidence]) -> bool:
-    """Whether these weights leave only noise, in every parameter. Noise grows with the weights."""
+    """Return True if these weights leave only noise in every parameter. Noise grows with the weights."""
     if np.allclose(weights, 1.0):
         return False
     grown = max(1.0, float(np.max(np.abs(weights), initial=0.0)))
@@ -112,7 +112,7 @@ def _fits(weights: Vector, evidence: Sequence[Evidence]) -> bool:
 
 
 def _added(evidence: Sequence[Evidence]) -> str | None:
-    """Something was added to the right gradient: the last step's, or the weights themselves."""
+    """Return what was added to the right gradient, if anything: the last step's, or the weights themselves."""
     for meaning in evidence[0].also:
         if all(
             meaning in item.also and _is_along(item.found - item.right, item.also[meaning], item) for item in evidence
@@ -129,7 +129,7 @@ def _is_along(error: Vector, direction: Vector, item: Evidence) -> bool:
 
 
 def _solved(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
-    """The fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
+    """Solve for the fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
     num = len(facts.counts)
     together = _solve(evidence, np.ones((num, 1)))
     if together is not None:
@@ -152,7 +152,7 @@ def _solved(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
 
 
 def _solve(evidence: Sequence[Evidence], pattern: Vector) -> Vector | None:
-    """Least squares for the weights `pattern @ x`; None where they leave more than noise or are not determined."""
+    """Solve least squares for weights `pattern @ x`; None if they leave more than noise or are not determined."""
     unknown = pattern.shape[1]
     if sum(item.found.size for item in evidence) < 2 * unknown:
         return None
@@ -169,7 +169,7 @@ def _solve(evidence: Sequence[Evidence], pattern: Vector) -> Vector | None:
 
 
 def data_cause(found: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]) -> str | None:
-    """What is wrong with the samples that were consumed, by microbatch; None if nothing is."""
+    """Return what is wrong with the samples that were consumed, by microbatch; None if nothing is."""
     if {k: list(v) for k, v in found.items()} == {k: list(v) for k, v in expected.items()}:
         return None
     have = [sample for samples in found.values() for sample in samples]

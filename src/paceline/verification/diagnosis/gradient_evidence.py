@@ -1,4 +1,4 @@
-"""What is known of one wrong gradient."""
+"""The evidence about one wrong gradient."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ _MOST_LEFT = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One parameter: the gradient times C that was found, and each microbatch's contribution `[num_micro, numel]`.
+    """The evidence of one parameter: the gradient times C, and each microbatch's contribution `[num_micro, numel]`.
 
-    `everywhere` is what each rank has; `also` are directions that a mistake may have added, by what that would mean.
+    `everywhere` is each rank's gradient; `also` holds directions that a mistake may have added, by their meaning.
     """
 
     name: str
@@ -27,17 +27,17 @@ class Evidence:
 
     @property
     def right(self) -> Vector:
-        """What it should be."""
+        """The correct gradient."""
         total: Vector = self.contributions.sum(axis=0)
         return total
 
     @property
     def allowed(self) -> float:
-        """What an explanation may leave over."""
+        """The norm of the error that an explanation may leave."""
         error = float(np.linalg.norm(self.found - self.right))
         return max(_LEFT_OVER * error, min(self.floor, _MOST_LEFT * error))
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether every rank has the same."""
+        """True if every rank has the same gradient."""
         return all(float(np.linalg.norm(other - self.found)) <= self.floor for other in self.everywhere)

@@ -1,4 +1,4 @@
-"""The mistakes that people make when gradients of several ranks become one, each as weights of the microbatches."""
+"""Common mistakes in combining the gradients of several ranks, each as weights of the microbatches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """What else is known of a wrong gradient. None: not known.
+    """The other known facts about a wrong gradient. None: not known.
 
-    `ranks` are those that deal out the samples, called `members` where they are more than one rank each; `axes` are the
-    degrees of the others.
+    `ranks` are those that the samples are dealt to, called `members` if each is more than one rank; `axes` are the
+    degrees of the other mesh axes.
     """
 
     counts: Vector
@@ -27,7 +27,7 @@ class GradientFacts:
     members: Sequence[str] = ()
 
     def who(self, rank: int) -> str:
-        """A rank's name."""
+        """Return a rank's name."""
         return self.members[rank] if rank < len(self.members) else f"rank {rank}"
 
     @property
@@ -44,7 +44,7 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A weighting, what it would mean, and what it would let expect of the facts."""
+    """A weighting, what it would mean, and what it predicts of the facts."""
 
     cause: str
     weights: Vector
@@ -53,7 +53,7 @@ class Hypothesis:
     blames_data: bool = False
 
     def strangeness(self, facts: GradientFacts) -> int:
-        """How much of what is known speaks against it."""
+        """Return how strongly the known facts contradict the hypothesis."""
         against = 0
         if None not in (self.agree, facts.agree) and self.agree != facts.agree:
             against += 4
@@ -63,7 +63,7 @@ class Hypothesis:
 
 
 def guesses(facts: GradientFacts) -> list[Hypothesis]:
-    """All of them, the usual ones first."""
+    """Return all hypotheses, the usual ones first."""
     found = [*_factors(facts), *_means(facts)]
     if facts.rounds > 1:
         found += _overwritten(facts)
@@ -77,7 +77,7 @@ def guesses(facts: GradientFacts) -> list[Hypothesis]:
 
 
 def _factors(facts: GradientFacts) -> Iterator[Hypothesis]:
-    """One factor for all; several mistakes may share it, and then all are named."""
+    """Yield hypotheses of one factor for all; if several mistakes share a factor, all are named."""
     ones, total = np.ones(len(facts.counts)), float(facts.counts.sum())
     ranks, rounds, num = facts.ranks, facts.rounds, len(facts.counts)
     meanings: dict[str, tuple[float, list[str]]] = {}
@@ -112,7 +112,7 @@ def _factors(facts: GradientFacts) -> Iterator[Hypothesis]:
 
 
 def _means(facts: GradientFacts) -> Iterator[Hypothesis]:
-    """x1/n1 + x2/n2 is not (x1 + x2)/(n1 + n2)."""
+    """Yield hypotheses of a mean of means: x1/n1 + x2/n2 is not (x1 + x2)/(n1 + n2)."""
     counts, owner, ranks = facts.counts, facts.owner, facts.ranks
     num, total = len(counts), counts.sum()
     per_rank = np.array([counts[owner == rank].sum() for rank in range(ranks)])
@@ -137,7 +137,7 @@ def _means(facts: GradientFacts) -> Iterator[Hypothesis]:
 
 
 def _overwritten(facts: GradientFacts) -> Iterator[Hypothesis]:
-    """Each rank keeps one of its microbatches only."""
+    """Yield hypotheses in which each rank keeps only one of its microbatches."""
     index = np.arange(len(facts.counts))
     last = index + facts.ranks >= len(index)
     first = index < facts.ranks

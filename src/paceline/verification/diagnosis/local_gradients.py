@@ -1,7 +1,7 @@
-"""Where a wrong gradient arises: every rank runs its own microbatches again, and nothing is reduced.
+"""Find where a wrong gradient arises: every rank runs its own microbatches again, without reduction.
 
-If what a rank computes by itself is already wrong, its forward or backward is to blame; if every rank's own
-gradients are right, what adds them up is.
+If a rank's own gradient is already wrong, its forward or backward is at fault; if every rank's own gradients are
+right, the reduction is.
 """
 
 import math
@@ -25,9 +25,9 @@ Own = Mapping[int, Tensor]
 
 
 def can_replay(built: TrainingSetup) -> bool:
-    """Whether every rank can run its own microbatches alone.
+    """Return True if every rank can run its own microbatches alone.
 
-    Not where a forward meets or waits for other ranks', where ranks hold or see parts, nor where the loss is scaled.
+    It can't if a forward meets or waits for other ranks, if ranks hold or see parts, or if the loss is scaled.
     """
     parts, everybody = built.step.parts, built.worlds.data.world_size == built.world.world_size
     is_apart = not (parts.meets or parts.tape.waits)
@@ -37,9 +37,9 @@ def can_replay(built: TrainingSetup) -> bool:
 def own_gradients(
     built: TrainingSetup, given: StepInput, *, names: Sequence[str], known: Mapping[str, float] | None
 ) -> dict[int, Tensor] | None:
-    """This rank's microbatches, each by itself: the gradients of `names`, flat and one after another.
+    """Return the gradients of `names` for each of this rank's microbatches, flat and concatenated.
 
-    None where the model can't be asked for single gradients, as under reentrant checkpointing.
+    None if the model does not support gradients of single parameters, as under reentrant checkpointing.
     """
     parts, found = built.step.parts, {}
     targets = {member.name: member.parameter for member in built.named if member.name in names}
@@ -64,13 +64,13 @@ def own_gradients(
 
 
 def flatten_gradients(parts: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
-    """Flat, in the order of `parts`; zeros where there is no gradient."""
+    """Return the gradients flat, in the order of `parts`; zeros where there is no gradient."""
     values = [torch.zeros_like(like[name]) if value is None else value for name, value in parts.items()]
     return torch.cat([linear_view(value) for value in values])
 
 
 def microbatch_gradients(built: TrainingSetup, mine: Own, *, num_micro: int, size: int) -> dict[int, Tensor]:
-    """Every microbatch's own gradients, on every rank."""
+    """Return every microbatch's own gradients, on every rank."""
     world, found = built.world, {}
     for index in range(num_micro):
         value = mine.get(index, torch.zeros(size, dtype=torch.float64)).to(world.device)
@@ -81,7 +81,7 @@ def microbatch_gradients(built: TrainingSetup, mine: Own, *, num_micro: int, siz
 def replay_cause(
     inquiry: ReferenceRerun, own: Own, *, names: Sequence[str], found: Tensor, ranks: int
 ) -> tuple[str, str]:
-    """The cause, and on which ranks; `found` is the reduced gradient times the divisor, in the shape of `own`."""
+    """Return the cause and the ranks; `found` is the reduced gradient times the divisor, in the shape of `own`."""
     detailed = inquiry.again(keep=names)
     like = {name: value for name, value in inquiry.start.tensors.items() if name in names}
     right = [flatten_gradients({name: part.get(name) for name in names}, like) for part in detailed.parts]

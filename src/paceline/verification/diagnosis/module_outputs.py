@@ -1,4 +1,4 @@
-"""Every module's output in one microbatch, in the layout and in one process: where does the forward part first?"""
+"""Every module's output in one microbatch, compared between the layout and one process to find the first difference."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ from paceline.verification.tensor_distance import to_double
 _MOST = 1 << 24
 _TOLERANCE = 2e-3
 _SHAPE = 1e-3
-Key = tuple[int, str, int]  # microbatch, module, which of its calls
+Key = tuple[int, str, int]  # microbatch, module, number of the call
 
 
 @dataclass(kw_only=True)
 class ModuleOutputs:
-    """The first outputs of every module, by microbatch, in the order in which they were done."""
+    """The outputs of every module in the first microbatches, in the order of execution."""
 
     microbatches: int
     outputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -36,13 +36,13 @@ class ModuleOutputs:
     _calls: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def at(self, microbatch: int) -> int:
-        """A microbatch begins."""
+        """Begin a microbatch, and return its index."""
         self._now = microbatch
         return microbatch
 
     @contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
-        """While the model runs."""
+        """Record the outputs while the model runs."""
         handles = [module.register_forward_hook(self._hook(name)) for name, module in model.named_modules() if name]
         try:
             yield
@@ -69,7 +69,7 @@ class ModuleOutputs:
 
 
 def watch_reference(inquiry: ReferenceRerun, *, model: nn.Module, microbatches: int) -> ModuleOutputs:
-    """One process's."""
+    """Return the module outputs of one process."""
     watch = ModuleOutputs(microbatches=microbatches)
     with watch.over(model):
         inquiry.again(stream=watch.at)
@@ -77,7 +77,7 @@ def watch_reference(inquiry: ReferenceRerun, *, model: nn.Module, microbatches: 
 
 
 def watch_layout(built: TrainingSetup, given: StepInput, *, microbatches: int) -> ModuleOutputs:
-    """This rank's, of what it runs of them; every rank calls this."""
+    """Return this rank's module outputs, of the microbatches that it runs. Every rank must call this."""
     watch, streams = ModuleOutputs(microbatches=microbatches), built.step.parts.streams
     enter = streams.enter
 
@@ -95,9 +95,10 @@ def watch_layout(built: TrainingSetup, given: StepInput, *, microbatches: int) -
 
 
 def first_apart(built: TrainingSetup, mine: ModuleOutputs, right: ModuleOutputs | None) -> dict[str, Any] | None:
-    """The first module, in one process's order, whose output is another, and the ranks; None where all are right.
+    """Return the first module, in one process's order, whose output differs, and the ranks.
 
-    Every rank calls this; `right` is rank 0's. Outputs that have no counterpart are passed over.
+    `module` is empty if all outputs are right; the result is None if nothing could be compared. Every rank must call
+    this; `right` is rank 0's. Outputs without a counterpart are skipped.
     """
     world = built.world
     keys = world.share_json(None if right is None else [[*key, list(t.shape)] for key, t in right.outputs.items()])
@@ -132,7 +133,7 @@ def first_apart(built: TrainingSetup, mine: ModuleOutputs, right: ModuleOutputs 
 
 
 def _aligned(built: TrainingSetup, own: Tensor, whole: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What this rank has, and what it should have; None where they can't be compared."""
+    """Return this rank's output and what it should be; None if they can't be compared."""
     if isinstance(own, ShardPropagatingTensor):
         if own.whole != tuple(whole.shape):
             return None
@@ -150,7 +151,7 @@ def _is_same(own: Tensor, whole: Tensor) -> bool:
 
 
 def _why(built: TrainingSetup, name: str, own: Tensor, right: Tensor, ids: Tensor | None) -> str:
-    """What the error looks like: a factor, the bias once more, the rows of one rank."""
+    """Return how the error looks: a factor, the bias added again, the rows of one rank."""
     error, module = own - right, built.model.get_submodule(name)
     bias = getattr(module, "bias", None)
     if isinstance(bias, Tensor) and bias.shape == right.shape[-1:]:
@@ -184,7 +185,7 @@ def _degree(built: TrainingSetup, factor: float) -> str:
 
 
 def _sequence(built: TrainingSetup, own: Tensor, whole: Tensor) -> Tensor | None:
-    """This rank's part of the sequence, where it is cut."""
+    """Return this rank's part of the sequence, if the sequence is sharded."""
     cp = built.worlds.cp
     odd = [d for d in range(min(own.dim(), whole.dim())) if own.shape[d] != whole.shape[d]]
     if cp.world_size == 1 or own.dim() != whole.dim() or len(odd) != 1:
@@ -196,7 +197,7 @@ def _sequence(built: TrainingSetup, own: Tensor, whole: Tensor) -> Tensor | None
 def watched_cause(
     found: Mapping[str, Any], *, places: RankNames | None, loss_wrong: bool, remat: bool, last: str
 ) -> str:
-    """What the outputs of the modules tell, where no weighting of gradients does."""
+    """Return what the module outputs tell, if no weighting of gradients explains the fault."""
     if found["module"]:
         before = f" {found['before']} is right;" if found["before"] else ""
         where = _where(found, places)
@@ -224,7 +225,7 @@ def watched_cause(
 
 
 def quiet_where(found: Mapping[str, Any], *, places: RankNames | None, loss_wrong: bool, remat: bool) -> str:
-    """Where other random numbers are drawn."""
+    """Return where different random numbers are drawn."""
     if found["module"]:
         return f"first at {found['module']}{_where(found, places)}"
     if remat and not loss_wrong:

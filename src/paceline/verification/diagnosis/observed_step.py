@@ -1,4 +1,4 @@
-"""What the layout did in one step, and whether it read what one process reads."""
+"""The layout's observed step, and the check that it read the same data as one process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from paceline.verification.reference.sample_reader import num_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
-    """What the layout did in one step: in each copy the gradients and buffers, and what was read, by microbatch.
+    """The layout's observed step: gradients and buffers of each copy, and the data that was read, by microbatch.
 
-    `replicas` deal the microbatches out among them; each has a copy of its own, unless shards make copies fewer.
+    The microbatches are dealt to `replicas`; each has its own copy, unless sharding makes copies fewer.
     """
 
     gradients: Sequence[Tensors]
@@ -30,12 +30,12 @@ class ObservedStep:
 
     @property
     def dealt(self) -> int:
-        """Among how many the microbatches are dealt."""
+        """The number of replicas that the microbatches are dealt to."""
         return self.replicas or len(self.gradients)
 
 
 def read_otherwise(seen: ObservedStep, *, pieces: Sequence[Micro], places: RankNames | None) -> str | None:
-    """What is wrong with what the replicas read; None if nothing is."""
+    """Return what is wrong with the data that the replicas read; None if nothing is."""
     if not seen.samples:
         return None
     wanted = {index: list(piece.samples) for index, piece in enumerate(pieces)}

@@ -1,7 +1,7 @@
-"""What a wrong gradient tells of how it was placed: parts that nobody added, rows that moved, a stage that got none.
+"""Diagnosis of a wrong gradient from its placement: parts that were not summed, moved rows, a stage without gradients.
 
-A placing has rules of its own, whatever the samples: copies of one tensor along an axis are equal; what each rank of
-an axis has in part adds up to the whole; rows stand where they stood. Each is held against what came of it.
+A placement has invariants that hold for any samples: copies of one tensor along an axis are equal; partial values of
+the ranks of an axis add up to the whole; rows keep their positions. Each is checked against the gradients found.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCase:
-    """One step's: the right gradients, every copy's, the names that differ and what is rounding in each."""
+    """The gradients of one step: the right ones, every copy's, the names that differ and their noise floors."""
 
     places: RankNames
     right: Tensors
@@ -29,15 +29,15 @@ class GradientCase:
     floors: Mapping[str, float]
 
     def close(self, one: Tensor, other: Tensor, name: str, error: float) -> bool:
-        """Whether they are apart by noise, or by little beside the error that is to be explained."""
+        """Return True if the two differ by noise, or by little compared with the error to explain."""
         return euclidean_distance(one, other) <= max(self.floors.get(name, 0.0), _LEFT_OVER * error)
 
     def pieces(self, name: str) -> dict[int, Tensor]:
-        """What each rank has."""
+        """Return each rank's part of the gradient."""
         return self.places.pieces(name, self.copies, like=self.right[name])
 
     def wrong(self, name: str) -> list[int]:
-        """The ranks whose own part is not right."""
+        """Return the ranks whose own part is wrong."""
         right, floor = self.right[name], self.floors.get(name, 0.0)
         return [
             rank
@@ -47,7 +47,7 @@ class GradientCase:
 
 
 def placing_cause(case: GradientCase) -> tuple[str, str] | None:
-    """The parameter to name and what its placing says of the fault; None where it says nothing."""
+    """Return the parameter to name and the fault that its placement shows; None if it shows nothing."""
     known = [name for name in case.bad if name in case.right]
     if not known:
         return None
@@ -55,7 +55,7 @@ def placing_cause(case: GradientCase) -> tuple[str, str] | None:
 
 
 def _nothing_came(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | None:
-    """A block without a gradient was not run; a stage without any got nothing back."""
+    """Find a block without a gradient, which was not run, or a stage without any, which received none back."""
     places = case.places
     if places.mesh.pp == 1:
         return None
@@ -75,9 +75,9 @@ def _nothing_came(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | N
 
 
 def _not_summed(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | None:
-    """Ranks of an axis that hold the same elements have a part each of their gradient, and the parts add up.
+    """Find an axis whose ranks hold partial gradients of the same elements that add up to the right gradient.
 
-    Where not all that differ do, the last in the model's order may: backward is right up to there.
+    If not all differing parameters do so, the last in the model's order may: backward is right up to there.
     """
     last = next(name for name in reversed(list(case.right)) if name in bad)
     for axis in case.places.mesh.split:
@@ -118,7 +118,7 @@ def _adds_up(case: GradientCase, name: str, axis: str) -> bool:
 
 
 def _apart(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | None:
-    """Copies of one tensor that are not equal, with the axis along which they part."""
+    """Find copies of one tensor that are not equal, and the axis along which they differ."""
     for name in bad:
         pieces, wrong = case.pieces(name), set(case.wrong(name))
         for axis in case.places.mesh.split:
@@ -147,7 +147,7 @@ def _apart(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _moved_rows(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | None:
-    """Rows of a rank's part that are its right rows in other places."""
+    """Find rows of a rank's part that are its right rows in other places."""
     name, right = bad[0], case.right[bad[0]]
     wrong = case.wrong(name)
     if not wrong or len(bad) == len(case.right) or right.dim() == 0:
@@ -172,7 +172,7 @@ def _moved_rows(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | Non
 
 
 def _common(names: Sequence[str]) -> str:
-    """The module that all of them stand in."""
+    """Return the innermost module that contains all of these parameters."""
     parts = [name.split(".")[:-1] for name in names]
     shared = []
     for level in zip(*parts, strict=False):

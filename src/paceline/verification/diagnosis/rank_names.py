@@ -1,4 +1,4 @@
-"""Where ranks stand on the mesh, and what each of them has of a tensor: so that a fault has a place, in words."""
+"""Positions of ranks on the mesh and their parts of tensors, to name in words where a fault lies."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,22 +16,22 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
-    """The mesh, and what the ranks hold of each tensor (of gradients: what their optimizers do)."""
+    """The mesh, and the parts of each tensor that the ranks hold (for gradients: that their optimizers hold)."""
 
     mesh: Mesh
     holding: ShardedTensors
 
     @property
     def is_replicas(self) -> bool:
-        """Whether ranks are replicas and nothing else."""
+        """True if all ranks are replicas of the whole model."""
         return self.mesh.split in ((), ("dp_replicate",))
 
     def holders(self, name: str) -> list[int]:
-        """The ranks that have something of it."""
+        """Return the ranks that hold some part of the tensor."""
         return [rank for rank, part in enumerate(self.holding.parts(name)) if part.boxes]
 
     def pieces(self, name: str, copies: Sequence[Tensors], *, like: Tensor) -> dict[int, Tensor]:
-        """What each rank has of it, from every copy's whole tensor; zeros where there is none."""
+        """Return each rank's part of the tensor, from every copy's whole tensor; zeros if a copy lacks it."""
         found = {}
         for number, ranks in enumerate(self.holding.copies(name)):
             whole = copies[number].get(name) if number < len(copies) else None
@@ -40,11 +40,11 @@ class RankNames:
         return dict(sorted(found.items()))
 
     def piece(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        """What a rank has of a whole tensor."""
+        """Return a rank's part of a whole tensor."""
         return self.holding.parts(name)[rank].take(whole)
 
     def alike(self, name: str, axis: str) -> list[tuple[int, ...]]:
-        """Groups of ranks along an axis that hold the same elements of it."""
+        """Return groups of ranks along an axis that hold the same elements of the tensor."""
         parts = self.holding.parts(name)
         groups = set()
         for rank in self.holders(name):
@@ -53,7 +53,7 @@ class RankNames:
         return sorted(group for group in groups if len(group) > 1)
 
     def words(self, ranks: Collection[int], *, of: Collection[int]) -> str:
-        """`, on tp rank 1 (ranks 1, 3)`: nothing where it is everybody, unless a stage is all that has it."""
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all ranks, unless only one stage holds it."""
         chosen = sorted(set(ranks))
         if not chosen:
             return ""
@@ -62,7 +62,7 @@ class RankNames:
         return ""
 
     def named(self, ranks: Sequence[int], *, of: Collection[int]) -> str:
-        """The coordinate that these ranks share and no other of `of` has, or the ranks."""
+        """Return the mesh coordinate that these ranks share and no other of `of` has, or the ranks themselves."""
         numbers = _ranks(ranks)
         for axis in ("pp", "tp", "cp", *DATA):
             values = {self.mesh.place(rank)[axis] for rank in ranks}
@@ -79,11 +79,11 @@ class RankNames:
         return f"{numbers} ({', '.join(f'{_word(axis)} {n}' for axis, n in place.items() if self.mesh.size(axis) > 1)})"
 
     def member(self, value: int, axis: str) -> str:
-        """A rank of a mesh of one axis."""
+        """Return the name of a rank on a mesh of one axis."""
         return f"rank {value}" if axis in DATA else f"{_word(axis)} {value}"
 
     def replica(self, number: int) -> str:
-        """Those that see one part of the samples."""
+        """Return the name of the ranks that see one part of the samples."""
         mesh = self.mesh
         if mesh.replicas == mesh.ranks:
             return f"rank {number}"
@@ -91,18 +91,18 @@ class RankNames:
         return f"replica {number} ({_ranks(mine)})"
 
     def counted(self, tensors: Tensors) -> float | None:
-        """Their norm if each counted once for every copy that ranks hold; None where ranks are replicas alone."""
+        """Return the joint norm with each tensor counted once per copy; None if all ranks are replicas."""
         if self.is_replicas:
             return None
         squares = {name: euclidean_norm(value) ** 2 for name, value in tensors.items()}
         return math.sqrt(math.fsum(len(self.holding.copies(name)) * square for name, square in squares.items()))
 
     def axes(self) -> dict[str, int]:
-        """The degree of each axis that is split, less those that only deal samples or stages out."""
+        """Return the degree of each split axis, except those that only deal out samples or stages."""
         return {axis: self.mesh.size(axis) for axis in self.mesh.split if axis not in ("pp", *DATA)}
 
     def along(self, axis: str, ranks: Sequence[int]) -> str:
-        """`tp ranks 0 and 1 (ranks 2, 3)`."""
+        """Return text such as `tp ranks 0 and 1 (ranks 2, 3)`."""
         values = " and ".join(str(self.mesh.place(rank)[axis]) for rank in ranks)
         word = {"pp": "stages", "dp_replicate": "dp_replicate ranks", "dp_shard": "dp_shard ranks"}.get(
             axis, f"{axis} ranks"

@@ -1,4 +1,4 @@
-"""Rank 0 asks why: the reference's step again, in parts, by term, with other random numbers."""
+"""Reruns of the reference's step on rank 0 to find a cause: in parts, by term, with other random numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -32,7 +32,7 @@ _ORDER = (
 
 
 class ReferenceRerun:
-    """One step of the reference, which can be run again from where it began."""
+    """A step of the reference that can be run again from the same start."""
 
     def __init__(
         self, *, reference: Reference, at: RunPosition, last: Tensors, places: RankNames | None = None
@@ -48,21 +48,21 @@ class ReferenceRerun:
 
     @cached_property
     def floors(self) -> NoiseFloors:
-        """What is rounding in this step."""
+        """The noise floors of this step."""
         return measure_floors(self._reference, self.gradient, at=self._at, pieces=self.pieces, start=self.start)
 
     @cached_property
     def known(self) -> dict[str, float] | None:
-        """The joint counts, where the job gives them before the forward."""
+        """The joint counts, if the job gives them before the forward."""
         return known_counts(self._reference.job, [piece.data for piece in self.pieces])
 
     @property
     def is_blurred(self) -> bool:
-        """Whether rounding alone explains whatever was found; nobody asks where nothing was."""
+        """True if rounding alone explains any difference found; False if the floors were never measured."""
         return "floors" in vars(self) and self.floors.blurred
 
     def floor(self, name: str) -> float:
-        """What is rounding in this parameter's gradient."""
+        """Return the noise floor of this parameter's gradient."""
         return self.floors.gradients.get(name, 0.0)
 
     def cause(
@@ -97,7 +97,7 @@ class ReferenceRerun:
         return found or unexplained_gradient(evidence, **shape, is_data_right=is_data_right)
 
     def _other_streams(self, parts: Tensors, names: Sequence[str], ranks: int) -> str | None:
-        """Dropout again, as if every microbatch drew what another one should."""
+        """Run the step again as if every microbatch drew another one's dropout, and return the fitting explanation."""
         ways: dict[str, Callable[[int], int]] = {
             "by its round, so that all ranks draw equal numbers": lambda j: j // ranks,
             "as the first of its round, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
@@ -116,7 +116,7 @@ class ReferenceRerun:
     def again(
         self, *, keep: Sequence[str] = (), term: str | None = None, stream: Callable[[int], int] = int
     ) -> Gradient:
-        """The reference's step once more, from where it began."""
+        """Run the reference's step again from the same start."""
         ended = ModelSnapshot(self._reference.model)
         self.start.put_back()
         found = self._reference.gradient(self._at, pieces=self.pieces, keep=keep, term=term, stream=stream)
@@ -169,6 +169,6 @@ class ReferenceRerun:
 
 
 def linear_view(tensor: Tensor) -> Tensor:
-    """A linear view of it in double precision: of a large one every k-th element."""
+    """Return a linear function of the tensor in double precision: of a large tensor, every k-th element."""
     flat = to_double(tensor).reshape(-1)
     return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].cpu()

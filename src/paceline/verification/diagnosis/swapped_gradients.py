@@ -1,4 +1,4 @@
-"""Gradients that got into each other's places: ranks that walk through their parameters in different orders."""
+"""Detection of swapped gradients, which arise if ranks iterate over their parameters in different orders."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -11,7 +11,7 @@ from paceline.verification.diagnosis.hypotheses import GradientFacts
 
 
 def explain_swapped(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
-    """Pairs of equal size, each with the other's gradient on one rank or on all; None unless that explains all."""
+    """Return which pairs of equal size have swapped gradients, on one rank or all; None unless that explains all."""
     left = list(range(len(evidence)))
     said: list[str] = []
     for one, other in combinations(range(len(evidence)), 2):

@@ -1,4 +1,4 @@
-"""The likely cause where gradients are right and what comes after them is not: weights, and buffers."""
+"""The likely cause if gradients are right but weights or buffers after the update are not."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _SHAPE = 1e-3
 
 
 def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int, num_parameters: int) -> str:
-    """Why equal gradients gave other weights: `found` for `wanted`, both out of `before`."""
+    """Return why equal gradients gave weights `found` instead of `wanted`, both starting at `before`."""
     share = "every parameter" if num_bad == num_parameters else f"{num_bad} of {num_parameters}"
     moved, right = found - before, wanted - before
     if not np.any(moved):
@@ -41,7 +41,7 @@ def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int,
 
 
 def _stale(moved: Vector, right: Vector) -> float | None:
-    """The share of elements that should move and don't, where all others moved rightly."""
+    """Return the share of elements that should move and don't, if all others moved correctly."""
     still = (moved == 0.0) & (right != 0.0)
     rest = ~still
     if not np.any(still) or not np.any(moved[rest]) or moved.size < 4:
@@ -50,7 +50,7 @@ def _stale(moved: Vector, right: Vector) -> float | None:
 
 
 def norm_cause(norms: Sequence[float | None], wanted: float, *, shared: float | None = None) -> str | None:
-    """Why ranks that hold the same gradient would clip it differently: `norms` as each rank measured it.
+    """Return why ranks with the same gradient would clip it differently: `norms` as each rank measured it.
 
     `shared` is the norm with every tensor counted once for each copy that ranks hold of it.
     """
@@ -82,7 +82,7 @@ def _along(error: Vector, direction: Vector) -> float | None:
 
 
 def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vector], momentum: float | None) -> str:
-    """Why a buffer is wrong: `found` on each rank, where one process had `after` each microbatch in turn."""
+    """Return why a buffer is wrong: `found` on each rank; one process had `after` each microbatch in turn."""
     ranks, mine = len(found), found[0]
     if any(_close(mine, other, after[-1]) is False for other in found):
         apart = "ranks hold different values: "
@@ -114,7 +114,7 @@ def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vec
 
 
 def _statistics(before: Vector, after: Sequence[Vector], momentum: float) -> list[Vector]:
-    """What each microbatch measured, taken back out of the running values."""
+    """Return each microbatch's statistics, recovered from the running values."""
     starts = [before, *after[:-1]]
     return [(end - (1.0 - momentum) * start) / momentum for start, end in zip(starts, after, strict=True)]
 

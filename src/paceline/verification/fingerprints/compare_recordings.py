@@ -1,4 +1,4 @@
-"""Where two recordings part: the first step, the worst parameter, and what the difference looks like."""
+"""Find where two recordings diverge: the first step, the worst parameter, and the kind of difference."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The verdict on two recordings; `first` is None where they differ by rounding at most.
+    """The verdict on two recordings; `first` is None if they differ by rounding at most.
 
-    `steps` are those in both, `recorded` what each has. `unjudged`: parameters whose gradient is lost in rounding, so
-    that they say nothing.
+    `steps` counts the steps in both, `recorded` those in each. `unjudged`: parameters whose gradient is lost in
+    rounding, so that they give no evidence.
     """
 
     verdict: str
@@ -34,7 +34,7 @@ def compare_recordings(
 ) -> Comparison:
     """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
 
-    With `same_ranks` false a rank's own batch is another by right, and is not compared.
+    If `same_ranks` is false, a rank's own batch rightly differs and is not compared.
 
     Raises:
         UsageError: they are equal at the start, or do not have it, and no later step is in both.
@@ -68,7 +68,7 @@ def compare_recordings(
 
 
 def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = FLOOR) -> dict[str, Any] | None:
-    """Where replicas of one run part: the first step, rank and parameter whose weights are not those of rank 0."""
+    """Return where replicas of one run diverge: the first step, rank and parameter that differ from rank 0."""
     for rank, records in enumerate(ranks[1:], start=1):
         others = {(record.step, record.optimizer): record for record in records}
         for record in ranks[0]:
@@ -91,7 +91,7 @@ def _left_out(names: Sequence[str]) -> str:
 
 
 def _num_steps(records: Sequence[Record]) -> int:
-    """How many steps it has; the start is none."""
+    """Return the number of recorded steps, without the start."""
     return len({record.step for record in records if record.step})
 
 
@@ -103,7 +103,7 @@ def _steps_of(records: Sequence[Record]) -> str:
 
 
 def _beyond(steps: int, recorded: tuple[int, int]) -> str:
-    """What is in one alone has been compared with nothing."""
+    """Return a note about steps that only one recording has, which were not compared."""
     if recorded == (steps, steps):
         return ""
     return f"; only steps in both were compared: the first recording has {recorded[0]:,}, the other {recorded[1]:,}"

@@ -1,7 +1,7 @@
-"""Fingerprints: what is kept of a tensor so that two runs can be compared without keeping the tensor.
+"""Fingerprints: a summary of a tensor from which two runs can be compared without storing the tensor.
 
 Norm, largest magnitude, 16 projections on fixed random signs, and a digest of the bits. Projections are linear:
-those of a sum are the sum of those, so that a wrong combination of gradients shows itself in them
+those of a sum are the sum of those, so a wrong combination of gradients is visible in them
 (Johnson and Lindenstrauss, 1984; signs: Achlioptas, 2003).
 """
 
@@ -20,7 +20,7 @@ from paceline.filesystem.atomic_files import parse_json, read_regular
 
 _FAINT, _FAINT_OF_HALF = 256.0, 16.0
 NUM_PROJECTIONS = 16
-UNIT = 2.0**-23  # of float32; what is finer is compared as if it were that
+UNIT = 2.0**-23  # machine epsilon of float32; finer types are compared as float32
 _BLOCK = 4096
 FOLDER = "record"
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -33,8 +33,8 @@ Vector = NDArray[np.float64]
 class Fingerprint:
     """The fingerprint of one tensor.
 
-    `unit`: the relative step of the numbers that it was computed in. `faint`: the share of elements that are too small
-    beside its largest one to be more than rounding, and not zero.
+    `unit`: the machine epsilon of the type it was computed in. `faint`: the share of nonzero elements that are so small
+    relative to the largest that they may be rounding only.
     """
 
     numel: int
@@ -46,12 +46,12 @@ class Fingerprint:
     faint: float = 0.0
 
     def as_json(self) -> list[Any]:
-        """Compact, for a JSON line."""
+        """Return the fingerprint in compact form for a JSON line."""
         return [self.numel, self.norm, self.largest, list(self.projections), self.digest, self.unit, self.faint]
 
     @staticmethod
     def from_json(value: list[Any]) -> "Fingerprint":
-        """From a JSON line; those that were written before have no unit and no share."""
+        """Return a fingerprint from a JSON line; lines of older versions have no `unit` and no `faint`."""
         numel, norm, largest, projections, digest, *rest = value
         unit, faint = rest or (UNIT, 0.0)
         if len(projections) != NUM_PROJECTIONS:
@@ -67,7 +67,7 @@ class Fingerprint:
         )
 
     def distance(self, other: "Fingerprint") -> float:
-        """An estimate of the relative distance of the two tensors; 0 exactly when the bits are equal."""
+        """Return an estimate of the relative distance of the two tensors; 0 exactly when the bits are equal."""
         if self.digest == other.digest:
             return 0.0
         if self.numel != other.numel:
@@ -83,7 +83,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One step of a recording: prints of gradients before the update and of weights after it, by FQN."""
+    """A recorded step: fingerprints of gradients before the update and of weights after it, by FQN."""
 
     step: int
     gradients: Mapping[str, Fingerprint]
@@ -93,15 +93,15 @@ class Record:
 
 
 def faint_size(unit: float) -> float:
-    """How large rounding may be beside the gradients around it; convnets, attention, normed weights had 1 to 30 units.
+    """Return how large rounding may be relative to the gradients around it.
 
-    Of half precision that is no small number, so that it is less there.
+    Convnets, attention and normed weights had 1 to 30 units. In half precision a unit is large, so the limit has fewer.
     """
     return min(_FAINT * unit, max(_FAINT_OF_HALF * unit, _FAINT * UNIT))
 
 
 def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
-    """The fingerprint of a flat float64 copy of a tensor; `raw` are its own bits."""
+    """Return the fingerprint of a flat float64 copy of a tensor; `raw` is the tensor's own bits."""
     return Fingerprint(
         numel=int(values.size),
         norm=float(np.linalg.norm(values)),
@@ -112,17 +112,17 @@ def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
 
 
 def signs_for(numel: int) -> tuple[Vector, Vector]:
-    """The signs within a block, and one row of signs for each block, of a tensor of this size."""
+    """Return the signs within a block, and a row of signs for each block, of a tensor of this size."""
     return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
 
 
 def digest_of(raw: bytes | memoryview) -> str:
-    """A digest of a tensor's own bits."""
+    """Return a digest of a tensor's own bits."""
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 def project(values: Vector) -> Vector:
-    """Sixteen sums of the elements with fixed random signs."""
+    """Return sixteen sums of the elements with fixed random signs."""
     blocks = -(-values.size // _BLOCK)
     padded = np.zeros(blocks * _BLOCK)
     padded[: values.size] = values
@@ -133,19 +133,19 @@ def project(values: Vector) -> Vector:
 
 @cache
 def _signs(rows: int, stream: int) -> Vector:
-    """Signs of row i depend on i and the stream alone."""
+    """Return random signs, of which row i depends only on i and the stream."""
     drawn = np.random.Generator(np.random.Philox(key=stream)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
     return drawn.astype(np.float64) * 2.0 - 1.0
 
 
 def has_recording(path: Path) -> bool:
-    """Whether `path` is a recording, or a run folder that holds one."""
+    """Return True if `path` is a recording, or a run folder that holds one."""
     return _file(path).exists()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The steps of a recording, in order. `is_torn`: its last line is half written, and is not among them."""
+    """The steps of a recording, in order. `is_torn`: its last line is incomplete and is left out."""
 
     path: Path
     records: list[Record]
@@ -153,7 +153,7 @@ class Recording:
 
     @property
     def note(self) -> str:
-        """What is left out of it, as a line; empty where that is nothing."""
+        """A line about what was left out; empty if nothing was."""
         if not self.is_torn:
             return ""
         return f"{self.path}: the last line is half written, as by a kill, and was left out"
@@ -163,7 +163,7 @@ def read_recording(path: Path, *, rank: int = 0) -> Recording:
     """Read a recording of one rank.
 
     Raises:
-        UsageError: there is none, it has no whole line, or a line other than the last can't be read.
+        UsageError: there is none, it has no complete line, or a line other than the last can't be read.
     """
     file = _file(path, rank)
     if not file.is_file():
@@ -179,7 +179,7 @@ def read_recording(path: Path, *, rank: int = 0) -> Recording:
 
 
 def num_ranks(path: Path) -> int:
-    """How many ranks wrote into it."""
+    """Return how many ranks wrote into the recording."""
     rank = 0
     while _file(path, rank).exists():
         rank += 1
@@ -192,7 +192,7 @@ def _file(path: Path, rank: int = 0) -> Path:
 
 
 def _records(file: Path) -> tuple[list[Record], bool]:
-    """Return the whole steps of a file, and whether its last line is torn: it lacks its end, and can't be read."""
+    """Return the complete steps of a file, and whether its last line is torn: it has no line end and can't be read."""
     try:
         data = read_regular(file, most_bytes=_MOST_BYTES)
     except (OSError, ValueError) as error:

@@ -1,8 +1,9 @@
-"""Parameters whose gradient is lost in rounding: what two recordings can't be judged by.
+"""Parameters whose gradient is lost in rounding, and by which two recordings cannot be judged.
 
-A convolution's bias before BatchNorm, a key's bias in attention, the magnitude of a normed weight: the true gradient
-is zero, and what is computed is rounding, another in every order of summing. It has the size of float32's last places
-of the gradients around it, and no direction. Adam makes full steps of it, so such weights part by the learning rate.
+Examples are a convolution's bias before BatchNorm, a key's bias in attention, the magnitude of a normed weight. The
+true gradient is zero, and the computed one is rounding, which changes with the order of summation. It has the size of
+float32's last places of the gradients around it, and no direction. Adam makes full steps of it, so such weights
+diverge by the learning rate.
 """
 
 import math
@@ -13,25 +14,25 @@ import numpy as np
 from paceline.verification.fingerprints.fingerprint import Fingerprint, Record, faint_size
 
 SHAPE = 1e-3
-_DIFFERENCE = 16.0  # units, of a small true gradient with rounding on it
-_COARSE = 2.0**-20  # of units beyond it rounding itself is more than the floor
-_SHARE = 16.0  # units, of the way that a weight goes, may be another way where its gradient is that coarse
-_GRADIENT = 12.0  # units, of a gradient that is that coarse; nets of four layers parted by 2 to 10
-_STEPS = 4.0  # two runs move both ways, and both moves are estimates
-_SPREAD = 2.0  # fewer than about four elements may be in line by chance
+_DIFFERENCE = 16.0  # units by which rounding may change a small true gradient
+_COARSE = 2.0**-20  # with a larger unit, rounding alone exceeds the floor
+_SHARE = 16.0  # units of a weight's movement that may differ if its gradient is that coarse
+_GRADIENT = 12.0  # units by which such a coarse gradient may differ; nets of four layers had 2 to 10
+_STEPS = 4.0  # the two runs may move in opposite directions, and both movements are estimates
+_SPREAD = 2.0  # fewer than about four elements may be proportional by chance
 
 Pair = tuple[Record, Record]
 Prints = Mapping[str, Fingerprint]
 
 
 class IllConditionedCheck:
-    """Says of each difference whether rounding alone explains it; asked in the order of the steps."""
+    """A check of whether rounding alone explains a difference. It must be asked in the order of the steps."""
 
     def __init__(self, pairs: Iterable[Pair], *, floor: float) -> None:
         self._floor = floor
         self._gradients: dict[int, tuple[dict[str, Fingerprint], ...]] = {}
         self._weights: dict[int, tuple[dict[str, Fingerprint], ...]] = {}
-        for pair in pairs:  # of several optimizers each has its own record of a step
+        for pair in pairs:  # each optimizer has its own record of a step
             for kept, parts in ((self._gradients, "gradients"), (self._weights, "weights")):
                 for whole, record in zip(kept.setdefault(pair[0].step, ({}, {})), pair, strict=True):
                     whole.update(getattr(record, parts))
@@ -44,11 +45,11 @@ class IllConditionedCheck:
 
     @property
     def names(self) -> list[str]:
-        """Those that were in doubt at any step so far."""
+        """The parameters that were in doubt at any step so far."""
         return sorted(self._moved)
 
     def gradient(self, name: str, step: int) -> bool:
-        """Whether both gradients, or their difference, are of the size of rounding, and no factor is between them."""
+        """Return True if both gradients, or their difference, are as small as rounding and no factor relates them."""
         one, other = (prints[name] for prints in self._gradients[step])
         unit = max(one.unit, other.unit)
         around = min(_around(name, prints) for prints in self._gradients[step])
@@ -65,7 +66,7 @@ class IllConditionedCheck:
         return True
 
     def weight(self, name: str, step: int) -> bool:
-        """Whether what the optimizer may have made of such gradients explains it."""
+        """Return True if the optimizer's steps on such gradients may explain the difference of a weight."""
         one, other = (prints[name] for prints in self._weights[step])
         here = self._moved.get(name, 0.0) + self._faint.get(name, 0.0) + self._coarse.get(name, 0.0)
         unit = max(one.unit, other.unit)
@@ -75,10 +76,10 @@ class IllConditionedCheck:
         return (here > 0.0 or rounded > 0.0) and math.isfinite(apart + allowed) and apart <= allowed
 
     def step(self, step: int) -> None:
-        """Reckon how far weights may part in this step by what rounds in their gradients.
+        """Add up how far weights may diverge in this step because of rounding in their gradients.
 
-        A tensor may be in part without a true gradient, as a fused query, key and value bias is in its middle: its
-        faint elements go by whole steps of Adam. In half precision all of a gradient is as coarse as its unit.
+        Part of a tensor may have no true gradient, such as the middle of a fused query, key and value bias: its faint
+        elements move by whole steps of Adam. In half precision the whole gradient is as coarse as its unit.
         """
         if step in self._computed_steps:
             return
@@ -95,7 +96,7 @@ class IllConditionedCheck:
                 self._coarse[name] = self._coarse.get(name, 0.0) + share * max(moves.get(name, 0.0), others)
 
     def _moves(self, step: int) -> dict[str, float]:
-        """How far each weight went since the step before, in the run where it went further."""
+        """Return how far each weight moved since the previous step, in the run where it moved further."""
         if self._last[0] != step:
             place = self._steps.index(step)
             runs = zip(self._weights[self._steps[place - 1]], self._weights[step], strict=True) if place else ()
@@ -108,7 +109,7 @@ class IllConditionedCheck:
 
 
 def factor_between(one: Fingerprint, other: Fingerprint) -> float | None:
-    """The number that turns one tensor into the other, if there is one."""
+    """Return the magnitude of the factor between two proportional tensors, or None if they are not proportional."""
     a, b = np.asarray(one.projections), np.asarray(other.projections)
     if not np.any(b):
         return None
@@ -118,19 +119,19 @@ def factor_between(one: Fingerprint, other: Fingerprint) -> float | None:
 
 
 def _shape(one: Fingerprint, other: Fingerprint) -> float:
-    """How far one may be from a multiple of the other; in half precision rounding is in between."""
+    """Return how far one tensor may be from a multiple of the other, which includes rounding in half precision."""
     return max(SHAPE, _GRADIENT * max(one.unit, other.unit))
 
 
 def _is_scaled(one: Fingerprint, other: Fingerprint) -> bool:
-    """Rounding has no direction that two runs share: what has one is a gradient, however small."""
+    """Return True if one is a multiple of the other, other than 1: rounding never is, so this is a true gradient."""
     factor = factor_between(one, other)
     spread = min(one.norm - _SPREAD * one.largest, other.norm - _SPREAD * other.largest)
     return factor is not None and abs(factor - 1.0) > _shape(one, other) and spread >= 0.0
 
 
 def _around(name: str, prints: Prints) -> float:
-    """The largest size of a gradient around it: in the module that holds its own module, or further out if alone."""
+    """Return the largest RMS gradient nearby: in the parent of its own module, or further out if it is alone there."""
     inside = name.rpartition(".")[0].rpartition(".")[0]
     while True:
         others = [_rms(p) for n, p in prints.items() if n != name and (not inside or n.startswith(f"{inside}."))]
@@ -144,5 +145,5 @@ def _rms(one: Fingerprint) -> float:
 
 
 def _apart(one: Fingerprint, other: Fingerprint) -> float:
-    """An estimate of the root mean square of the difference."""
+    """Return an estimate of the root mean square of the difference."""
     return one.distance(other) * max(_rms(one), _rms(other))

@@ -1,4 +1,4 @@
-"""`pl.record`: two lines in anybody's loop that write fingerprints of each step."""
+"""`pl.record`: write fingerprints of each step of any training loop, with two added lines."""
 
 import json
 import os
@@ -21,7 +21,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 
 class Recorder:
-    """Writes a line for each step of each optimizer: fingerprints of gradients as it sees them, of weights after it."""
+    """A recorder of optimizer steps: a line each, with fingerprints of the gradients before and the weights after."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
         if every < 1:
@@ -39,7 +39,7 @@ class Recorder:
         self._watches = [_Watch(self, number, one, optimizers) for number, one in enumerate(optimizers)]
 
     def batch(self, batch: Any) -> None:
-        """Note what this rank is about to train on, so that data order is compared too."""
+        """Record a checksum of the batch this rank trains on next, so that data order is compared too."""
         self._batch = checksum(batch, self._batch or 0)
 
     def close(self) -> None:
@@ -52,12 +52,12 @@ class Recorder:
         self._watches = []
 
     def _note_precision(self, *_: object) -> None:
-        """Under autocast gradients are as coarse as its type, whatever their own is."""
+        """Record the autocast precision, because under autocast gradients are as coarse as its type."""
         kinds = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         self._unit = max([UNIT, *(torch.finfo(kind).eps for kind in kinds)])
 
     def print_gradient(self, gradient: Tensor) -> Fingerprint:
-        """The fingerprint of a gradient, in the units of the forward that it came from."""
+        """Return the fingerprint of a gradient, in the units of the forward that it came from."""
         return print_of(gradient, unit=self._unit)
 
     def __enter__(self) -> Self:
@@ -67,17 +67,17 @@ class Recorder:
         self.close()
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is written."""
+        """Return True if this step is recorded."""
         return (step - 1) % self._every == 0
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """What is trained now: layers may thaw, and wrappers may put other parameters in place."""
+        """Return the parameters trained now: layers may thaw, and wrappers may replace parameters."""
         return [(plain_name(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def write(
         self, step: int, number: int, gradients: Mapping[str, Fingerprint], weights: Mapping[str, Fingerprint]
     ) -> None:
-        """Append one line with one write."""
+        """Append one line with a single write."""
         line: dict[str, Any] = {"step": step, "batch": self._batch if step else None}
         if number:
             line["optimizer"] = number
@@ -88,7 +88,7 @@ class Recorder:
 
 
 class _Watch:
-    """The hooks on one optimizer. Of several, each speaks for its own parameters, the first also for nobody's."""
+    """The hooks on one optimizer. Each records its own parameters, the first also those of no optimizer."""
 
     def __init__(self, recorder: Recorder, number: int, optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
         self._recorder, self._number, self._step = recorder, number, 0
@@ -105,7 +105,7 @@ class _Watch:
             hook.remove()
 
     def _before(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """With a closure (Lightning, LBFGS) forward and backward are still to come: look after it has run."""
+        """Record the gradients before the step; with a closure (Lightning, LBFGS), only after the closure has run."""
         if self._step == 0:
             self._write()
         self._step += 1
@@ -134,7 +134,7 @@ class _Watch:
         self._gradients = {}
 
     def _write(self) -> None:
-        """Step 0 is the weights before the first step."""
+        """Write one record; step 0 holds the weights before the first step."""
         weights = {name: print_of(p) for name, p in self._named()}
         self._recorder.write(self._step, self._number, self._gradients, weights)
 
@@ -147,13 +147,13 @@ class _Watch:
 def record(model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> Recorder:
     """Write fingerprints of every step of any loop to the folder `path`; compare with `paceline compare A B`.
 
-    `optimizer` is one or several; what Accelerate or Lightning wrapped around them is looked through.
+    `optimizer` is one or several; wrappers of Accelerate or Lightning around them are looked through.
     """
     return Recorder(model, optimizer, path, every=every)
 
 
 def _plain_optimizers(given: Any) -> list[Optimizer]:
-    """The torch optimizers inside whatever was handed over."""
+    """Return the torch optimizers inside the given ones."""
     if isinstance(given, list | tuple):
         return [one for part in given for one in _plain_optimizers(part)]
     inner = given
@@ -179,9 +179,9 @@ def _rank() -> int:
 
 
 def print_of(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
-    """The fingerprint of a tensor on any device; of a sharded one as a whole, which all its ranks ask for together.
+    """Return the fingerprint of a tensor on any device. A sharded tensor is gathered, so all its ranks must call this.
 
-    It is as coarse as its own type, or as `unit`.
+    The fingerprint is as coarse as the tensor's own type, or as `unit`.
     """
     whole: Any = tensor.detach()
     if hasattr(whole, "full_tensor"):
@@ -209,7 +209,7 @@ def print_of(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
 
 
 def _project(values: Tensor) -> Tensor:
-    """As `prints.project`, by torch: numpy's own threads would fight with those of the training loop."""
+    """Return the projections, computed by torch: numpy's threads would compete with those of the training loop."""
     inside, among = (torch.from_numpy(signs) for signs in signs_for(values.numel()))
     whole = values.new_zeros(len(among) * len(inside))
     whole[: values.numel()] = values
@@ -217,7 +217,7 @@ def _project(values: Tensor) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """The FQN without what wrappers put in front."""
+    """Return the FQN without the parts that wrappers add."""
     parts = [part for part in name.split(".") if part not in _INSIDE]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

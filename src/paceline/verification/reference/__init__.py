@@ -1,1 +1,1 @@
-"""The oracles: one process, or a serial version of an asynchronous rule."""
+"""Reference implementations to compare with: one process, or a serial version of an asynchronous update rule."""

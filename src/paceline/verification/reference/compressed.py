@@ -1,8 +1,8 @@
-"""One process that compresses as several replicas do: the oracle of `--compress`.
+"""A one-process reference that compresses as several replicas do, for `--compress`.
 
-It plays the replicas one after another, each with a memory of its own, and takes a parameter at a time, a block at a
-time, in the words of the papers. Of the package it takes the numbers that define a method, and where a power iteration
-begins; nothing of how gradients are packed and sent.
+It runs the replicas in turn, each with its own error-feedback memory, and compresses one parameter and one block at a
+time, as the papers describe it. From the package it takes the numbers that define a method, and the start of a power
+iteration; nothing of how gradients are packed and sent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ from paceline.parallel.compression.powersgd import first_basis
 from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
 
 Tensors = dict[str, Tensor]
-_LEAST, _MOST = -126, 127  # a scale is a float32: what is smaller than its steps is sent as zero
+_LEAST, _MOST = -126, 127  # exponents of a float32 scale; values below its steps are sent as zero
 
 
 @dataclass
 class State:
-    """What the replicas hold back, each its own, and the bases that they have in common."""
+    """The error-feedback memory of each replica, and the bases that all replicas share."""
 
     held: list[Tensors]
     bases: Tensors = field(default_factory=dict)
 
 
 class CompressedReference(Reference):
-    """The one-process run of `replicas` replicas that compress; microbatch i is replica i % `replicas`'s."""
+    """The one-process run of `replicas` replicas that compress; microbatch i belongs to replica i % `replicas`."""
 
     def __init__(self, *, how: Compression, replicas: int, **same: Any) -> None:
         super().__init__(**same)
@@ -42,18 +42,18 @@ class CompressedReference(Reference):
         self._replica = 0
 
     def with_spec(self, **changes: Any) -> "CompressedReference":
-        """The same from its start, with something else in its `ReferenceConfig`."""
+        """Return the same run from its start, with changes to its `ReferenceConfig`."""
         plain = super().with_spec(**changes)
         return CompressedReference(
             how=self._how, replicas=self._replicas, job=plain.job, spec=plain.spec, cast=plain.cast
         )
 
     def bare(self) -> Reference:
-        """One that compresses nothing."""
+        """Return a reference that compresses nothing."""
         return super().with_spec()
 
     def gradient(self, at: RunPosition, *, pieces: Sequence[Micro] | None = None, **how: Any) -> Gradient:
-        """The gradient that every replica ends with; what is held back changes with the update."""
+        """Return the gradient that every replica ends with; the error-feedback memory changes only with the update."""
         self._shares = [{} for _ in range(self._replicas)]
         found = super().gradient(at, pieces=pieces, **how)
         self._after = State(held=[dict(one) for one in self._state.held], bases=dict(self._state.bases))
@@ -61,7 +61,7 @@ class CompressedReference(Reference):
         return replace(found, total=total)
 
     def update(self, gradient: Any) -> None:
-        """Step, and hold back what was not sent."""
+        """Step, and store what was not sent."""
         super().update(gradient)
         self._state = self._after
 
@@ -95,7 +95,7 @@ class CompressedReference(Reference):
         return sum(sent, torch.zeros_like(own[0])).to(like.dtype)
 
     def _projected(self, name: str, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """What each matrix has in the space that the sum of all has been turned towards."""
+        """Return each matrix projected on the joint space that one power iteration of their sum gives."""
         shape = wanted[0].shape
         rows, columns = (shape[0], wanted[0].numel() // shape[0]) if len(shape) > 1 and shape[0] else (1, shape.numel())
         rank = self._how.factor_rank(rows, columns)
@@ -114,7 +114,7 @@ class CompressedReference(Reference):
 
 
 def refuse_joined(how: Compression, *, buffers: str) -> None:
-    """What one process has no parts of.
+    """Raise for runs in which one process has no separate gradient of each replica.
 
     Raises:
         UsageError
@@ -128,7 +128,7 @@ def refuse_joined(how: Compression, *, buffers: str) -> None:
 
 
 def compress_once(value: Tensor, how: Compression) -> Tensor:
-    """As it is after it was sent once."""
+    """Return the value as it is after being compressed and sent once."""
     if how.method is Method.BF16:
         return value.bfloat16().to(value.dtype)
     flat, found = value.reshape(-1), []
@@ -148,7 +148,7 @@ def compress_once(value: Tensor, how: Compression) -> Tensor:
 
 
 def largest_alone(value: Tensor, how: Compression) -> Tensor:
-    """The elements of the largest magnitude, the first of equal ones, and zeros in the place of the others."""
+    """Return the elements of largest magnitude, the first of equal ones, with zeros elsewhere."""
     flat = value.reshape(-1)
     order = np.argsort(-flat.abs().cpu().numpy(), kind="stable")[: how.picked(flat.numel())]
     places = torch.from_numpy(order.copy()).to(value.device)

@@ -1,4 +1,4 @@
-"""Dropout, wherever a model keeps its rates; and how to do without it for a while."""
+"""Find a model's dropout rates, and disable dropout for a while."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,22 +24,22 @@ _FUNCTIONS = (
 
 
 class NoDropout(NoAttentionDropout):
-    """Dropout that a forward calls by itself drops nothing."""
+    """A mode in which dropout functions that a forward calls directly drop nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Give its input back."""
+        """Return the input of a dropout function unchanged."""
         if func in _FUNCTIONS:
             return args[0] if args else (kwargs or {})["input"]
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether dropout is on anywhere in it."""
+    """Return True if any module has a dropout rate above 0."""
     return any(value > 0.0 for module in model.modules() for _, value in dropout_rates(module))
 
 
 def dropout_rates(module: nn.Module) -> list[tuple[str, float]]:
-    """The names and values of a module's own dropout rates."""
+    """Return the names and values of a module's own dropout rates."""
     found = [(name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
     rate = getattr(module, "p", None)
     return [*found, ("p", rate)] if isinstance(rate, float) and "drop" in type(module).__name__.lower() else found
@@ -47,7 +47,7 @@ def dropout_rates(module: nn.Module) -> list[tuple[str, float]]:
 
 @contextmanager
 def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Every dropout rate at zero for a while."""
+    """Set every dropout rate to zero within the context."""
     kept = [
         (module, name, value) for model in models for module in model.modules() for name, value in dropout_rates(module)
     ]

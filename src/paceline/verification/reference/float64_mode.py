@@ -1,7 +1,7 @@
-"""Float64 in earnest: many models compute norms, softmax and loss in float32 whatever their own type is.
+"""A mode that keeps float64 computations in float64, because many models compute norms, softmax and loss in float32.
 
-Such a step hides in float32's rounding what float64 is to show, and two right answers are then apart by far more than
-float64's noise. So while a float64 comparison runs, what is float64 stays so.
+Such a step hides in float32's rounding what float64 should show, and two correct results then differ by far more than
+float64's noise. So float64 tensors are not cast down while a float64 comparison runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ _PATCHED: tuple[tuple[Any, str], ...] = (
 
 @contextmanager
 def in_double(*, active: bool = True) -> Iterator[None]:
-    """Nothing makes float32 of float64, on any thread of this process."""
+    """Prevent casts of float64 tensors to float32, on any thread of this process."""
     kept = [(place, name, getattr(place, name)) for place, name in _PATCHED] if active else []
     for place, name, plain in kept:
         setattr(place, name, _kept_double(plain, casts=name == "float"))
@@ -39,7 +39,7 @@ def in_double(*, active: bool = True) -> Iterator[None]:
 
 
 def _kept_double(plain: Callable[..., Any], *, casts: bool) -> Callable[..., Any]:
-    @wraps(plain)  # a tensor that is cut finds its rules by this name
+    @wraps(plain)  # sharded tensors look up their rules by this name
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(first, Tensor) or first.dtype is not torch.float64:
             return plain(first, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A job's forward and a model's own loss, as the definition of a job says: written again, for the oracle."""
+"""Forward and loss of a job, written a second time from their definition for the reference."""
 
 import inspect
 import math
@@ -15,7 +15,7 @@ _IGNORED = -100
 
 
 class Forward:
-    """One model's forward and loss. `divisor` is whether its own loss is a sum once it is told to divide by one."""
+    """The forward and loss of one model. `_divisor` tells whether its loss is a sum when told to divide by one."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         self._job = job
@@ -27,7 +27,7 @@ class Forward:
         self._divisor: bool | None = None if asks else False
 
     def output(self, data: Any) -> Any:
-        """The model's output on one batch."""
+        """Return the model's output on one batch."""
         if self._job.forward is not None:
             return self._job.forward(self._model, data)
         if isinstance(data, torch.Tensor):
@@ -43,7 +43,7 @@ class Forward:
         return self._model(**given, **({"num_items_in_batch": 1} if self._divisor else {}))
 
     def own_loss(self, output: Any, data: Any, num_samples: int) -> Any:
-        """The model's own loss with its count: of targets, where labels are classes, else of samples.
+        """Return the model's own loss with its count: of targets if labels are classes, else of samples.
 
         Raises:
             JobError: the output has no loss.
@@ -63,11 +63,11 @@ class Forward:
             return None
         loss = getattr(self._model, "loss_function", None)
         if callable(loss) and "shift_labels" in inspect.signature(loss).parameters:
-            labels = labels[..., 1:]  # the model holds each position against the next one's label
+            labels = labels[..., 1:]  # the model compares each position with the next one's label
         return int((labels != _IGNORED).sum())
 
     def _find_out(self, given: dict[str, Any]) -> bool | None:
-        """None while a batch has too few targets to tell."""
+        """Return whether the model's loss is a sum if told to divide by one; None if the batch has too few targets."""
         count = self._count(given)
         if count is None or count < 2:
             return None if count is not None else False

@@ -1,7 +1,7 @@
-"""One process that does what sites do which train on their own and meet now and then, one site after another.
+"""A one-process reference for local SGD: sites that train separately and meet now and then, run in turn.
 
-The oracle of `--update local` and `diloco`, as naive as can be: whole models in dictionaries, the outer step by its
-formula. Of the package it takes when which fragment is sent, as numbers.
+It is the reference of `--update local` and `diloco`, written naively: whole models in dictionaries, the outer step by
+its formula. From the package it takes only when each fragment is sent, as numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,20 +23,20 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncRule:
-    """The rule, how many sites there are, and over how many replicas each deals its microbatches."""
+    """The update rule, the number of sites, and over how many replicas each site deals its microbatches."""
 
     rule: UpdateRule
     sites: int
     replicas: int
 
     def own(self, site: int, num_micro: int) -> list[int]:
-        """The microbatches of a site: they are dealt to all replicas in turn, and a site has neighbouring ones."""
+        """Return the microbatches of a site, which are dealt to all replicas in turn; a site has adjacent replicas."""
         every = self.sites * self.replicas
         return [index for index in range(num_micro) if index % every // self.replicas == site]
 
 
 def meeting_of(rule: UpdateRule, mesh: Mesh) -> SyncRule | None:
-    """None where there are no sites."""
+    """Return the rule by which sites meet, or None if there are no sites."""
     return SyncRule(rule=rule, sites=mesh.dp_replicate, replicas=mesh.dp_shard) if rule.has_sites else None
 
 
@@ -49,7 +49,7 @@ class _Site:
 
 @dataclass(kw_only=True)
 class _Outer:
-    """What all agree on; `coming` are means that were sent and are not yet due: (update, way by name)."""
+    """The state that all sites agree on; `coming` holds means sent but not yet due: (update, difference by name)."""
 
     agreed: Weights
     momentum: Weights = field(default_factory=dict)
@@ -57,7 +57,7 @@ class _Outer:
 
 
 class LocalReference(Reference):
-    """The one-process run of that rule."""
+    """The one-process run of local SGD."""
 
     counts_of = staticmethod(counts_of_part)
 
@@ -68,18 +68,21 @@ class LocalReference(Reference):
         self._begin()
 
     def with_spec(self, **changes: Any) -> "LocalReference":
-        """The same from its start, with something else in its `ReferenceConfig`."""
+        """Return the same run from its start, with changes to its `ReferenceConfig`."""
         plain = super().with_spec(**changes)
         return LocalReference(meeting=self._meeting, job=plain.job, spec=plain.spec, cast=plain.cast)
 
     def weights(self) -> Weights:
-        """Every site's, and what they have agreed on."""
+        """Return every site's weights, and the weights that the sites agreed on."""
         names = [name for name, _ in self.model.named_parameters()]
         own = {f"{n} of site {s}": site.weights[n].clone() for s, site in enumerate(self._sites) for n in names}
         return own | {f"{name} as agreed": value.clone() for name, value in self._outer.agreed.items()}
 
     def gradient(self, at: RunPosition, *, pieces: Sequence[Micro] | None = None, **how: Any) -> Gradient:
-        """Each site's, of its own samples, as `site/FQN`. Before the first update all begin at the model as it is."""
+        """Return each site's gradient of its own samples, as `site/FQN`.
+
+        Before the first update, all sites start at the current model.
+        """
         given = self.pieces(at) if pieces is None else pieces
         if not self._taken:
             self._begin()
@@ -90,7 +93,7 @@ class LocalReference(Reference):
             self._put(site.weights)
             one = super().gradient(at, pieces=[given[i] for i in own], stream=own.__getitem__, **how)
             site.weights = self._now()
-            if any(map(any, one.term_counts.values())):  # without a target a site makes no update
+            if any(map(any, one.term_counts.values())):  # a site without a target makes no update
                 total |= {f"{number}/{name}": value for name, value in one.total.items()}
                 loss, weight = loss + one.loss * sum(one.counts), weight + sum(one.counts)
             for index, count in zip(own, one.counts, strict=True):
@@ -100,10 +103,10 @@ class LocalReference(Reference):
         return Gradient(total=total, counts=counts, divisor=1.0, loss=loss / max(weight, 1e-300), samples=samples)
 
     def update(self, gradient: Mapping[str, Tensor]) -> None:
-        """Each site steps with its own; then what is sent and what is due."""
+        """Step each site with its own gradient; then send and apply what is due."""
         for number, site in enumerate(self._sites):
             mine = {name.partition("/")[2]: v for name, v in gradient.items() if name.partition("/")[0] == str(number)}
-            if not mine:  # a short batch that it had nothing of, or no target
+            if not mine:  # a short batch without samples for this site, or no target
                 for schedule in site.schedules:
                     schedule.step()
                 continue

@@ -1,4 +1,4 @@
-"""Loss terms, as one number for backward."""
+"""Combination of loss terms into one number for backward."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from paceline.job import Job
 
 
 def weighted_loss(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
-    """What backward runs on: the only sum, or the quotients with the joint counts; a term without targets as it is."""
+    """Return the loss for backward: the only sum, or the terms divided by their joint counts, by 1 if a count is 0."""
     if known is None:
         (total, _), *rest = terms.values()
         if rest:
@@ -21,12 +21,12 @@ def weighted_loss(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, f
 
 
 def leaves_of(losses: Sequence[Tensor]) -> list[nn.Parameter]:
-    """The parameters that a backward of these would reach, each once."""
+    """Return the parameters that a backward of these losses would reach, each once."""
     open_nodes = [loss.grad_fn for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
     seen, found = set(open_nodes), []
     while open_nodes:
         node = open_nodes.pop()
-        leaf = getattr(node, "variable", None)  # of the nodes that add to a leaf's gradient
+        leaf = getattr(node, "variable", None)  # only nodes that accumulate into a leaf's gradient have one
         if isinstance(leaf, nn.Parameter):
             found.append(leaf)
         new = {other for other, _ in node.next_functions if other is not None} - seen
@@ -36,7 +36,7 @@ def leaves_of(losses: Sequence[Tensor]) -> list[nn.Parameter]:
 
 
 def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-    """The joint counts of these microbatches, where the job gives them before the forward."""
+    """Return the joint counts of these microbatches, if the job gives them before the forward."""
     if job.count is None:
         return None
     totals: dict[str, float] = {}
@@ -48,6 +48,6 @@ def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
 
 
 def counts_of_part(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-    """The same of one share or site, which may have nothing of a term: that term then gives nothing."""
+    """Return the joint counts of one share or site; a count of 0 becomes 1, so that such a term adds nothing."""
     found = known_counts(job, data)
     return None if found is None else {name: count or 1.0 for name, count in found.items()}

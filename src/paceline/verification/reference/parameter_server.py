@@ -1,7 +1,7 @@
-"""A parameter server's run done again by one process: each share on the version it was computed on, in the same order.
+"""A replay of a parameter server's run by one process: each share on the version it was computed on, in the same order.
 
-The oracle of `--update ps` with a bound above 0, as naive as can be: it keeps the whole model after every update. It
-takes the record of the run alone: which share, which versions, in which order.
+It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the whole model after every
+update. It uses only the record of the run: which share, which versions, in which order.
 """
 
 import time
@@ -47,21 +47,21 @@ _START = RunPosition(step=0, epoch=0, position=0)
 
 
 class WorkerInstructions:
-    """What workers are told to build, one rung after another; the first server says it."""
+    """The instructions to workers on what to build for each rung; the first server gives them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._number = 0
 
     def next(self, dtype: torch.dtype | None) -> World:
-        """The servers' world for the next rung, where workers come in anew."""
+        """Return the servers' world for the next rung, which workers join again."""
         self._say(_DOUBLE if dtype is torch.float64 else _OWN)
         entrance = self._world.entrance
         assert entrance is not None
         return replace(self._world, entrance=replace(entrance, session=str(self._number)))
 
     def end(self) -> None:
-        """No more."""
+        """Tell the workers that no rung follows."""
         self._say(_OVER)
 
     def _say(self, what: str) -> None:
@@ -72,7 +72,7 @@ class WorkerInstructions:
 
 
 def run_errands(ready: PreparedJob, place: LaunchInfo) -> int:
-    """A worker's side of a verify: the same model as the servers' in each rung."""
+    """Run a worker's side of `verify`: build the same model as the servers in each rung, and compute its shares."""
     store = reach_store(place, timeout_seconds=ready.settings.train.timeout_seconds)
     number = 0
     while True:
@@ -87,9 +87,9 @@ def run_errands(ready: PreparedJob, place: LaunchInfo) -> int:
 
 
 def told_next(store: Store, *, after: int) -> tuple[int, str]:
-    """The newest that the first server has said, and its number; nothing more comes from one that has ended.
+    """Return the first server's newest instruction and its number; a server that has ended counts as over.
 
-    A worker that was started again finds those before it closed.
+    A restarted worker also finds instructions of earlier rungs, which are closed, and skips them.
     """
     number = after + 1
     try:
@@ -107,17 +107,17 @@ class ServedReference(Reference):
 
     counts_of = staticmethod(counts_of_part)
     server_of: Mapping[str, int] = MappingProxyType({})
-    """Whose each parameter is; those that are not named are the first one's."""
+    """The server of each parameter; parameters that are not named belong to the first."""
 
     def with_spec(self, **changes: Any) -> "ServedReference":
-        """The same from its start, with something else in its `ReferenceConfig`."""
+        """Return the same run from its start, with changes to its `ReferenceConfig`."""
         plain = super().with_spec(**changes)
         other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
         other.server_of = self.server_of
         return other
 
     def replay(self, record: Sequence[AppliedUpdate], *, backwards: bool) -> float:
-        """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""
+        """Replay the record and return the loss of the last share. `backwards` adds microbatches in reverse order."""
         history, places, left = [self._now()], [_START], dict[int, int]()
         loss = float("nan")
         for taken in record:
@@ -171,13 +171,13 @@ def _disturbed(reference: ServedReference, record: Sequence[AppliedUpdate], seed
 
 
 def server_of_parameters(built: TrainingSetup) -> dict[str, int]:
-    """The server that has each parameter."""
+    """Return the server that holds each parameter."""
     parts = {name: built.kept.parts(name) for name in built.kept.names}
     return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
 
 
 def run_served(built: TrainingSetup, *, reference: Reference | None, steps: int, say: Say) -> RungResult:
-    """Run freely, then do it again; the drift of a disturbed repetition is the floor."""
+    """Run freely, then replay the run; the drift of a disturbed replay is the floor."""
     finding, step = RungResult(), built.step
     assert isinstance(step, ServerStep)
     step.record = []

@@ -1,7 +1,7 @@
-"""One process that does what a pipeline without flush does: each microbatch on weights of several times.
+"""A one-process reference for pipelines without flush, which run each microbatch on weights of several versions.
 
-The oracle of `--update pipedream` and `2bw`, as naive as can be: it keeps the whole model after every update and puts
-together, before each microbatch, what its stages would hold. Of the package it takes the rule alone, as numbers.
+It is the reference of `--update pipedream` and `2bw`, written naively: it keeps the whole model after every update and
+assembles, before each microbatch, what its stages would hold. From the package it takes only the rule, as numbers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,10 @@ from paceline.verification.reference.reference import Gradient, Micro, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class PipeDreamRule:
-    """A pipeline's rule, the stage of each parameter, and how many replicas there are: microbatch i is the
-    i // `replicas`-th of its own."""
+    """The version rule of a pipeline, the stage of each parameter, and the number of replicas.
+
+    Microbatch i is the i // `replicas`-th of its own replica.
+    """
 
     stash: VersionRule
     stage_of: Mapping[str, int]
@@ -27,7 +29,7 @@ class PipeDreamRule:
 
 
 class StashedReference(Reference):
-    """The one-process run of that rule."""
+    """The one-process run with weight stashing."""
 
     def __init__(self, *, way: PipeDreamRule, **same: Any) -> None:
         super().__init__(**same)
@@ -37,12 +39,12 @@ class StashedReference(Reference):
         self._history = [self._now()]
 
     def with_spec(self, **changes: Any) -> "StashedReference":
-        """The same from its start, with something else in its `ReferenceConfig`."""
+        """Return the same run from its start, with changes to its `ReferenceConfig`."""
         plain = super().with_spec(**changes)
         return StashedReference(way=self._way, job=plain.job, spec=plain.spec, cast=plain.cast)
 
     def gradient(self, at: RunPosition, *, pieces: Sequence[Micro] | None = None, **how: Any) -> Gradient:
-        """As the plain one, with other weights for each microbatch; the newest are back when it is done."""
+        """Return the gradient, with stashed weights for each microbatch; afterwards the newest weights are back."""
         given = self.pieces(at) if pieces is None else pieces
         self._history[-1] = self._now()
         if self._batches.num_batches < len(self._history):
@@ -54,12 +56,12 @@ class StashedReference(Reference):
             self._put(dict.fromkeys(self._history[-1], len(self._history) - 1))
 
     def update(self, gradient: Mapping[str, Tensor]) -> None:
-        """Step with this gradient, and keep what came of it."""
+        """Step with this gradient, and keep the new weights."""
         super().update(gradient)
         self._history.append(self._now())
 
     def _clip(self, most: float) -> None:
-        """Each stage its own: when it takes its step, the others are at other batches."""
+        """Clip each stage separately: when one stage steps, the others are at other batches."""
         for stage in range(self._way.stash.stages):
             own = [p for name, p in self.model.named_parameters() if self._way.stage_of[name] == stage]
             torch.nn.utils.clip_grad_norm_(own, most)
@@ -81,5 +83,5 @@ class StashedReference(Reference):
 
 
 def stages_of(piped: PipelineModel, names: Iterable[str]) -> dict[str, int]:
-    """Each parameter's stage; a pipeline without flush has each in one."""
+    """Return the stage of each parameter; a pipeline without flush has each parameter in one stage."""
     return {name: next(iter(piped.cut.stages_of(name)), 0) for name in names}

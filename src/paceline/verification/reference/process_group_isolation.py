@@ -1,4 +1,4 @@
-"""One process, also for those who ask: the user's code must not see the ranks around the reference."""
+"""Isolation of the reference from the process group, so that user code does not see the surrounding ranks."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _ONE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS", "O
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """No process group and a world of one, in `torch.distributed` and in the launchers' variables."""
+    """Hide the process group and set a world size of one, in `torch.distributed` and in the launchers' variables."""
     plain = {**dict.fromkeys(_FIRST, "0"), **dict.fromkeys(_ONE, "1")}
     kept = {name: os.environ[name] for name in plain if name in os.environ}
     os.environ.update({name: plain[name] for name in kept})

@@ -1,6 +1,6 @@
-"""One process, written as naively as it can be: the oracle that every layout is compared with.
+"""The reference: a naive one-process run that every layout is compared with.
 
-Nothing of the feed, the step or the placement is used here; only the order of samples and the keys of the random
+It uses nothing of the loader, the step or the placement; only the order of samples and the keys of the random
 streams, which are definitions.
 """
 
@@ -25,13 +25,13 @@ from paceline.verification.reference.whole_batch import merge_microbatches, part
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """What the reference must know of the run.
+    """The properties of the run that the reference depends on.
 
     `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
-    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), whose every result is rounded otherwise.
-    `own_kernels`: attention or normalisation is computed by another formula than in one process (cp, sync_bn).
-    `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
-    `on_empty`: what a loss term without a target does: `stop`, or `zero`, which gives nothing to loss and gradient.
+    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), each of which is rounded separately.
+    `own_kernels`: attention or normalisation uses a different formula than in one process (cp, sync_bn).
+    `loss_scale`: the factor of the loss in backward, so that fp16 can represent small gradients.
+    `on_empty`: the effect of a loss term without a target: `stop`, or `zero`, which adds nothing to loss and gradient.
     """
 
     seed: int
@@ -55,7 +55,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPosition:
-    """A place in the run: the steps done, and where the next one's batch begins; `number` counts as `train` does."""
+    """A position in the run: the steps done, and where the next batch begins; `number` counts steps as `train` does."""
 
     step: int
     epoch: int
@@ -68,7 +68,7 @@ class RunPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Micro:
-    """One microbatch: its samples, read and collated."""
+    """A microbatch: its samples, read and collated."""
 
     samples: tuple[int, ...]
     data: Any
@@ -76,9 +76,9 @@ class Micro:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One step's gradient. `parts` holds what each microbatch contributed before the division, where asked for.
+    """The gradient of one step. `parts`, if requested, holds each microbatch's contribution before the division.
 
-    With several terms each has its count in `term_counts`, and `parts` are divided already (`divisor` is 1).
+    With several terms each has its count in `term_counts`, and `parts` are already divided (`divisor` is 1).
     """
 
     total: dict[str, Tensor]
@@ -89,14 +89,14 @@ class Gradient:
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     term_counts: dict[str, list[float]] = field(default_factory=dict)
-    """Of each term, by microbatch."""
+    """The counts of each term, by microbatch."""
     largest: dict[str, float] = field(default_factory=dict)
     empty: list[str] = field(default_factory=list)
-    """The terms without a target that give no step: `train` stops there, or leaves the step out."""
+    """The terms without a target that prevent a step: `train` stops there, or skips the step."""
 
     @property
     def counts_in_words(self) -> str:
-        """The step's count, or that of each of its terms."""
+        """The count of the step, or of each of its terms, in words."""
         if len(self.term_counts) < 2:
             return f"its count is {sum(self.counts):g}"
         return "its counts are " + ", ".join(f"{sum(each):g} of {name}" for name, each in self.term_counts.items())
@@ -132,15 +132,15 @@ class Reference:
         )
 
     def again(self) -> "Reference":
-        """The same run from its start."""
+        """Return the same run from its start."""
         return self.with_spec()
 
     def with_spec(self, **changes: Any) -> "Reference":
-        """The same from its start, with something else in its `ReferenceConfig`."""
+        """Return the same run from its start, with changes to its `ReferenceConfig`."""
         return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self.cast)
 
     def bare(self) -> "Reference":
-        """One that does nothing to its gradients once they are there."""
+        """Return a reference that does not process its gradients any further."""
         return self
 
     def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
@@ -151,7 +151,7 @@ class Reference:
         return optimizers, [self.job.lr_schedule(o) for o in optimizers] if self.job.lr_schedule else []
 
     def pieces(self, at: RunPosition) -> list[Micro]:
-        """The microbatches of the step, as they are dealt to replicas."""
+        """Return the microbatches of the step, as they are dealt to replicas."""
         spec = self.spec
         batch = self.reading.batch(epoch=at.epoch, position=at.position, size=spec.global_batch_size)
         parts = [tuple(batch[i : i + spec.micro_batch_size]) for i in range(0, len(batch), spec.micro_batch_size)]
@@ -159,7 +159,7 @@ class Reference:
         return [Micro(samples=part, data=self.cast(read(epoch=at.epoch, part=part))) for part in parts]
 
     def joined(self, pieces: Sequence[Micro], *, epoch: int) -> list[Micro]:
-        """The microbatches as normalisation sees them: those of one round as one, under sync_bn."""
+        """Return the microbatches as normalisation sees them: under sync_bn, those of one round merged into one."""
         width = self.spec.together
         found = []
         for start in range(0, len(pieces), width):
@@ -184,10 +184,10 @@ class Reference:
         backwards: bool = False,
         stream: Callable[[int], int] = int,
     ) -> Gradient:
-        """Forward and backward of each microbatch, one after another; `backwards` takes the last one first.
+        """Run forward and backward of each microbatch in turn; `backwards` starts with the last one.
 
-        `keep` names the parameters whose parts are kept, of one `term` alone if given. `stream` says which
-        microbatch's random numbers each one draws.
+        `keep` names the parameters whose parts are kept, of one `term` alone if given. `stream` maps each microbatch to
+        the one whose random numbers it draws.
         """
         given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
         self._number = at.number
@@ -201,7 +201,7 @@ class Reference:
         sums: dict[str, float] = {}
         largest: dict[str, float] = {}
         whole = self.job.loss_over == "batch"
-        among = len(given) if whole else 1  # each pass then gives the loss of the whole batch
+        among = len(given) if whole else 1  # each pass of such a loss gives the loss of the whole batch
         order = range(len(given))[:: -1 if backwards else 1]
         for index, terms in self._passes(given, order, lambda index: self._draw_from(at.step, stream(index))):
             self.model.zero_grad(set_to_none=True)
@@ -218,7 +218,7 @@ class Reference:
             if keep:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
-        gives_nothing = self.spec.on_empty == "zero"  # a term without a target, unless its sum is something
+        gives_nothing = self.spec.on_empty == "zero"  # a term without a target then adds nothing, if its sum is 0
         empty = [n for n, each in term_counts.items() if not sum(each) and not (gives_nothing and sums[n] == 0.0)]
         divisor = 1.0 if known else sum(counts) or float(gives_nothing)
         return Gradient(
@@ -236,7 +236,7 @@ class Reference:
 
     @single_process()
     def update(self, gradient: Mapping[str, Tensor]) -> None:
-        """Clip and step with this gradient."""
+        """Clip this gradient and step with it."""
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradient[name].clone() if name in gradient else None
         if self.spec.max_grad_norm is not None:
@@ -252,24 +252,24 @@ class Reference:
 
     def _clip(self, most: float) -> None:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if any(gradient.dtype.itemsize < 4 for gradient in gradients):  # its own type would measure three digits of it
+        if any(gradient.dtype.itemsize < 4 for gradient in gradients):  # a half-precision norm has only three digits
             norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
             nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
             return
         nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
     def rated(self) -> dict[str, bool]:
-        """Whether the learning rate of a parameter's group is more than 0 now."""
+        """Return for each parameter whether the learning rate of its group is above 0 now."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
         return {name: rates.get(id(p), 0.0) > 0.0 for name, p in self.model.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """What is compared."""
+        """Return the weights to compare."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def after(self, at: RunPosition, num_samples: int) -> RunPosition:
-        """The place of the next step."""
+        """Return the position of the next step."""
         position = at.position + num_samples
         size = self.spec.global_batch_size
         if self.reading.batch(epoch=at.epoch, position=position, size=size):
@@ -278,7 +278,7 @@ class Reference:
 
     @single_process()
     def strangers(self, micro: Micro) -> list[str]:
-        """Names (or shapes) of parameters that a backward reaches and the model does not hold."""
+        """Return names (or shapes) of parameters that a backward reaches and the model does not hold."""
         self._draw_from(0, 0)
         terms = self.terms_of(micro.data, len(micro.samples))[1]
         self._calls.clear()
@@ -291,7 +291,7 @@ class Reference:
 
     @single_process()
     def gives_counts(self, micro: Micro) -> bool:
-        """Whether `loss=` gives a count beside each sum."""
+        """Return True if `loss=` gives a count with each sum."""
         self._draw_from(0, 0)
         output = self._output(micro.data)
         with self.precision():
@@ -299,13 +299,16 @@ class Reference:
 
     @single_process()
     def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
-        """Output and loss terms of a batch, as they are: for evaluation."""
+        """Return output and loss terms of a batch without further processing, for evaluation."""
         return (output := self._output(data)), self._terms(output, data, num_samples)
 
     def _passes(
         self, given: Sequence[Micro], order: Sequence[int], draw: Callable[[int], None]
     ) -> Iterator[tuple[int, dict[str, tuple[Tensor, Any]]]]:
-        """The terms of each microbatch; where the loss is over the batch, of all of it with one microbatch live."""
+        """Yield the loss terms of each microbatch.
+
+        For a loss over the batch, each pass gives those of the whole batch, with one microbatch live.
+        """
         if self.job.loss_over == "batch":
             data, sizes = [micro.data for micro in given], [len(micro.samples) for micro in given]
             outputs: list[Any] = [None] * len(given)
@@ -336,7 +339,7 @@ class Reference:
         return {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
 
     def precision(self) -> AbstractContextManager[None]:
-        """What forward, loss and metrics run under."""
+        """Return the autocast context of forward, loss and metrics."""
         kind = self.spec.autocast
         return torch.autocast(self.spec.device, kind or torch.bfloat16, enabled=bool(kind), cache_enabled=False)
 

@@ -1,6 +1,6 @@
-"""The samples of a batch, read as naively as can be: no feed, no workers, no cursor.
+"""A naive reader of a batch's samples, without loader, workers or cursor.
 
-Only the definitions are shared with the feed: the order of samples, and the keys of the random streams.
+Only the definitions are shared with the loader: the order of samples, and the keys of the random streams.
 """
 
 import random
@@ -31,7 +31,7 @@ _STREAMS = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 
 class _Anew:
-    """A function that gives a generator, called each time that it is read."""
+    """An iterable that calls a generator function each time it is read."""
 
     def __init__(self, made_by: Callable[[], Any]) -> None:
         self._made_by = made_by
@@ -41,7 +41,7 @@ class _Anew:
 
 
 class SampleReader:
-    """A job's training data, by position."""
+    """The training data of a job, by position."""
 
     def __init__(
         self, *, job: Job, seed: int, drop_last: bool, sample_seeds: str, batch: int = 1, shards: int | None = None
@@ -68,7 +68,7 @@ class SampleReader:
 
     @single_process()
     def num_samples(self, epoch: int) -> int | None:
-        """Samples in this epoch, where that can be known."""
+        """Return the samples in this epoch, if that can be known."""
         if not self.is_indexed:
             return None
         plain = self._order is None or self._order == "sequential"
@@ -76,13 +76,13 @@ class SampleReader:
 
     @single_process()
     def batch(self, *, epoch: int, position: int, size: int) -> list[int]:
-        """The samples of the batch at this position; none past the end of the epoch."""
+        """Return the samples of the batch at this position; none past the end of the epoch."""
         found = self._indices(epoch, position, position + size)
         return [] if self._drop_last and len(found) < size else found
 
     @single_process()
     def read(self, *, epoch: int, part: Sequence[int]) -> Any:
-        """These samples, collated."""
+        """Return these samples, collated."""
         collate = self._collate or default_collate
         if not self.is_indexed:
             stream = self._stream.samples(epoch, max(part) + 1)
@@ -123,7 +123,7 @@ class SampleReader:
             holder.set_epoch(epoch)
 
     def _tell(self, data: Any, epoch: int) -> None:
-        """The dataset's epoch; of `Subset`, `ConcatDataset` and their like the parts'."""
+        """Set the dataset's epoch; for `Subset`, `ConcatDataset` and similar, that of the inner datasets."""
         parts = getattr(data, "datasets", None)
         inside = list(parts.values()) if isinstance(parts, dict) else list(parts or [])
         if hasattr(data, "set_epoch"):
@@ -133,7 +133,7 @@ class SampleReader:
                 self._tell(part, epoch)
 
     def _draws(self) -> bool:
-        """Whether reading the first or the middle sample moves a global generator."""
+        """Return True if reading the first or the middle sample moves a global generator."""
         for index in {0, len(self._data) // 2}:
             before = _generators()
             self._data[index]
@@ -143,34 +143,34 @@ class SampleReader:
 
 
 class ReadingApart:
-    """The same in a process of its own: where data workers are forked, nothing is read in the process that forks."""
+    """A `SampleReader` in its own process: if data workers are forked, the forking process must not read the data."""
 
     def __init__(self, *, job: Job, workers: int, **how: Any) -> None:
         source = read_source(job.train_data, collate=job.collate, order=job.order, workers=workers, name="train_data")
         self._process = DataProcess(source, make=lambda: SampleReader(job=job, **how))
 
     def num_samples(self, epoch: int) -> int | None:
-        """As `SampleReader` has it."""
+        """Return the same as `SampleReader.num_samples`."""
         found: int | None = self._process.ask("num_samples", epoch)
         return found
 
     def batch(self, *, epoch: int, position: int, size: int) -> list[int]:
-        """As `SampleReader` has it."""
+        """Return the same as `SampleReader.batch`."""
         found: list[int] = self._process.ask("batch", epoch=epoch, position=position, size=size)
         return found
 
     def read(self, *, epoch: int, part: Sequence[int]) -> Any:
-        """As `SampleReader` has it."""
+        """Return the same as `SampleReader.read`."""
         return self._process.ask("read", epoch=epoch, part=part)
 
 
 def reading_of(*, job: Job, workers: int, **how: Any) -> "SampleReader | ReadingApart":
-    """Return the reading of a job's data that is right beside so many data workers."""
+    """Return a reader of a job's data, in a process of its own if there are data workers."""
     return ReadingApart(job=job, workers=workers, **how) if workers else SampleReader(job=job, **how)
 
 
 class Sharded:
-    """A stream's order, from its definition: all batches from the epoch's start on, of shards read from theirs."""
+    """The order of a stream by its definition: all batches since the epoch's start, from shards read from theirs."""
 
     def __init__(self, data: Any, *, seed: int | None, batch: int, shards: int | None) -> None:
         self._data, self._seed, self._batch = data, seed, batch
@@ -180,7 +180,7 @@ class Sharded:
         self._shards = chosen if self._keeps_place else 1
 
     def samples(self, epoch: int, stop: int) -> list[Any]:
-        """At least the first `stop` samples of an epoch, or all."""
+        """Return at least the first `stop` samples of an epoch, or all."""
         parts = [_Part(self, number, epoch) for number in range(self._shards)]
         found: list[Any] = []
         while len(found) < stop:
@@ -196,20 +196,20 @@ class Sharded:
         return found
 
     def open(self, number: int, epoch: int) -> Any:
-        """One shard, or the stream itself."""
+        """Return one shard, or the stream itself if it is not sharded."""
         SampleReader._set_epoch(self._data, epoch)
         part = self._data.shard(num_shards=self._shards, index=number) if self._keeps_place else self._data
         SampleReader._set_epoch(part, epoch)
         return part
 
     def seed(self, epoch: int, number: int, index: int) -> None:
-        """Before each sample."""
+        """Seed the generators before a sample is read."""
         if self._seed is not None:
             seed_all(stream_key(self._seed, "shard", epoch, number, index))
 
 
 class _Part:
-    """One shard, from its start."""
+    """A shard that is read from its start."""
 
     def __init__(self, stream: Sharded, number: int, epoch: int) -> None:
         self._stream, self._number, self._epoch = stream, number, epoch
@@ -230,7 +230,7 @@ class _Part:
 
 
 def num_rows(batch: Any) -> int:
-    """The length of the batch's first tensor; 0 where there is none."""
+    """Return the length of the batch's first tensor; 0 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 0
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else []

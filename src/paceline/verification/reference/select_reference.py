@@ -1,4 +1,4 @@
-"""The one-process oracle of a plan: the plain one, or that of a rule or a method of its own."""
+"""Choose the one-process reference of a plan: the plain one, or that of its update rule or compression."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,14 +13,14 @@ from paceline.verification.reference.parameter_server import ServedReference
 from paceline.verification.reference.pipedream import PipeDreamRule, StashedReference, stages_of
 from paceline.verification.reference.reference import Reference
 
-_TIGHT = 1e-6  # of float64, where an element is seldom rounded otherwise
+_TIGHT = 1e-6  # for float64, in which an element is seldom rounded differently
 _LATE = "other weights for a microbatch than the rule's, gradients, loss, or evaluation"
 _SITES = "samples, gradients or optimizer of a site, other meetings than the rule's, or evaluation"
 _WIRE = "another choice, scale or factor, what is held back lost or counted twice, samples, loss, evaluation"
 
 
 def oracle_of(built: TrainingSetup) -> Callable[..., Reference]:
-    """What makes it, for stages that choose their weights by a rule, servers, sites, replicas that compress."""
+    """Return the constructor of the reference, for weight stashing, servers, sites, compression, or none of these."""
     plan, piped = built.plan, built.placed.piped
     if plan.wire.is_on:
         return partial(CompressedReference, how=plan.wire, replicas=plan.replicas)
@@ -37,7 +37,7 @@ def oracle_of(built: TrainingSetup) -> Callable[..., Reference]:
 
 
 def apart_by(plan: ExecutionPlan, *, is_double: bool) -> tuple[str, WeightDrift]:
-    """What running freely beside it rules out, and how far the two may be apart."""
+    """Return what a free run rules out, and how far the two runs may diverge."""
     if not plan.wire.is_on:
         return (_SITES if plan.rule.has_sites else _LATE), WeightDrift()
     return _WIRE, WeightDrift(share=_TIGHT if is_double else WeightDrift.share, cause=f"the runs part: {_WIRE}")

@@ -1,11 +1,11 @@
-"""The moving average of a job's weights, one tensor after another: the oracle of what is evaluated and handed over."""
+"""The moving average of a job's weights, one tensor at a time: the reference for what is evaluated and exported."""
 
 import torch
 from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Of every floating parameter; empty where the job has none."""
+    """The average of every floating parameter; empty if the job has none."""
 
     def __init__(self, model: nn.Module, *, decay: float | None) -> None:
         self._decay = 0.0 if decay is None else decay
@@ -14,7 +14,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """After an optimizer's step."""
+        """Update the average after an optimizer step."""
         weights = dict(model.named_parameters())
         for name, average in self.tensors.items():
             self.tensors[name] = average.lerp(weights[name].detach(), 1.0 - self._decay)

@@ -1,7 +1,7 @@
-"""Several microbatches as one in one process: for a loss over the whole global batch, and for layers that see it all.
+"""Merge several microbatches in one process: for a loss over the whole global batch, and for layers that see it all.
 
-Tensors are joined along their first dimension, lists and arrays of what is no tensor (texts, objects) one after another
-where they have an entry for each sample.
+Tensors are concatenated along their first dimension; lists and arrays of other things (texts, objects) are
+concatenated if they have an entry for each sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +18,20 @@ Choose = Callable[[Sequence[Any]], Any]
 
 
 def part_of(values: Sequence[Any], *, live: int, sizes: Sequence[int]) -> Any:
-    """All microbatches' outputs (or batches) as one, of which autograd knows only one microbatch's."""
+    """Merge all microbatches' outputs (or batches), with only one microbatch's attached to autograd."""
 
     def tensor(parts: Sequence[Tensor]) -> Tensor:
         own = parts[live]
         if own.dim():
             return torch.cat([t if j == live else t.detach() for j, t in enumerate(parts)])
-        # everybody's: each microbatch has its part of the gradient
+        # a scalar of the whole batch: each microbatch gets its part of the gradient
         return own.detach() + (own - own.detach()) / len(parts) if own.requires_grad else own
 
     return _join(values, sizes, _Ways(tensor=tensor, column=joined_columns, other=lambda parts: parts[live]))
 
 
 def merge_microbatches(parts: Sequence[Any], sizes: Sequence[int], collated: Callable[[], Any]) -> Any:
-    """Join microbatches for layers that see all replicas at once; where they can't be joined, collate again."""
+    """Merge microbatches for layers that see all replicas at once; collate again if they can't be merged."""
     try:
         return parts[0] if len(parts) == 1 else _join(parts, sizes, _MERGED)
     except (TypeError, RuntimeError):
@@ -40,7 +40,7 @@ def merge_microbatches(parts: Sequence[Any], sizes: Sequence[int], collated: Cal
 
 @dataclass(frozen=True, kw_only=True)
 class _Ways:
-    """What becomes of the tensors, of the columns, and of all else at one place of the structure."""
+    """The functions that merge tensors, columns, and everything else at one place of the structure."""
 
     tensor: Choose
     column: Choose

@@ -1,4 +1,4 @@
-"""What code outside of the model takes of it beside its output, seen in one run: other stages' is not there to take."""
+"""Detection, in one run, of values that code outside the model reads besides its output; stages can't provide them."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from paceline.torch_internals.private_api import CallInterceptor
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalRead:
-    """A value that an operation outside of the model takes: what made it, in which unit, and the line that takes it."""
+    """A value that an operation outside the model reads: what made it, in which unit, and the line that reads it."""
 
     name: str
     unit: str
@@ -25,7 +25,7 @@ class ExternalRead:
 
 
 def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
-    """Run `call`, a forward of the model and its loss on one example, without gradients or lasting effects.
+    """Run `call`, the model's forward and loss on one example, without side effects; return the external reads.
 
     Raises:
         LayoutError: the model is called twice.
@@ -43,10 +43,10 @@ def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], A
 
 
 def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> None:
-    """Refuse what the last stage does not have: all that is not made in one of its units, `last`.
+    """Refuse reads of values that the last stage does not have: those not made in one of its units, `last`.
 
     Raises:
-        LayoutError: with the value, and the line that takes it.
+        LayoutError: such a read exists; the message names the value and the line.
     """
     for one in taken:
         if one.unit not in last:
@@ -61,7 +61,7 @@ def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> Non
 
 
 def called_twice() -> LayoutError:
-    """What to say of a forward= or a loss that calls the model again."""
+    """Return the error for a forward= or a loss that calls the model a second time."""
     line = line_now()
     return LayoutError(
         "the forward calls the model twice, and a stage is left after the model's first call.",
@@ -80,7 +80,7 @@ class _Watcher:
         self._unit = ""
 
     def model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call."""
+        """Intercept the model's call; forget the values that its output returns."""
         if self._called:
             raise called_twice()
         self._called = self._inside = True
@@ -91,7 +91,7 @@ class _Watcher:
         return output
 
     def unit(self, name: str) -> Callable[..., Any]:
-        """What answers the calls of a unit."""
+        """Return the interceptor for a unit's calls, which sets the current unit."""
 
         def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before, self._unit = self._unit, name
@@ -103,7 +103,7 @@ class _Watcher:
         return answer
 
     def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
-        """One operation has run."""
+        """Record the values that an operation makes inside the model, or reads outside of it."""
         given = [tensor for _, tensor in tensors_in([args, kwargs])]
         if self._inside:
             old = {id(_memory(tensor)) for tensor in given}
@@ -119,5 +119,5 @@ class _Watcher:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """What views share; a sparse tensor has none of its own."""
+    """Return the storage, which views share; for a sparse tensor, which has none, the tensor itself."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor

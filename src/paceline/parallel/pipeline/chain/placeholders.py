@@ -1,4 +1,4 @@
-"""What answers for a module that a stage does not hold: NaN of the right shape, so that no value of it passes for real.
+"""Placeholders for modules that a stage does not hold: they return NaN, which can't pass for a real value.
 
 Shapes are found by running a copy of the module that has no memory (device "meta"), once for each kind of input.
 """
@@ -28,10 +28,10 @@ Pool = dict[tuple[Kind, torch.device], Tensor]
 
 
 class Placeholder:
-    """The stand-in of one module.
+    """The placeholder of one module.
 
-    Where the copy can't run on "meta", as with experts that look at their tokens, `form` says what it returned when
-    the model was cut, and which input each tensor is shaped like.
+    If the copy can't run on "meta", as with experts that read their tokens' values, `form` describes the output when
+    the model was cut, and the input whose shape each tensor has.
     """
 
     def __init__(self, module: nn.Module, *, name: str, kinds: OutputClasses, form: Form | None = None) -> None:
@@ -43,7 +43,7 @@ class Placeholder:
         self._form = form
 
     def answer(self, args: Any, kwargs: Any, *, pool: Pool | None = None) -> Any:
-        """Its output with every float NaN and every integer 0; equal ones are one tensor within a `pool`."""
+        """Return the module's output with every float NaN and every integer 0; a `pool` shares equal tensors."""
         value = {"args": args, "kwargs": kwargs}
         inputs = dict(tensors_in(value))
         kinds = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
@@ -63,7 +63,7 @@ class Placeholder:
             return spec, [(tensor.shape, tensor.dtype) for tensor in tensors]
         except LayoutError:
             raise
-        except Exception as error:  # whatever a module that needs real values says
+        except Exception as error:  # whatever a module that needs real values raises
             if self._form is None or any(path not in inputs for path in self._form[1]):
                 raise LayoutError(
                     f"the shape of what {self._name} returns can't be found without its weights: {error}",
@@ -73,7 +73,7 @@ class Placeholder:
             return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]
 
     def _run(self, skeleton: nn.Module, moved: Any) -> Any:
-        """In the mode that the module is in; else without training, as one row is enough for BatchNorm then."""
+        """Run the copy in the module's mode, or if that fails in eval mode, in which BatchNorm accepts a single row."""
         for copied, module in zip(skeleton.modules(), self._module.modules(), strict=True):
             copied.training = module.training
         with torch.no_grad():
@@ -86,7 +86,7 @@ class Placeholder:
 
 
 def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | None:
-    """What a block returned, and the first input of each tensor's shape and type; None for what can't cross."""
+    """Return a block's output form, with the first input of each tensor's shape and dtype; None if it can't be sent."""
     try:
         tensors, spec = flatten_output(output, where=where)
     except LayoutError:
@@ -96,7 +96,7 @@ def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | No
 
 
 def _without_memory(module: nn.Module) -> nn.Module | None:
-    """A copy whose parameters and buffers are on "meta"; made without copying them."""
+    """Return a copy with parameters and buffers on "meta", made without copying them; None if that fails."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(tensor): _meta_of(tensor) for tensor in tensors}
     try:

@@ -1,4 +1,4 @@
-"""What one stage uses of what other stages make, read off the watched forward; refusals name value and place."""
+"""The values of other stages that a stage needs, derived from the traced forward; errors name value and place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from paceline.parallel.pipeline.stage_io import Path
 
 
 class DataDependentBranch(LayoutError):
-    """The forward decides by a value that a stage does not have; other cuts may leave it on one stage."""
+    """The error for a forward that branches on a value that a stage does not have; another cut may avoid it."""
 
 
 @dataclass(kw_only=True)
 class StageRequirements:
-    """A stage's parameters outside its blocks, and the values to be carried to it, with the arguments they become."""
+    """A stage's parameters outside its blocks, and the values carried to it, with the arguments that they become."""
 
     start: int
     stop: int
@@ -24,10 +24,10 @@ class StageRequirements:
 
 
 def needs_of(flow: ForwardTrace, *, start: int, stop: int, last: bool) -> StageRequirements:
-    """The needs of the stage with blocks `start` to `stop`.
+    """Return the requirements of the stage with blocks `start` to `stop`.
 
     Raises:
-        LayoutError: it needs a value of another stage in a place where it can't be handed over.
+        LayoutError: the stage needs another stage's value in a place where it can't be passed.
     """
     return _Stage(flow, start, stop, last).found()
 
@@ -61,7 +61,7 @@ class _Stage:
                     raise self._skip(missing, f"an input of {self.flow.blocks[block].name}")
 
     def _inner(self) -> None:
-        """What blocks use without being given it: closures, caches, tensors that another block left somewhere."""
+        """Add values that blocks use but don't get as arguments: closures, caches, tensors left by another block."""
         known = {node for block in range(self.start, self.stop) for node, _ in self.flow.calls[block].takes.values()}
         for node in self.flow.nodes:
             if node.block is not None and self.start <= node.block < self.stop:
@@ -107,14 +107,14 @@ class _Stage:
         return f"a value ({node.name}){where}{drawn}"
 
     def _is_early(self, node: Node) -> bool:
-        """Whether it exists before this stage's first value is received, so that earlier stages have it."""
+        """Return whether a value exists before this stage receives its first one, so that earlier stages have it."""
         return node.after < self.start or (node.after == self.start and node.block is not None)
 
     def _own(self, node: Node) -> bool:
         return node.block is not None and self.start <= node.block < self.stop
 
     def _reach(self, root: int) -> tuple[frozenset[str], int | None]:
-        """The parameters that a value comes from, and a value it comes from that is not to be had here."""
+        """Return the parameters that a value depends on, and a dependency that this stage can't have, or None."""
         if root not in self._reached:
             parameters: set[str] = set()
             missing = None
@@ -141,7 +141,7 @@ class _Stage:
                 stack += new
 
     def _is_foreign(self, number: int, node: Node) -> bool:
-        """Made in another stage's block, or drawn at random where this stage draws other numbers."""
+        """Return whether a value is made in another stage's block, or drawn where this stage draws other numbers."""
         if number in self.received or self._own(node):
             return False
         return node.block is not None or (node.draws and node.after < self.start)

@@ -1,9 +1,9 @@
-"""Where a model is cut into stages, and what each stage holds, takes and gives: decided from one watched forward.
+"""The split of a model into stages: what each stage holds, receives and sends, derived from one traced forward.
 
-Stage `s` runs the model's own forward up to its last block. The block before its first one returns what was
-received; blocks and modules that it does not need answer with dummies. So everything that its own blocks and the code
+Each stage runs the model's own forward up to its last block. The block before its first one returns the received
+output; blocks and modules that it does not need return dummies. So everything that its own blocks and the code
 between them use must be one of: the received output, the batch, a parameter that the stage holds, or a value that is
-carried along from an earlier stage and handed to a block as one of its arguments (an encoder's output).
+carried along from an earlier stage and passed to a block as one of its arguments (an encoder's output).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,27 +29,27 @@ Sight = tuple[int, bool, Path]
 
 @dataclass(frozen=True, kw_only=True)
 class SkipValue:
-    """A value that crosses borders beside the blocks' outputs.
+    """A value that crosses stage borders besides the blocks' outputs.
 
-    `sights`: (block, whether it gives it, way) where it can be seen; `targets`: (block, way) where it is handed over.
+    `sights`: (block, whether it is an output, path) of each occurrence; `targets`: (block, path) where it is passed in.
     """
 
     sights: tuple[Sight, ...]
     targets: tuple[tuple[int, Path], ...]
 
     def sight(self, part: "StagePart") -> Sight | None:
-        """Where this stage's own blocks see it; None where it only passes through."""
+        """Return the occurrence in this stage's own blocks; None if the value only passes through."""
         return next((sight for sight in self.sights if part.start <= sight[0] < part.stop), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePart:
-    """One stage: blocks `start` to `stop`, the parameters it holds, and the carried values it takes and gives.
+    """A pipeline stage: blocks `start` to `stop`, the parameters it holds, the carried values it receives and sends.
 
     `buffers` are those that its blocks, or the code around all blocks, compute with, whichever module holds them.
 
-    `takes_stream`: whether the random generator's state crosses too, for draws between two blocks. `copies`: whether
-    what was received is overwritten in place, which autograd allows on a copy only.
+    `takes_stream`: whether the random generator's state is sent too, for draws between two blocks. `copies`: whether
+    received tensors are overwritten in place, which autograd allows only on a copy.
     """
 
     index: int
@@ -65,10 +65,10 @@ class StagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
-    """A model cut into stages; a pure function of the model's structure and forward, equal on every rank.
+    """A model cut into stages; it depends only on the model's structure and forward, and is equal on every rank.
 
-    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts;
-    `enclosed` is a block that an autograd function calls, and that function.
+    `read` are parameters that operations outside the blocks only read; `counts` is an attribute that each forward
+    changes; `enclosed` is a block that an autograd function calls, and that function.
     """
 
     blocks: tuple[str, ...]
@@ -83,26 +83,26 @@ class StageSplit:
     enclosed: tuple[str, str] | None = None
 
     def runs(self, parameters: set[str], *, stage: int) -> bool:
-        """Whether a module outside the blocks, with these parameters, runs on a stage; else a dummy answers for it."""
+        """Return whether a module outside the blocks, with these parameters, runs on a stage; if not, a dummy does."""
         held, used = self.parts[stage].parameters, parameters & self.used
         return (bool(used) and used <= held) or parameters <= held
 
     @property
     def num_stages(self) -> int:
-        """How many."""
+        """Return the number of stages."""
         return len(self.parts)
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameters that several stages hold, and which: their gradients are added over these stages."""
+        """Return the parameters that several stages hold, with these stages, over which their gradients are added."""
         return parameters_of_several_stages(self.parts)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a parameter, by its first name."""
+        """Return the stages that hold a parameter, given by its first name."""
         return stages_of_parameters(name, self.parts)
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json and for comparing ranks."""
+        """Return the split as JSON values, for plan.json and for comparing ranks."""
         return {
             "blocks": list(self.blocks),
             "bounds": [list(bound) for bound in self.bounds],
@@ -122,11 +122,11 @@ def plan_cut(
 ) -> StageSplit:
     """Cut a whole model. `call` runs its forward (and loss) on one example microbatch; all it returns is needed.
 
-    `bounds` lists the number of blocks of each stage; else they are balanced over `weights` (seconds of each block;
-    default: all equal).
+    `bounds` lists the number of blocks of each stage; otherwise they are balanced over `weights` (seconds of each
+    block; default: all equal).
 
     Raises:
-        LayoutError: no chain of blocks, more stages than blocks, or a value would have to cross that can't.
+        LayoutError: there is no chain of blocks, there are more stages than blocks, or a needed value can't be sent.
     """
     found = find_blocks(model, listed=blocks)
     chosen = checked_bounds(bounds, num_stages, len(found)) if bounds else even_bounds(num_stages, found, weights)
@@ -146,7 +146,7 @@ def plan_cut(
 
 
 def cut_flow(model: nn.Module, *, flow: ForwardTrace, bounds: Bounds) -> StageSplit:
-    """What each stage takes and gives, from the last to the first, since a stage also gives what later ones need."""
+    """Return the split for these bounds, built from the last stage back, as each also sends what later ones need."""
     buffers = _buffers_of_stages(model, flow, bounds)
     needs = [needs_of(flow, start=start, stop=stop, last=stop == len(flow.blocks)) for start, stop in bounds]
     sights = _sights(flow)
@@ -199,11 +199,11 @@ def cut_flow(model: nn.Module, *, flow: ForwardTrace, bounds: Bounds) -> StageSp
 
 
 def _buffers_of_stages(model: nn.Module, flow: ForwardTrace, bounds: Bounds) -> list[frozenset[str]]:
-    """The buffers that each stage computes with.
+    """Return the buffers that each stage computes with.
 
     Raises:
-        LayoutError: several do with one that a block writes to: each would go on from its own writes alone.
-        NoChain: the code around the blocks reads such a one, and it is on its own stage alone.
+        LayoutError: several stages use a buffer that a block writes to: each would see only its own writes.
+        NoChain: the code around the blocks reads such a buffer, which is current only on its own stage.
     """
     stages = {
         name: [at for at, bound in enumerate(bounds) if blocks & {*range(*bound)}] for name, blocks in flow.used.items()
@@ -226,13 +226,13 @@ def _buffers_of_stages(model: nn.Module, flow: ForwardTrace, bounds: Bounds) -> 
                 cause="a copy of the model (copy.deepcopy), its state_dict(), or running statistics that are looked at",
                 hint="read it inside of its block; or --layout ddp or fsdp",
             )
-    own = {name for name in norms if stages.get(name)}  # their statistics are kept and put back around a forward
+    own = {name for name in norms if stages.get(name)}  # their statistics are saved and restored around a forward
     around = {name for name, blocks in flow.used.items() if None in blocks and name not in own}
     return [frozenset(around | {name for name, among in stages.items() if at in among}) for at in range(len(bounds))]
 
 
 def _read_between(flow: ForwardTrace) -> Iterator[str]:
-    """Parameters that operations outside of the blocks take, and none overwrites."""
+    """Yield the parameters that operations outside the blocks read, and no operation overwrites."""
     for node in flow.nodes:
         for number in node.inputs if node.block is None else ():
             name = flow.nodes[number].parameter
@@ -264,12 +264,12 @@ def _check_seen(
 
 
 def _draws_first(flow: ForwardTrace, start: int) -> bool:
-    """Whether something draws after this border before a block starts a random stream of its own."""
+    """Return whether a draw follows this border before any block starts its own random stream."""
     return next((draw for place, draw in flow.events if place >= 2 * start), False)
 
 
 def _held(model: nn.Module, flow: ForwardTrace, needs: Sequence[StageRequirements]) -> list[frozenset[str]]:
-    """Each parameter on the stages that use it; one that nothing uses where its neighbours in the model are."""
+    """Return each stage's parameters: those that it uses, and unused ones whose neighbours in the model it holds."""
     names = [name for name, _ in model.named_parameters()]
     in_blocks = _names_in_blocks(model, flow.blocks)
     held = [set(need.parameters) for need in needs]

@@ -1,8 +1,8 @@
-"""Stages of a model, run by the model's own forward: no tracing, no wrapper, the same names in `state_dict()`.
+"""Pipeline stages run by the model's own forward: no tracing, no wrapper, the same names in `state_dict()`.
 
-On each stage the whole `forward` begins. Blocks before the stage answer with dummies, the last of them with what was
-received; the stage's own blocks run; after its last block the forward is left. Calls are answered outside of all of a
-module's hooks, so that sharding, compiling and recomputing see only the calls that are real.
+Each stage starts the whole `forward`. Blocks before the stage return dummies, the last of them the received values;
+the stage's own blocks run; after its last block an exception leaves the forward. Calls are intercepted outside of all
+of a module's hooks, so that sharding, compiling and recomputation see only the real calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +23,19 @@ from paceline.torch_internals.rng import DisabledDropout
 
 @dataclass(kw_only=True)
 class StageOutput:
-    """What crosses a border: tensors, and a description of them that JSON can hold."""
+    """The values sent to the next stage: tensors, and a JSON description of them."""
 
     tensors: list[Tensor]
     spec: Spec
 
     def received(self) -> "StageOutput":
-        """The same as the next stage begins with: outside of this stage's graph."""
+        """Return the output as the next stage receives it: detached from this stage's graph."""
         return StageOutput(tensors=[_leaf(tensor) for tensor in self.tensors], spec=self.spec)
 
 
 @dataclass(kw_only=True)
 class _Run:
-    """One stage's forward of one microbatch."""
+    """The state of one stage's forward of one microbatch."""
 
     part: StagePart
     received: StageOutput | None
@@ -48,7 +48,7 @@ class _Run:
 
 
 class _Left(BaseException):
-    """The stage's last block is done. No `Exception`, so that a forward's own `except` does not keep it."""
+    """The signal that the stage's last block is done; no `Exception`, so that no `except` in a forward catches it."""
 
     def __init__(self, run: _Run, sent: StageOutput) -> None:
         super().__init__("left after the stage's last block")
@@ -57,11 +57,10 @@ class _Left(BaseException):
 
 
 class Stages:
-    """The stages that this process runs of one model; the others' parameters and buffers give up their memory.
+    """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
     Several stages of one process (interleaved, V) share the model object. Build it before sharding, compiling or
-    hooking the model; its gates stand outside of all that comes later. `device` is where a model that has no memory
-    yet is going to run.
+    hooking the model, so that its gates lie outside of these. A model that has no memory yet will run on `device`.
     """
 
     def __init__(
@@ -96,8 +95,8 @@ class Stages:
     def run(self, stage: int, received: StageOutput | None, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of one microbatch, on one stage.
 
-        Returns what crosses to the next stage (`StageOutput`), or on the last stage what `call` returns. `received` is
-        what the stage before sent, its tensors with `requires_grad` where gradients go back.
+        Return the `StageOutput` for the next stage, or on the last stage the result of `call`. `received` is the
+        previous stage's output; its tensors have `requires_grad` if gradients flow back.
 
         Raises:
             JobError: the forward ended without reaching the stage's last block.
@@ -131,16 +130,16 @@ class Stages:
         return result
 
     def refuse_training(self) -> None:
-        """Refuse, before the first step, what only a forward without gradients can do.
+        """Refuse, before the first step, a model that stages can evaluate but not train.
 
         Raises:
-            LayoutError: a block is called where autograd does not look.
+            LayoutError: an autograd function calls a block, so autograd does not record the block's operations.
         """
         if self.cut.enclosed is not None:
             raise _enclosed(*self.cut.enclosed)
 
     def close(self) -> None:
-        """Let calls through again."""
+        """Remove the gates, so that calls reach the modules again."""
         for gate in reversed(self._gates):
             gate.undo()
 
@@ -177,7 +176,7 @@ class Stages:
         )
 
     def _another_way(self, run: _Run) -> LayoutError:
-        """One stage can't know of another's choice, and what it would compute is nothing."""
+        """Return the error for blocks called in another order than traced; a stage can't see another stage's choice."""
         number = run.called
         due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no block any more"
         return LayoutError(
@@ -187,9 +186,9 @@ class Stages:
         )
 
     def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
-        """Answer a call that no stage runs: the plain model's, where all of it is here, or a checkpoint's.
+        """Handle a call outside of a stage's run: of the plain model, if all stages are here, or a recomputation.
 
-        What a stage's backward runs again is what its forward ran; an answer of ours has no graph to go back through.
+        A stage's backward recomputes what its forward ran; a dummy would have no graph to go back through.
         """
         if len(self.own) == self.cut.num_stages or in_backward():
             return call(*args, **kwargs)
@@ -213,7 +212,7 @@ class Stages:
         run.seen.update(run.carried)
 
     def _handed(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with carried values in their places."""
+        """Return the arguments with carried values put in their places."""
         new = {
             path: tensor
             for carried, tensor in run.carried.items()
@@ -227,7 +226,7 @@ class Stages:
         return value["args"], value["kwargs"]
 
     def _look(self, run: _Run, number: int, is_output: bool, value: Any) -> None:
-        """Keep what later stages need and this block takes or gives."""
+        """Keep the inputs or outputs of this block that later stages need."""
         wanted = [
             (carried, sight[2])
             for carried in run.part.gives
@@ -248,13 +247,13 @@ class Stages:
         tensors += [run.seen[carried] for carried in run.part.gives]
         if self.model.training:
             streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
-        else:  # blocks have no streams of their own in evaluation: what one draws, the next does not
+        else:  # in evaluation blocks have no random streams of their own: they share one generator
             streams = run.stream is not None and not torch.equal(stream_of(tensors[0].device), run.stream)
         if streams:
             tensors.append(stream_of(tensors[0].device))
         return StageOutput(tensors=tensors, spec=[spec, int(streams)])
 
-    # -- what stands outside the blocks
+    # -- modules outside the blocks
 
     def _glue_gate(self, name: str, parameters: set[str], dummy: Placeholder) -> Callable[..., Any]:
         real = {stage: self.cut.runs(parameters, stage=stage) for stage in self.own}
@@ -272,7 +271,7 @@ class Stages:
 
 
 def _through_stages(error: RuntimeError) -> LayoutError:
-    """What autograd can't do where a forward asks for a gradient through other stages' blocks."""
+    """Return the error for a forward that asks autograd for a gradient through other stages' blocks."""
     line = user_line(error)
     return LayoutError(
         "the forward asks for the gradient of a value that is on another stage (torch.autograd.grad).",
@@ -298,7 +297,7 @@ def _enclosed(name: str, function: str) -> LayoutError:
 
 
 def leaves_of(sent: StageOutput) -> Iterator[Tensor]:
-    """The tensors through which gradients go."""
+    """Return the tensors of an output that require gradients."""
     return (tensor for tensor in sent.tensors if tensor.requires_grad)
 
 
@@ -307,13 +306,13 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def stream_of(device: torch.device) -> Tensor:
-    """The state of the random generator that draws on a device."""
+    """Return the state of the random generator that draws on a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def take_stream(state: Tensor, device: torch.device) -> None:
-    """Go on drawing where `stream_of` was taken."""
-    state = state.clone()  # torch reads the storage from its beginning: a view of a message's buffer is another state
+    """Set the device's random generator to a state that `stream_of` returned."""
+    state = state.clone()  # torch reads the storage from its start: a view of a message's buffer is another state
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:

@@ -1,4 +1,4 @@
-"""Where a model can be cut that can't be cut as asked: other bounds, or other blocks, that were tried."""
+"""Suggestions for a model that can't be cut as requested: other bounds or blocks that were tried and work."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice, pairwise
@@ -20,7 +20,7 @@ def suggest_split(
     cut: Callable[[ForwardTrace, Bounds], object],
     watch: Callable[[Sequence[str]], ForwardTrace],
 ) -> str:
-    """What to type: the first that `cut` does not refuse, by `watch` with other blocks seen; "" if all is refused."""
+    """Return options that `cut` accepts, for these blocks or for others traced by `watch`; "" if all are refused."""
     bounds = _first(flow, num_stages, cut)
     if bounds:
         return f"--place.stages {_counts(bounds)}"
@@ -33,7 +33,7 @@ def suggest_split(
 
 
 def _first(flow: ForwardTrace, num_stages: int, cut: Callable[[ForwardTrace, Bounds], object]) -> Bounds | None:
-    """The most even of the bounds that are not refused."""
+    """Return the most even bounds that `cut` accepts, or None."""
     last = len(flow.blocks)
     found = [(0, *inner, last) for inner in islice(combinations(range(1, last), num_stages - 1), _TRIES)]
     for edges in sorted(found, key=lambda edges: max(stop - start for start, stop in pairwise(edges))):
@@ -50,7 +50,7 @@ def _counts(bounds: Bounds) -> str:
 
 
 def _called(module: nn.Module, prefix: str) -> Iterator[str]:
-    """The outermost modules inside that hold parameters and can be called."""
+    """Yield the outermost submodules that hold parameters and can be called."""
     for key, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child, f"{prefix}{key}.")

@@ -1,6 +1,6 @@
-"""One forward, watched: which value was made where and from what. Nothing is traced, replaced or compiled.
+"""Observation of one forward: where each value was made and from what. Nothing is replaced or compiled.
 
-Each storage is a node; an operation that writes to it makes a new one. A node knows the nodes it was made from, the
+Each storage is a node; an operation that writes to it makes a new one. A node records the nodes it was made from, the
 block it was made in (None between blocks) and how many blocks had begun before (`after`).
 """
 
@@ -36,7 +36,7 @@ Key = tuple[int, Geometry]
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One value: an operation's result, a parameter, or something given from outside."""
+    """A value in the trace: an operation's result, a parameter, or an input from outside."""
 
     inputs: tuple[int, ...] = ()
     block: int | None = None
@@ -48,7 +48,7 @@ class Node:
 
 @dataclass(kw_only=True)
 class BlockCall:
-    """One block's call: what it took and gave, by the way to each tensor."""
+    """A call of a block: its input and output tensors, by the path to each."""
 
     takes: dict[Path, Key]
     gives: dict[Path, Key] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class BlockCall:
 
 @dataclass(frozen=True, kw_only=True)
 class PythonRead:
-    """A value that Python looked at (`if x > 0`, `x.item()`), and the line that did."""
+    """A value that Python read (`if x > 0`, `x.item()`), and the line that read it."""
 
     node: int
     block: int | None
@@ -68,7 +68,7 @@ class PythonRead:
 
 @dataclass(kw_only=True)
 class ForwardTrace:
-    """What `trace_forward` saw. `events` are (place, is a draw): draws and starts of random streams, in order.
+    """The result of `trace_forward`. `events` are (place, is a draw): draws and starts of random streams, in order.
 
     A place is `2 * block + 1` inside a block and `2 * blocks begun` between. `changed` are values overwritten later.
     `counts` is an attribute that each forward changes before the first block. `used` and `wrote` are buffers, by the
@@ -90,7 +90,7 @@ class ForwardTrace:
 
 
 def trace_forward(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any]) -> ForwardTrace:
-    """Run `call`, a forward of the model on one example, in training mode, without gradients or lasting effects.
+    """Trace `call`, a forward of the model on one example, in training mode, without gradients or side effects.
 
     Raises:
         LayoutError: a block is called twice, inside another, or never.
@@ -127,7 +127,7 @@ class _Watcher:
             self._buffers.setdefault(buffer.untyped_storage(), []).append(name)
 
     def gate(self, block: Block) -> Callable[..., Any]:
-        """What answers the calls of a block."""
+        """Return the interceptor that records a block's call."""
 
         def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._begin(block)
@@ -163,7 +163,7 @@ class _Watcher:
             self.flow.events.append((2 * self._inside + 1, False))
 
     def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
-        """One operation has run."""
+        """Record an operation: its inputs, results, writes and draws."""
         inputs = tuple(dict.fromkeys(self._node(t) for _, t in tensors_in([args, kwargs])))
         if operation is torch.ops.aten._local_scalar_dense.default:
             read = PythonRead(node=inputs[0], block=self._inside, after=len(self._order), where=_line())
@@ -191,7 +191,7 @@ class _Watcher:
             self._node_of[tensor.untyped_storage()] = number
 
     def finish(self, result: Any) -> None:
-        """The forward is over."""
+        """Record the forward's result, and check that every block was called."""
         self.flow.result = self._keys(result)
         missed = [block.name for block in self._blocks if block not in self._order]
         if missed:
@@ -206,10 +206,10 @@ class _Watcher:
         )
 
     def count(self, call: Callable[[], Any]) -> None:
-        """What each forward changes on the modules around the blocks: a second one tells it from what is kept once.
+        """Find an attribute that each forward changes outside the blocks; a second forward tells it from one set once.
 
         Raises:
-            LayoutError: it is changed after the first block, where not every stage comes.
+            LayoutError: the attribute changes after the first block, which not every stage reaches.
         """
         before, first = self._plain
         after = plain_state(self._modules)
@@ -255,7 +255,7 @@ class _Watcher:
 
 
 def is_around(module: nn.Module, blocks: Sequence[Block]) -> bool:
-    """Whether a module's forward runs on every stage: it is in no block and holds no parameters beside theirs."""
+    """Return whether a module's forward runs on every stage: outside the blocks, around one or without parameters."""
     inside = {id(part) for block in blocks for part in block.module.modules()}
     parts = {id(part) for part in module.modules()}
     return id(module) not in inside and (bool(parts & inside) or next(module.parameters(), None) is None)
@@ -273,12 +273,12 @@ def _refuse_drawn(block: Block, before: Mapping[str, Any]) -> None:
 
 
 def view_geometry(tensor: Tensor) -> Geometry:
-    """What tells views of one storage apart."""
+    """Return the properties that distinguish views of one storage."""
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype)
 
 
 def _line() -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line on the stack that is in neither torch nor Paceline's tracing files."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

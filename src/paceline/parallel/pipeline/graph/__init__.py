@@ -1,1 +1,1 @@
-"""Pipeline stages of any model, split along the graph that `torch.export` gives."""
+"""Pipeline stages of any model, split along the graph that `torch.export` returns."""

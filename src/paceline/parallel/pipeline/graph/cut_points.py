@@ -1,4 +1,4 @@
-"""The second way to cut stages, for models without a chain of blocks: where their exported graph is cut."""
+"""Choice of cut points along the exported graph, for models without a chain of blocks."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
 _FINE = 2
-"""A module that holds more than this part of a stage's share of parameters is opened, so that stages can be even."""
+"""A module with more than 1/`_FINE` of a stage's share of parameters is opened, so that stages can be even."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPlan:
-    """Where to cut, the model without memory that new shapes are exported from, and whether its forward prints."""
+    """The cut, the memoryless model from which new shapes are exported, and whether the forward prints."""
 
     cut: GraphStageSplit
     bare: nn.Module
@@ -45,15 +45,15 @@ def plan_graph(
     seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
     late: DeferredModel | None = None,
 ) -> GraphPlan:
-    """Cut a whole model along its graph. `call` runs its forward (and loss) on one example microbatch;
-    it is on `device` where the model has no memory yet, which `late` then lends.
+    """Cut a whole model along its graph. `call` runs its forward (and loss) on one example microbatch.
 
-    `blocks` names the modules between whose calls borders may lie, `bounds` the number of their calls in each stage;
-    else these are balanced over parameters, or over `seconds` of each module.
+    If the model has no memory yet, the microbatch is on `device` and `late` lends the memory. `blocks` names the
+    modules between whose calls borders may lie, `bounds` the number of their calls in each stage; otherwise these are
+    balanced over parameters, or over `seconds` of each module.
 
     Raises:
-        LayoutError: no graph, fewer calls than stages, a value would have to cross that can't, a model that is called
-            twice, or a loss that reads what the model does not return.
+        LayoutError: the forward can't be exported, has fewer calls than stages, or needs a value that can't be sent;
+            the model is called twice, or the loss reads a value that the model does not return.
     """
     args, kwargs, modes = _first_call(model, call)
     bare = memoryless_copy(model, device=device)
@@ -79,11 +79,11 @@ def plan_graph(
 
 
 class _Seen(BaseException):
-    """The model was called. No `Exception`, so that a forward's own `except` does not keep it."""
+    """The signal that the model was called; no `Exception`, so that no `except` in a forward catches it."""
 
 
 def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]:
-    """What the model is called with, and each module's mode then; the call is not made."""
+    """Return the arguments of the model's first call, and each module's mode then, without running the call."""
     found: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]] = []
 
     def gate(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, .
 
 
 def _units(model: nn.Module, num_stages: int, listed: Collection[str]) -> Iterator[str]:
-    """The modules that stay whole: outermost ones, opened where they are too large for even stages or hold a listed."""
+    """Yield the modules that stay whole: the outermost, opened if too large for even stages or around a listed one."""
     share = sum(p.numel() for p in model.parameters()) / (_FINE * num_stages)
     seen: set[int] = set()
     whole = {id(block) for block in random_blocks(model)}
@@ -155,7 +155,7 @@ def _weights(
     blocks: Sequence[Block],
     seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None,
 ) -> list[float]:
-    """Parameters of each call's module, or its seconds."""
+    """Return the weight of each call: its module's number of parameters, or its seconds."""
     if seconds is None:
         return [float(sum(p.numel() for p in block.module.parameters())) for block in blocks]
     modules: dict[str, nn.Module] = {}

@@ -1,4 +1,4 @@
-"""`torch.export` of a model without memory, read as a `Graph` of its modules' calls: the second way to cut stages."""
+"""Export of a memoryless model with `torch.export`, converted to a `Graph` of its modules' calls."""
 
 import contextlib
 import copy
@@ -35,10 +35,10 @@ _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]) -> Graph:
-    """The forward on these arguments; `units` are the modules that stay whole. Draws nothing and changes nothing.
+    """Return the graph of the forward on these arguments; `units` are the modules that stay whole. No side effects.
 
     Raises:
-        LayoutError: the forward is no graph, with the place in the user's code.
+        LayoutError: the forward can't be exported; the message gives the place in the user's code.
     """
     with (
         preserve_rng(),
@@ -58,12 +58,12 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
             )
         if (
             toggles.hooked and not toggles.found
-        ):  # once, as transformers does to hear hidden states: the next forward finds them there
+        ):  # transformers registers hooks once to record hidden states: the next forward finds them there
             toggles.settle()
             with toggles.only_hearing():
                 program, toggles = _program(model, args, kwargs, units)
         toggles.refuse()
-        if toggles.changed:  # what is kept once, such as a size, makes no difference to the next forward
+        if toggles.changed:  # an attribute set once, such as a size, does not change the next forward
             toggles.settle()
             again, later = _program(model, args, kwargs, units)
             if later.changed or again.graph_module.code != program.graph_module.code:
@@ -94,7 +94,7 @@ def _changing(name: str) -> LayoutError:
 
 
 def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
-    """A tensor that the forward keeps on a module which is opened would be kept once, when it is exported."""
+    """Refuse a tensor that the forward keeps on an opened module: it would be set only once, at export."""
     names = [name for text in told if "assigned during export" in text for name in _OWN_TENSOR.findall(text)]
     left = [name for name in names if not any(name.startswith(f"{unit}.") for unit in units)]
     if left:
@@ -117,7 +117,7 @@ class _Reader:
         self._place: dict[str, int] = {}
 
     def graph(self) -> Graph:
-        """Steps in the order of the forward."""
+        """Return the graph, with its steps in the order of the forward."""
         sources, constants = dict(self._sources()), dict(self._program.constants)
         values = {node.name: node for node in self._module.graph.nodes}
         for node in self._module.graph.nodes:
@@ -144,7 +144,7 @@ class _Reader:
         return found
 
     def _settled(self, values: Mapping[str, Node]) -> list[Step]:
-        """Steps without torch.export's last words: a buffer's new value is written where it is made."""
+        """Return the steps with torch.export's final buffer copies moved to where each new value is made."""
         steps = list(self._steps)
         last: list[Operation] = []
         while steps and isinstance(step := steps[-1], Operation) and step.node.target is torch.ops.aten.copy_.default:
@@ -193,7 +193,7 @@ class _Reader:
             self._steps[place] = ModuleCall(**{**vars(call), "draws": True})
 
     def _unit(self, node: Node) -> tuple[str, str] | None:
-        """The outermost unit that an operation belongs to: its call and its module."""
+        """Return the outermost unit that an operation belongs to, as its call and its module, or None."""
         stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack", {})
         return next(((key, name) for key, (name, _) in stack.items() if name in self._units), None)
 
@@ -223,7 +223,7 @@ class _Reader:
 
 
 def _is_same(value: Node, buffer: Node) -> bool:
-    """Whether a value is the buffer itself, written in place."""
+    """Return whether a value is the buffer itself, written in place."""
     while value is not buffer:
         found = next((argument for argument, is_write in aliased_arguments(value) if is_write), None)
         if found is None:
@@ -239,7 +239,7 @@ def _value(argument: Any) -> GraphValue:
 
 
 def _draws(node: Node) -> bool:
-    """Whether an operation takes numbers from a random generator; dropout that is off does not."""
+    """Return whether an operation draws from a random generator; inactive dropout does not."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -248,7 +248,7 @@ def _draws(node: Node) -> bool:
 
 
 def _check_hidden(graph: Graph) -> None:
-    """What a module leaves on the side, for code outside of it, has no name among what it returns."""
+    """Raise LayoutError if a step or the output uses a value that a module made but did not return."""
     known = {*graph.inputs, *graph.sources}
     for step in graph.steps:
         for name in step.uses:
@@ -271,7 +271,7 @@ def _hidden(graph: Graph, name: str, why: str) -> LayoutError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[io.StringIO]:
-    """Give what is printed meanwhile: by the forward, and by torch.export where it fails, which our error says once."""
+    """Silence logging and stderr, and capture stdout; errors of torch.export are reported once, by our own error."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -283,7 +283,7 @@ def _quiet() -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Out of any autocast around: what a graph keeps is the model's own arithmetic, run under autocast where asked."""
+    """Disable autocast, so that a graph records the model's own arithmetic; its steps may run under autocast later."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

@@ -1,8 +1,7 @@
 """A model's forward as a list of steps: calls of its own modules, and operations between them.
 
-The graph (read off `torch.export`) says which value goes where; the modules themselves are called, with all that hangs
-on them (hooks, modes, sharding). A graph holds for one set of shapes, constants and modes: what Python decided is
-decided in it.
+The graph (from `torch.export`) gives the data flow; the modules themselves are called, with their hooks, modes and
+sharding. A graph is valid for one set of shapes, constants and modes: decisions made in Python are fixed in it.
 """
 
 import operator
@@ -21,19 +20,19 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, kw_only=True)
 class GraphValue:
-    """A value of the graph by name, or a constant."""
+    """A value of the graph, given by name, or a constant."""
 
     name: str = ""
     constant: Any = None
 
     def of(self, env: Mapping[str, Any]) -> Any:
-        """What it is in a run."""
+        """Return the value in a run with the values `env`."""
         return env[self.name] if self.name else self.constant
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCall:
-    """One call of a module, `number` counting its calls from 0."""
+    """A call of a module; `number` counts the module's calls from 0."""
 
     module: str
     number: int
@@ -44,21 +43,21 @@ class ModuleCall:
 
     @property
     def name(self) -> str:
-        """`up.conv`, and `up.conv@1` for its second call."""
+        """Return the call's name: `up.conv`, and `up.conv@1` for the second call."""
         return f"{self.module}@{self.number}" if self.number else self.module
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Names of values."""
+        """Return the names of the values that the call takes."""
         return tuple(value.name for value in self.takes if value.name)
 
     @property
     def makes(self) -> tuple[str, ...]:
-        """Names of values."""
+        """Return the names of the values that the call returns."""
         return tuple(value.name for value in self.gives if value.name)
 
     def run(self, env: dict[str, Any], model: nn.Module) -> None:
-        """Call the module that stands under this name now."""
+        """Call the module that the model now has under this name, and store its results in `env`."""
         args, kwargs = tree_unflatten([value.of(env) for value in self.takes], self.form)
         leaves, _ = tree_flatten(model.get_submodule(self.module)(*args, **kwargs))
         env.update({value.name: leaf for value, leaf in zip(self.gives, leaves, strict=True) if value.name})
@@ -66,28 +65,28 @@ class ModuleCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation between calls."""
+    """An operation between module calls."""
 
     node: Node
     draws: bool = False
 
     @property
     def name(self) -> str:
-        """Of its result."""
+        """Return the name of the operation's result."""
         return self.node.name
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Names of values."""
+        """Return the names of the values that the operation takes."""
         return tuple(node.name for node in self.node.all_input_nodes)
 
     @property
     def makes(self) -> tuple[str, ...]:
-        """Names of values."""
+        """Return the name of the operation's result, as a tuple."""
         return (self.node.name,)
 
     def run(self, env: dict[str, Any], model: nn.Module) -> None:
-        """Do it."""
+        """Run the operation and store its result in `env`."""
         assert callable(self.node.target), "placeholders and attributes are no steps"
         args, kwargs = map_arg((self.node.args, self.node.kwargs), lambda node: env[node.name])
         env[self.node.name] = self.node.target(*args, **kwargs)
@@ -98,7 +97,7 @@ Step = ModuleCall | Operation
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSource:
-    """A value that is there from the beginning: a parameter or buffer by its FQN, or a constant of the graph."""
+    """A value that exists before the first step: a parameter or buffer by its FQN, or a constant of the graph."""
 
     kind: InputKind | None
     target: str
@@ -106,9 +105,9 @@ class GraphSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """`inputs` are the flat arguments of the model, `values` the nodes by name; what a call hides is not a step.
+    """The graph of a forward. `inputs` are the model's flat arguments, `values` the nodes by name.
 
-    `prints`: whether the forward does, which the steps do not.
+    Operations inside a module call are not steps. `prints`: whether the forward prints, which the steps don't repeat.
     """
 
     steps: tuple[Step, ...]
@@ -122,7 +121,7 @@ class Graph:
     prints: bool = False
 
     def given(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        """What a run begins with."""
+        """Return the values that exist before the first step of a run."""
         leaves, _ = tree_flatten((args, kwargs))
         env = {name: leaf for name, leaf in zip(self.inputs, leaves, strict=True) if name}
         for name, source in self.sources.items():
@@ -134,12 +133,12 @@ class Graph:
         return env
 
     def output(self, env: Mapping[str, Any]) -> Any:
-        """What the forward returns."""
+        """Return the forward's output, from the values of a run."""
         return tree_unflatten([value.of(env) for value in self.outputs], self.form)
 
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
-    """The arguments whose memory a result shares, and whether they are written to."""
+    """Yield the arguments whose memory a result shares, with whether they are written to."""
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False
     elif isinstance(node.target, torch._ops.OpOverload):
@@ -151,6 +150,6 @@ def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
 
 
 def silently_written(node: Node) -> Iterator[Node]:
-    """Running statistics, of which the operation's schema does not say that they are written to."""
+    """Yield the running statistics that an operation writes to although its schema does not declare it."""
     if node.target in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default) and node.args[5]:
         yield from (part for part in node.args[3:5] if isinstance(part, Node))

@@ -1,4 +1,4 @@
-"""What a forward sets on its modules between their calls: a graph keeps the calls alone, not what is set."""
+"""Detection of state that a forward sets on its modules between their calls; a graph keeps only the calls."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from paceline.user_code import is_users
 
 
 class ModeChangeCheck:
-    """Looks at each call of a unit, and at the end, whether its modules stand as their own forwards left them.
+    """A check, at each call of a unit and at the end, that its modules are as their own forwards left them.
 
-    `before` and `after` are what the forwards of modules that do not stay whole keep from call to call. They are
-    looked at within the forward: torch.export puts back most of what a forward sets.
+    `before` and `after` hold the state that forwards of opened modules keep from call to call. It is read within the
+    forward, because torch.export restores most of what a forward sets.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -41,15 +41,15 @@ class ModeChangeCheck:
             ]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the module hooks."""
         for handle in self._handles:
             handle.remove()
 
     def refuse(self) -> None:
-        """Refuse what was found, now that the forward is over.
+        """Refuse the changes that were found; call this after the forward.
 
         Raises:
-            LayoutError: the first module and attribute.
+            LayoutError: something was changed; the message names the first module and attribute.
         """
         self.close()
         self._found = self._found or self.hooked
@@ -64,23 +64,23 @@ class ModeChangeCheck:
 
     @property
     def found(self) -> str:
-        """The first attribute that the forward has set between calls."""
+        """Return the first attribute that the forward has set between calls."""
         return self._found
 
     @property
     def hooked(self) -> str:
-        """The first module that the forward has hooked or unhooked, now that it is over."""
+        """Return the first module on which the forward has added or removed hooks; "" if there is none."""
         hooked = [name for name, hooks in _hooks(self._modules).items() if hooks != self._hooks.get(name)]
         return f"{hooked[0]}.register_hook".lstrip(".") if hooked else ""
 
     @contextmanager
     def only_hearing(self) -> Iterator[None]:
-        """Around the next forward: the hooks that this one has added may hear what goes in and out, and change nothing.
+        """Check during the next forward that the hooks added by this one only observe inputs and outputs.
 
-        A graph has the flow of what they hear; on a stage they are not there.
+        A graph contains the flow of what they observe; on a stage the hooks don't exist.
 
         Raises:
-            LayoutError: one of them changes something, or runs in the backward.
+            LayoutError: a hook changes something, or is a backward hook.
         """
         hooked, changing = self.hooked, list[object]()
 
@@ -105,11 +105,11 @@ class ModeChangeCheck:
 
     @property
     def changed(self) -> str:
-        """The first of what the forward leaves otherwise than it found it."""
+        """Return the first state that the forward has changed; "" if there is none."""
         return next((name for name in {**self.before, **self.after} if _differs(self.before, self.after, name)), "")
 
     def settle(self) -> None:
-        """Leave the modules as the forward did."""
+        """Set the modules to the state in which the forward left them."""
         for attributes, key, value in self._left:
             attributes[key] = value
 
@@ -130,13 +130,13 @@ class ModeChangeCheck:
 
     def _before(self, unit: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if torch.is_grad_enabled():  # what runs under no_grad is kept operation by operation
+            if torch.is_grad_enabled():  # a forward under no_grad is exported operation by operation
                 self._look(unit)
 
         return hook
 
     def _after(self, unit: str) -> Callable[..., None]:
-        """What a module's own forward does to it, it does on its stage too."""
+        """Return the hook that accepts changes by a unit's own forward, which happen on its stage too."""
 
         def hook(*_: Any) -> None:
             self._learn([unit])
@@ -169,7 +169,7 @@ def _differs(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> 
 
 
 def _kept(opened: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What the forwards of these modules keep from call to call: on themselves, in what they train, in globals."""
+    """Return the state that these modules' forwards keep from call to call: attributes, `requires_grad`, globals."""
     found = {f"self.{name}": value for name, value in plain_state(opened).items()}
     for name, module in opened.items():
         for key, parameter in module.named_parameters(name, recurse=False):
@@ -184,14 +184,14 @@ def _kept(opened: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Its settings and mode, which tensors it has, and which of them train."""
+    """Return a module's plain attributes, mode, tensor identities and `requires_grad` flags."""
     found = plain_state({"": module}) | {"training": module.training}
     found |= {name: id(tensor) for name, tensor in {**module._parameters, **module._buffers}.items()}
     return found | {f"{name}.requires_grad": p.requires_grad for name, p in module._parameters.items() if p is not None}
 
 
 def _hooks(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
-    """The numbers of those that each has."""
+    """Return the ids of each module's hooks."""
     return {
         name: frozenset([*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks])
         for name, module in modules.items()

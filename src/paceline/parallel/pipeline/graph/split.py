@@ -1,7 +1,7 @@
-"""Where a graph is cut into stages, and what crosses: every value that is alive over the cut, skips included.
+"""The split of a graph into stages; every value that is live at a cut is sent, skip connections included.
 
-Borders lie between two calls of modules that hold parameters, where the fewest bytes are alive. A border is kept by
-the call that it follows and the number of steps after it, so that graphs of other shapes are cut at the same place.
+A border lies between two calls of modules that hold parameters, where the fewest bytes are live. It is stored as the
+call that it follows and the number of steps after it, so that graphs of other shapes are cut at the same place.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _UNKNOWN = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class StageBoundary:
-    """After the call `after`, and after `steps` more steps."""
+    """A border between stages: it follows the call `after` and `steps` more steps."""
 
     after: str
     steps: int
@@ -32,7 +32,7 @@ class StageBoundary:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPart:
-    """One stage: the parameters it holds, the modules that it calls, and the buffers that it computes with."""
+    """A stage of a graph: the parameters it holds, the modules that it calls, and the buffers that it computes with."""
 
     index: int
     parameters: frozenset[str]
@@ -42,10 +42,10 @@ class GraphPart:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStageSplit:
-    """A forward without a chain cut into stages; a pure function of the model, equal on every rank.
+    """A graph cut into stages; it depends only on the model, and is equal on every rank.
 
-    `units` are the modules that stay whole, `blocks` the calls among them that hold parameters, `buffers` those that
-    operations between modules write, by stage.
+    `units` are the modules that stay whole, `blocks` the calls of those with parameters; `buffers` maps the buffers
+    that operations between modules write to their stage.
     """
 
     units: tuple[str, ...]
@@ -57,20 +57,20 @@ class GraphStageSplit:
 
     @property
     def num_stages(self) -> int:
-        """How many."""
+        """Return the number of stages."""
         return len(self.parts)
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameters that several stages hold, and which: their gradients are added over these stages."""
+        """Return the parameters that several stages hold, with these stages, over which their gradients are added."""
         return parameters_of_several_stages(self.parts)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a parameter, by its first name."""
+        """Return the stages that hold a parameter, given by its first name."""
         return stages_of_parameters(name, self.parts)
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json and for comparing ranks."""
+        """Return the split as JSON values, for plan.json and for comparing ranks."""
         return {
             "blocks": list(self.blocks),
             "bounds": [list(bound) for bound in self.bounds],
@@ -80,7 +80,7 @@ class GraphStageSplit:
 
 
 class LiveValues:
-    """What is alive between the steps of a graph, and where it can be cut."""
+    """The live values between the steps of a graph, and the places where it can be cut."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -94,20 +94,20 @@ class LiveValues:
         self._groups, self._writes = _memory(graph)
 
     def over(self, place: int) -> tuple[str, ...]:
-        """The values made before the step `place` and used by it or later, in the order in which they are made."""
+        """Return the values made before the step `place` and used by it or later, in the order of their creation."""
         return tuple(name for name, made in self._made.items() if made < place <= self._last.get(name, -1))
 
     def dead(self, place: int) -> Iterator[str]:
-        """What no step after this one uses."""
+        """Return the values of this step that no later step uses."""
         step = self.graph.steps[place]
         return (name for name in (*step.uses, *step.makes) if self._last.get(name, -1) <= place)
 
     def num_bytes(self, place: int) -> int:
-        """Of what is alive."""
+        """Return the bytes of the values that are live before the step `place`."""
         return sum(num_bytes(self.graph.values[name]) or 0 for name in self.over(place))
 
     def trouble(self, place: int) -> str:
-        """Why the graph can't be cut here; nothing if it can."""
+        """Return why the graph can't be cut here; "" if it can."""
         live = self.over(place)
         for name in live:
             if num_bytes(self.graph.values[name]) is None:
@@ -127,26 +127,26 @@ class LiveValues:
         return ""
 
     def words(self, name: str) -> str:
-        """A value, and what makes it."""
+        """Return a description of a value and of what makes it."""
         node, place = self.graph.values[name], self.graph.inside.get(name)
         maker = f" made in {self.graph.steps[place].name}" if place is not None else ""
         kind = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else name
         return f"a value ({kind}){maker}"
 
     def writes_in(self, start: int, stop: int) -> bool:
-        """Whether a step between overwrites something."""
+        """Return whether a step from `start` to `stop` overwrites memory."""
         return any(start <= write < stop for writes in self._writes.values() for write in writes)
 
     def draws_before(self, place: int) -> bool:
-        """Whether a random generator has moved."""
+        """Return whether a step before `place` draws random numbers."""
         return any(step.draws for step in self.graph.steps[:place])
 
 
 def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]) -> int:
-    """Where a border lies in a graph; never beyond the next of the blocks.
+    """Return the step at which a border lies in a graph; never beyond the next of the blocks.
 
     Raises:
-        LayoutError: the forward goes another way than when it was cut.
+        LayoutError: the forward takes another path than when it was cut.
     """
     calls = {step.name: place for place, step in enumerate(live.graph.steps) if isinstance(step, ModuleCall)}
     if border.after not in calls:
@@ -172,10 +172,10 @@ def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]
 def cut_graph(
     model: nn.Module, graph: Graph, *, units: Sequence[str], blocks: Sequence[int], bounds: Bounds
 ) -> GraphStageSplit:
-    """Cut between calls: `blocks` are the steps between which borders may lie, `bounds` how many each stage gets.
+    """Cut a graph between calls; borders may lie between the steps `blocks`, and `bounds` assigns these to stages.
 
     Raises:
-        LayoutError: no place between two blocks can be a border, with the value that would have to cross.
+        LayoutError: no place between two blocks can be a border; the message names the value that can't be sent.
     """
     live = LiveValues(graph)
     places = [_cheapest(live, blocks[stop - 1] + 1, blocks[stop]) for _, stop in bounds[:-1]]
@@ -209,7 +209,7 @@ def cut_graph(
 
 
 def parameters_in(graph: Graph, start: int, stop: int) -> Iterator[str]:
-    """The parameters that operations between modules use in a stage."""
+    """Yield the parameters that operations between module calls use in a stage."""
     for step in graph.steps[start:stop]:
         for name in step.uses:
             source = graph.sources.get(name)
@@ -225,7 +225,7 @@ def _parameters(model: nn.Module, graph: Graph, start: int, stop: int) -> set[st
 
 
 def _held(model: nn.Module, used: Sequence[set[str]]) -> list[frozenset[str]]:
-    """Each parameter on the stages that use it; one that nothing uses where the one before it is."""
+    """Return each stage's parameters: those that it uses, and unused ones that follow one of its own."""
     held, home = [set(mine) for mine in used], 0
     for name, _ in model.named_parameters():
         found = [index for index, mine in enumerate(used) if name in mine]
@@ -236,7 +236,7 @@ def _held(model: nn.Module, used: Sequence[set[str]]) -> list[frozenset[str]]:
 
 
 def _cheapest(live: LiveValues, start: int, stop: int) -> int:
-    """The place with the fewest bytes alive among those that can be a border; of equal ones the first."""
+    """Return the first place with the fewest live bytes among those that can be a border."""
     places = range(start, stop + 1)
     good = [place for place in places if not live.trouble(place)]
     if not good:
@@ -250,7 +250,7 @@ def _cheapest(live: LiveValues, start: int, stop: int) -> int:
 
 
 def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
-    """The parameters and buffers that a stage computes with, also those that a module takes from another one."""
+    """Return the parameters and buffers that a stage computes with, also those that a module reads from another."""
     steps = {step.name: place for place, step in enumerate(graph.steps)}
     found: dict[InputKind | None, set[str]] = {InputKind.PARAMETER: set(), InputKind.BUFFER: set()}
     for node in graph.values.values():
@@ -263,13 +263,13 @@ def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
 
 
 def _firsts(model: nn.Module, names: Collection[str]) -> set[str]:
-    """These parameters by their first names."""
+    """Return the first names of these parameters."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {first[id(model.get_parameter(name))] for name in names}
 
 
 def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
-    """That no two stages compute with a buffer that the forward writes to."""
+    """Raise LayoutError if two stages compute with a buffer that the forward writes to."""
     groups, writes = _memory(graph)
     written = {
         source.target
@@ -287,7 +287,7 @@ def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
 
 
 def _written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Buffers that operations between modules write to, and the stage that does."""
+    """Return the buffers that operations between module calls write to, with the stage of each."""
     _, writes = _memory(graph, directly=True)
     found = {}
     for name, places in writes.items():
@@ -298,7 +298,7 @@ def _written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) -> dict[st
 
 
 def _memory(graph: Graph, directly: bool = False) -> tuple[dict[str, set[str]], dict[str, list[int]]]:
-    """Values that share memory, by a member's name, and the steps that overwrite it; views count as the same."""
+    """Return groups of values that share memory, by a member's name, and the steps that overwrite each group."""
     root: dict[str, str] = {}
     steps = {step.name: place for place, step in enumerate(graph.steps)}
 
@@ -326,7 +326,7 @@ def _memory(graph: Graph, directly: bool = False) -> tuple[dict[str, set[str]], 
 
 
 def num_bytes(node: Node) -> int | None:
-    """Of a tensor, more than any where that depends on the data; None of what is no tensor and can't be sent."""
+    """Return a tensor's bytes, `_UNKNOWN` if they depend on the data; None for a value that is no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None

@@ -1,7 +1,7 @@
-"""Stages of a model without a chain: each runs its steps of the exported graph, with the model's own modules.
+"""Stages of a model without a chain of blocks: each runs its steps of the exported graph, with the model's modules.
 
-The call of the model is answered: the stage's steps run in its place, inside of the model's own hooks, and the forward
-is left after them. New shapes, constants and modes are exported again, from a copy of the model without memory.
+The model's call is intercepted: the stage's steps run in place of its forward, inside the model's own hooks, and then
+an exception leaves the forward. New shapes, constants and modes are exported again, from a memoryless copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from paceline.torch_internals.private_api import CallInterceptor, tree_flatten
 
 @dataclass(kw_only=True)
 class _Run:
-    """One stage's forward of one microbatch."""
+    """The state of one stage's forward of one microbatch."""
 
     stage: int
     received: StageOutput | None
@@ -34,7 +34,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """A graph of some shapes, and where its borders lie."""
+    """A graph for one set of shapes, with the places of its borders."""
 
     graph: Graph
     live: LiveValues
@@ -42,7 +42,7 @@ class _Cut:
 
 
 class _Left(BaseException):
-    """The stage's last step is done. No `Exception`, so that a forward's own `except` does not keep it."""
+    """The signal that the stage's last step is done; no `Exception`, so that no `except` in a forward catches it."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__("left after the stage's last step")
@@ -50,10 +50,10 @@ class _Left(BaseException):
 
 
 class GraphStages:
-    """The stages that this process runs of one model; the others' parameters and buffers give up their memory.
+    """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
-    `bare` is the model without memory, as `skeleton` makes it. Build it before sharding, compiling or hooking the
-    model; what these hang on its modules is met by the calls.
+    `bare` is the model without memory, from `memoryless_copy`. Build the stages before sharding, compiling or hooking
+    the model; the module calls run hooks and wrappers that are added later.
     """
 
     def __init__(self, model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int], bare: nn.Module) -> None:
@@ -101,10 +101,10 @@ class GraphStages:
         return result
 
     def refuse_training(self) -> None:
-        """Refuse nothing: what a graph has not is refused when it is cut."""
+        """Refuse nothing: unsupported forwards are refused when the graph is cut."""
 
     def close(self) -> None:
-        """Let calls through again."""
+        """Remove the interceptor and restore the model's forward."""
         self._gate.undo()
         del self.model.forward
 
@@ -133,7 +133,7 @@ class GraphStages:
         return forward
 
     def _play(self, run: _Run, args: Any, kwargs: Any) -> Any:
-        """The steps of one stage; what crosses is also returned, for hooks that look for tensors."""
+        """Run the steps of one stage; the sent tensors are also returned, for hooks that look for tensors."""
         cut = self._cut_for(args, kwargs)
         stage, last = run.stage, run.stage + 1 == self.cut.num_stages
         start = cut.places[stage - 1] if stage else 0
@@ -179,7 +179,7 @@ class GraphStages:
         return self._cuts[key]
 
     def _check(self, graph: Graph, places: Sequence[int]) -> None:
-        """Each stage of a new graph uses what the stage holds."""
+        """Raise LayoutError unless each stage of a new graph uses only modules and parameters that the stage holds."""
         if list(places) != sorted(places):
             raise LayoutError("with these inputs the forward calls its modules in another order than it was cut in.")
         first = {id(p): name for name, p in self.model.named_parameters()}

@@ -1,1 +1,1 @@
-"""How each torch function propagates the sharding of its arguments."""
+"""Sharding propagation rules of the torch functions."""

@@ -1,4 +1,4 @@
-"""Elementwise functions, reductions, norms and dropout."""
+"""Sharding rules of elementwise functions, reductions, norms and dropout."""
 
 import math
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ DUNDER = "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow mod neg 
 
 
 def _names(names: Iterable[str]) -> list[str]:
-    """Return what torch calls these functions itself: `__rtruediv__` is `__rdiv__`, `F.logsigmoid` is `log_sigmoid`."""
+    """Return torch's own names of these functions: `__rtruediv__` is `__rdiv__`, `F.logsigmoid` is `log_sigmoid`."""
     found = [name_of(getattr(place, name)) for name in names for place in (torch, Tensor, F) if hasattr(place, name)]
     return list(dict.fromkeys(found))
 
@@ -47,9 +47,9 @@ WRITING = _names(
 
 @rule(*ELEMENTWISE)
 def elementwise(call: FunctionCall) -> Any:
-    """Every operand's own piece; what broadcasts over the cut dimension is read as it is."""
+    """Apply the function to this rank's piece of every operand; operands that broadcast are read whole."""
     if call.kwargs.get("out") is not None or (call.name == "where" and len(call.values()) == 1):
-        raise NoRule  # where(condition) are its nonzero's places
+        raise NoRule  # where(condition) returns indices of nonzero elements
     splits = [value for value in call.values() if isinstance(value, ShardPropagatingTensor)]
     first, (wire, origins) = splits[0], wire_and_origins(splits)
     dim = first.cut.dim - len(first.whole)
@@ -64,7 +64,7 @@ def elementwise(call: FunctionCall) -> Any:
 
 @rule(*WRITING)
 def _in_place(call: FunctionCall) -> Any:
-    """Into a piece: its operands' pieces. Into a whole tensor: whole operands."""
+    """Write in place into a shard from the operands' pieces; raise `NoRule` for a whole target."""
     x = call.args[0] if call.args else call.kwargs.get("input")
     if not isinstance(x, ShardPropagatingTensor) or call.kwargs.get("out") is not None:
         raise NoRule
@@ -74,7 +74,7 @@ def _in_place(call: FunctionCall) -> Any:
 
 
 def _dims(x: ShardPropagatingTensor, given: Any) -> list[int]:
-    """Return the dimensions that a function works along, counted from the front; none given are all."""
+    """Return the dimensions that a function reduces, counted from the front; None means all."""
     asked = given if isinstance(given, tuple | list) else () if given is None else (given,)
     return [positive_dim(d, len(x.whole)) for d in asked] or list(range(len(x.whole)))
 
@@ -94,7 +94,7 @@ def _reduce(call: FunctionCall) -> Any:
 
 @rule("cumsum", "flip", "sort", "topk")
 def _along(call: FunctionCall) -> Any:
-    """Along dimensions that stay."""
+    """Apply the function along a dimension that is not sharded."""
     x = need_cut_argument(call["input"])
     if x.cut.dim in _dims(x, call["dims"] if call.name == "flip" else call["dim"]):
         raise NoRule
@@ -111,7 +111,10 @@ def _along_others(call: FunctionCall, x: ShardPropagatingTensor, cut: DimShardin
 
 
 def _over_the_cut(call: FunctionCall, x: ShardPropagatingTensor, dims: list[int]) -> Any:
-    """Sums are added over the ranks; a mean is a sum, divided; of what holds anywhere or everywhere one number goes."""
+    """Reduce over the sharded dimension.
+
+    Sums are all-reduced, and a mean is a sum that is divided; `all` and `any` send one number per result.
+    """
     keep = call.given.get("keepdim", False)
     if call.name in ("all", "any"):
         own = x.local.bool() if call.name == "any" else ~x.local.bool()
@@ -122,7 +125,7 @@ def _over_the_cut(call: FunctionCall, x: ShardPropagatingTensor, dims: list[int]
         or not x.local.is_floating_point()
         or (is_searching(x) and not _is_one_vector(x))
     ):
-        raise NoRule  # a plan does not cut what the next norm sums over
+        raise NoRule  # a plan does not shard a dimension that the next norm sums over
     asked = call["dtype"] or x.local.dtype
     wide = torch.float32 if asked in (torch.float16, torch.bfloat16) else asked
     total = reduce_out(torch.sum(x.local, dims, keep, dtype=wide), x.wire)
@@ -130,12 +133,12 @@ def _over_the_cut(call: FunctionCall, x: ShardPropagatingTensor, dims: list[int]
 
 
 def _is_one_vector(x: ShardPropagatingTensor) -> bool:
-    """Whether it is one vector a sample, as global response norms have it: its sum is a few numbers."""
+    """Return whether the tensor is one vector per sample, as in global response norm: its sum is a few numbers."""
     return len(x.whole) > 1 and all(n == 1 for d, n in enumerate(x.whole) if d not in (0, x.cut.dim))
 
 
 def _none_of(own: Tensor, dims: list[int], keep: bool) -> Tensor:
-    """Return zeros, where this rank holds nothing of the dimension."""
+    """Return zeros, for a rank that holds nothing of the dimension."""
     return own.sum(dims, keep).byte()
 
 
@@ -155,7 +158,7 @@ def _norm(call: FunctionCall) -> Any:
 
 @rule("dropout")
 def _dropout(call: FunctionCall) -> Any:
-    """The whole tensor's draws, of which each rank uses its own: equal to one process, and all ranks stay in step."""
+    """Drop with this rank's piece of the whole tensor's mask: equal to one process, and the generators stay in step."""
     x, p = need_cut_argument(call["input"]), call["p"]
     if not call["training"] or p == 0.0:
         return x
@@ -167,7 +170,7 @@ def _dropout(call: FunctionCall) -> Any:
 
 
 def own_draws(local: Tensor, p: float, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-    """A dropout mask for the whole, drawn in the order in which the whole tensor's memory lies; this rank's piece."""
+    """Return this rank's piece of a dropout mask that is drawn for the whole tensor, in its memory order."""
     shape = [cut.size if d == cut.dim else n for d, n in enumerate(local.shape)]
     strides = local.stride()
     order = sorted(range(local.dim()), key=lambda d: (-strides[d], d)) if not local.is_contiguous() else None

@@ -1,4 +1,4 @@
-"""Functions that take a part: slices, chunks, indices; and what a tensor says about itself."""
+"""Sharding rules of functions that take a part (slices, chunks, indices), and of tensor attributes such as shape."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from paceline.torch_internals.private_api import tree_flatten
 def narrow_piece(
     x: ShardPropagatingTensor, dim: int, start: int, stop: int, *, sections: tuple[int, ...] = ()
 ) -> ShardPropagatingTensor:
-    """`[start, stop)` along a dimension: anything where it is whole, whole sections where it is cut."""
+    """Return `[start, stop)` along a dimension: any range of a whole dimension, whole sections of the sharded one."""
     if dim != x.cut.dim:
         return piece_like(x, x.local.narrow(dim, start, stop - start), x.cut)
     found = x.cut.sliced(start, stop)
@@ -110,7 +110,7 @@ def _getitem(call: FunctionCall) -> Any:
 
 
 def _as_tensor(index: Any) -> Any:
-    """Lists and arrays index as tensors do; `range` and the like are torch's to read."""
+    """Convert a list to an index tensor. Indices that torch reads in other ways, such as `range`, have no rule."""
     if isinstance(index, list) and not any(isinstance(i, Tensor) for i in tree_flatten(index)[0]):
         return torch.as_tensor(index)
     known = index is None or index is Ellipsis or isinstance(index, int | slice | Tensor)
@@ -145,7 +145,7 @@ def _index_of_dim(index: tuple[Any, ...], dim: int) -> int:
 
 
 def _place_after(index: tuple[Any, ...], at: int) -> int:
-    """Where the dimension of entry `at` stands in the result; more than one index tensor has no rule."""
+    """Return the position in the result of the dimension of entry `at`. Raises `NoRule` for several index tensors."""
     tensors = [i for i in index if isinstance(i, Tensor)]
     if len(tensors) > 1 or (tensors and any(isinstance(i, int) for i in index)):
         raise NoRule
@@ -174,7 +174,7 @@ def _says(call: FunctionCall) -> Any:
 
 @rule("stride")
 def _stride(call: FunctionCall) -> Any:
-    """Of the whole, laid out in memory as the piece is."""
+    """Return the strides of the whole tensor in the memory order of the shard."""
     x = call["input"]
     order = sorted(range(len(x.whole)), key=lambda d: (-x.local.stride(d), d))
     if not x.local.permute(order).is_contiguous():

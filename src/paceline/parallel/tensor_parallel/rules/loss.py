@@ -1,4 +1,4 @@
-"""What is computed from logits of which each rank holds a piece of the vocabulary, without putting them together.
+"""Sharding rules of losses, softmax and argmax over a sharded vocabulary, without gathering the logits.
 
 Each rank sends two numbers per row (its largest logit, its sum of exponentials), and the target's (Megatron-LM).
 """
@@ -33,9 +33,9 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 class _EntropyOfClass(torch.autograd.Function):
-    """Minus the logarithm of each target's share, one value a row; zero where the row is ignored.
+    """The cross-entropy of each row: minus the log-probability of its target; zero for ignored rows.
 
-    One message for both numbers of a row, and one copy of the logits (their softmax) kept for backward.
+    It sends one message for both numbers of a row, and keeps one copy of the logits (their softmax) for backward.
     """
 
     @staticmethod
@@ -63,19 +63,19 @@ class _EntropyOfClass(torch.autograd.Function):
 
 
 def _largest(local: Tensor, dim: int) -> Tensor:
-    """The largest along a dimension that may be empty here."""
+    """Return the maximum along a dimension that may be empty on this rank."""
     shape = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
     top: Tensor = local.amax(dim, keepdim=True) if local.shape[dim] else local.new_full(shape, float("-inf"))
     return top
 
 
 def _wide(x: ShardPropagatingTensor) -> torch.dtype:
-    """What is computed in."""
+    """Return the dtype of the computation: float32 for float16 and bfloat16."""
     return torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
 
 
 def _given(x: ShardPropagatingTensor, *, is_loss: bool = True) -> torch.dtype:
-    """What torch gives such a result in: float32 inside of autocast, on CPU a loss alone."""
+    """Return torch's dtype for such a result: float32 inside autocast (on CPU for a loss only)."""
     device = x.local.device.type
     has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
     raised = has_autocast and torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
@@ -100,7 +100,7 @@ def _softmax(call: FunctionCall) -> Any:
 
 
 def _classes(x: ShardPropagatingTensor) -> int:
-    """Where the classes stand: dimension 1, or 0 without a batch."""
+    """Return the dimension of the classes: 1, or 0 without a batch."""
     dim = 0 if len(x.whole) == 1 else 1
     if x.cut.dim != dim or len(x.cut.sections) > 1:
         raise NoRule
@@ -138,7 +138,7 @@ def _nll(call: FunctionCall) -> Any:
 
 
 def _target(x: ShardPropagatingTensor, call: FunctionCall, dim: int) -> Tensor:
-    """Numbers of classes or shares of them, of a shape that fits; anything else is for torch to judge."""
+    """Return the target, class indices or probabilities, if its shape fits. Raises `NoRule` for anything else."""
     target: Tensor = call["target"]
     shape = x.whole if target.is_floating_point() else (*x.whole[:dim], *x.whole[dim + 1 :])
     is_old = call["size_average"] is not None or call["reduce"] is not None
@@ -149,7 +149,7 @@ def _target(x: ShardPropagatingTensor, call: FunctionCall, dim: int) -> Tensor:
 
 
 def _of_class(x: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
-    """Each row's loss, from logits, times its class weight; zero where the target is ignored."""
+    """Return each row's loss from logits, times its class weight; zero if the target is ignored."""
     kept, mine, own = _places(x, target, ignored)
     given = (x.local, own.unsqueeze(dim), mine.unsqueeze(dim), kept.unsqueeze(dim), dim, x.wire)
     found: Tensor = _EntropyOfClass.apply(*given).squeeze(dim)  # type: ignore[no-untyped-call]
@@ -157,7 +157,7 @@ def _of_class(x: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, 
 
 
 def _picked(logs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
-    """Minus the target's logarithm, times its class weight; zero where the target is ignored."""
+    """Return minus the target's log-probability, times its class weight; zero if the target is ignored."""
     kept, mine, index = _places(logs, target, ignored)
     if logs.local.shape[dim]:
         own = logs.local.gather(dim, index.unsqueeze(dim)).squeeze(dim)
@@ -168,7 +168,7 @@ def _picked(logs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None,
 
 
 def _places(x: ShardPropagatingTensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which targets count, which of them this rank holds, and where; 0 for the others."""
+    """Return masks of the targets that count and of those on this rank, and their local indices (0 for the others)."""
     start, stop = x.cut.ranges(x.wire.rank)[0]
     kept = target != ignored
     outside = kept & ((target < 0) | (target >= x.cut.size))
@@ -176,7 +176,7 @@ def _places(x: ShardPropagatingTensor, target: Tensor, ignored: int) -> tuple[Te
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
     mine = kept & (target >= start) & (target < stop)
     own = torch.where(mine, target - start, 0)
-    return kept, mine, own if target.device.type == "cpu" else own.masked_fill(outside, stop - start)  # gather says it
+    return kept, mine, own if target.device.type == "cpu" else own.masked_fill(outside, stop - start)  # gather raises
 
 
 def _spread(logs: ShardPropagatingTensor, weight: Tensor | None, dim: int) -> Tensor:

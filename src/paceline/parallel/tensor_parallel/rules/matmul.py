@@ -1,7 +1,8 @@
-"""Products: a cut that is summed over leaves partial sums, added once; any other cut stays.
+"""Sharding rules of matmuls, embedding and attention.
 
-`linear` with rows of its weight cut is Megatron's column split, with columns cut its row split (with the bias added
-once, after the sum).
+A sharded contracted dimension gives partial sums, which are added once; any other sharding stays. `linear` with the
+rows of its weight sharded is Megatron's column split, with its columns sharded the row split (the bias is added once,
+after the sum).
 """
 
 from collections.abc import Callable
@@ -29,11 +30,11 @@ from paceline.parallel.tensor_parallel.sharding import DimSharding, even_cut
 from paceline.torch_internals.function_signatures import read_call
 
 Attend = Callable[..., Tensor]
-"""Attention on this rank's heads: `heads` is the queries as they are cut, None where all are here."""
+"""Attention on this rank's heads: `heads` is the sharded queries, or None if this rank has all heads."""
 
 
 def sum_partials(partial: Tensor, wire: TensorParallelGroup) -> Any:
-    """The partial sums of all ranks, added; under sequence sharding each rank keeps its piece of the sequence."""
+    """Add the partial sums of all ranks; with sequence sharding each rank keeps its piece of the sequence."""
     if wire.sequence and partial.dim() == 3 and partial.shape[1] >= wire.size:
         cut = even_cut(partial.shape[1], ranks=wire.size, dim=1)
         return ShardPropagatingTensor.of(scatter(partial, cut, wire), cut, wire)
@@ -41,7 +42,7 @@ def sum_partials(partial: Tensor, wire: TensorParallelGroup) -> Any:
 
 
 def read_whole(x: Any, wire: TensorParallelGroup) -> Tensor:
-    """An operand that cut work reads whole: its gradient is summed."""
+    """Return the whole of an operand that sharded work reads; backward sums its gradient."""
     if not isinstance(x, ShardPropagatingTensor):
         return copy_in(x, wire)
     if x.cut.dim != len(x.whole) - 2 or not wire.sequence:
@@ -50,7 +51,7 @@ def read_whole(x: Any, wire: TensorParallelGroup) -> Tensor:
 
 
 def own_piece(x: Any, cut: DimSharding, dim: int, wire: TensorParallelGroup) -> Tensor:
-    """The piece of an operand along `dim` (negative) that meets a cut."""
+    """Return this rank's piece of an operand along `dim` (negative), to match a sharding."""
     if isinstance(x, ShardPropagatingTensor):
         if x.cut.sections == cut.sections and x.cut.dim - len(x.whole) == dim:
             return x.local
@@ -74,7 +75,7 @@ def _linear(call: FunctionCall) -> Any:
         total = sum_partials(partial, wire)
         return (
             total if bias is None else total + bias.to(total.dtype)
-        )  # autocast has a product's type, not the weights'
+        )  # under autocast a product has its own dtype, not the weights'
     if (
         not isinstance(x, ShardPropagatingTensor)
         or isinstance(bias, ShardPropagatingTensor)
@@ -139,7 +140,7 @@ def _einsum(call: FunctionCall) -> Any:
     letter = words[at][first.cut.dim]
     if any(w.count(letter) > 1 or (letter in w and t.shape[w.index(letter)] != first.cut.size)
            for w, t in zip(words, operands, strict=True)):  # fmt: skip
-        raise NoRule  # a diagonal, or one entry that spreads
+        raise NoRule  # a diagonal, or a size of 1 that broadcasts
     own = []
     for word, value in zip(words, operands, strict=True):
         if letter in word:
@@ -155,7 +156,7 @@ def _einsum(call: FunctionCall) -> Any:
 
 @rule("embedding")
 def _embedding(call: FunctionCall) -> Any:
-    """Rows cut: each rank looks up what it holds, and the sum is exact, since all others add zero."""
+    """Look up the rows that this rank holds; the sum over ranks is exact, since all other ranks add zero."""
     ids, weight, padding = call["input"], call["weight"], call["padding_idx"]
     if (
         not isinstance(weight, ShardPropagatingTensor)
@@ -183,7 +184,7 @@ def _embedding(call: FunctionCall) -> Any:
 
 
 def _check_ids(ids: Tensor, size: int) -> None:
-    """One process would have failed; a lookup that finds nothing must not pass for one."""
+    """Raise `IndexError` for an index out of range on CPU, as one process does; a sharded lookup would return zeros."""
     if ids.device.type == "cpu" and ids.numel() and not bool(((ids >= 0) & (ids < size)).all()):
         raise IndexError("index out of range in self")
 
@@ -194,15 +195,15 @@ def _attention(call: FunctionCall) -> Any:
 
 
 def attention_by(attend: Attend, args: Any, kwargs: Any) -> Any:
-    """`F.scaled_dot_product_attention` on heads of which each rank holds some, where `attend` does it on the own ones.
+    """Compute `F.scaled_dot_product_attention` on sharded heads, with `attend` on this rank's own heads.
 
-    Where no rule keeps the cut, it is given the whole.
+    If no rule keeps the sharding, `attend` is given whole tensors.
     """
 
     name = F.scaled_dot_product_attention.__name__
     given = read_call(name, args, kwargs)
     if given is None:
-        return F.scaled_dot_product_attention(*args, **kwargs)  # which says what is wrong with it
+        return F.scaled_dot_product_attention(*args, **kwargs)  # torch raises the error for the wrong call
 
     def on_all(**given: Any) -> Tensor:
         return attend(given.pop("query"), given.pop("key"), given.pop("value"), heads=None, **given)
@@ -220,7 +221,7 @@ def _own_heads(attend: Attend, given: dict[str, Any]) -> ShardPropagatingTensor:
     if not isinstance(q, ShardPropagatingTensor) or len(q.whole) - q.cut.dim < 3:
         raise NoRule
     if min(q.cut.held(rank) for rank in range(q.cut.ranks)) == 0:
-        raise NoRule  # where nothing is attended to, backward takes another way, and would not meet the others
+        raise NoRule  # on a rank without heads, backward would skip the collectives of the others
     groups = given["enable_gqa"] and q.whole[-3] != k.shape[-3]
     dim = q.cut.dim - len(q.whole)
     wire, origins = wire_and_origins(t for t in (q, k, v) if isinstance(t, ShardPropagatingTensor))
@@ -240,7 +241,7 @@ def _own_heads(attend: Attend, given: dict[str, Any]) -> ShardPropagatingTensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, heads: ShardPropagatingTensor | None, **given: Any) -> Tensor:
-    """On the own heads, by torch."""
+    """Compute attention on this rank's heads with torch."""
     if given["dropout_p"] > 0.0:
         assert heads is not None
         return _dropped(heads, key, value, given["dropout_p"], given)
@@ -248,7 +249,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, heads: ShardPropagatin
 
 
 def _keys(x: Any, q: ShardPropagatingTensor, dim: int, *, grouped: bool) -> Tensor:
-    """Grouped-query heads: cut as the query's groups are, or whole and repeated, of which the own heads are taken."""
+    """Return the keys or values for this rank's query heads.
+
+    Grouped-query heads are sharded like the query groups, or whole: then they are repeated, and this rank takes its
+    own.
+    """
     if not grouped or dim != -3:
         found: Tensor = operand(x, of=q, dim=dim)
         return found
@@ -261,9 +266,9 @@ def _keys(x: Any, q: ShardPropagatingTensor, dim: int, *, grouped: bool) -> Tens
 
 
 def _dropped(q: ShardPropagatingTensor, k: Tensor, v: Tensor, p: float, given: dict[str, Any]) -> Tensor:
-    """Attention written out, as torch does it on the CPU where probabilities are dropped."""
+    """Compute attention with dropout in separate steps, as torch does on the CPU."""
     if q.local.device.type != "cpu":
-        raise NoRule  # fused kernels draw in an order of their own: whole, on every rank alike
+        raise NoRule  # fused kernels draw in their own order: every rank computes the whole
     if q.local.shape[-3] != k.shape[-3]:
         times = q.local.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
@@ -280,7 +285,7 @@ def _dropped(q: ShardPropagatingTensor, k: Tensor, v: Tensor, p: float, given: d
 
 @rule("baddbmm")
 def _baddbmm(call: FunctionCall) -> Any:
-    """Batches cut alike in all three."""
+    """Apply `baddbmm` to operands whose batch dimension is sharded alike."""
     operands = [call[name] for name in ("input", "batch1", "batch2")]
     first = next((t for t in operands[1:] if isinstance(t, ShardPropagatingTensor)), None)
     if first is None or _at(first) != -3:

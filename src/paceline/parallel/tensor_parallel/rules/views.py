@@ -1,4 +1,4 @@
-"""Functions that move, read or copy: the cut moves with them."""
+"""Sharding rules of views, copies and concatenations: the sharding moves with the dimension."""
 
 import math
 from typing import Any
@@ -18,24 +18,24 @@ from paceline.parallel.tensor_parallel.sharding import DimSharding, Incompatible
 
 
 def positive_dim(dim: int, ndim: int) -> int:
-    """A dimension counted from the front."""
+    """Return a dimension counted from the front."""
     return dim + ndim if dim < 0 else dim
 
 
 def piece_like(split: ShardPropagatingTensor, local: Tensor, cut: DimSharding) -> ShardPropagatingTensor:
-    """A piece made of a piece."""
+    """Wrap a local result with a sharding, in the group and with the origins of `split`."""
     return ShardPropagatingTensor.of(local, cut, split.wire, origins=split.origins)
 
 
 def need_cut_argument(value: Any) -> ShardPropagatingTensor:
-    """The cut argument; a function whose first argument is whole has no rule."""
+    """Return a sharded argument. Raise `NoRule` if it is a whole tensor."""
     if not isinstance(value, ShardPropagatingTensor):
         raise NoRule
     return value
 
 
 def view_piece(x: ShardPropagatingTensor, sizes: list[int], func: Any = torch.reshape) -> ShardPropagatingTensor:
-    """Read as another shape."""
+    """Return the tensor reshaped to `sizes`, which are those of the whole."""
     if -1 in sizes:
         known = math.prod(n for n in sizes if n != -1)
         sizes = [math.prod(x.whole) // max(known, 1) if n == -1 else n for n in sizes]
@@ -171,7 +171,7 @@ def _same(call: FunctionCall) -> Any:
         raise NoRule  # `whole.to(cut)`, `whole.type_as(cut)`
     made = call.replacing(lambda value: value.local if isinstance(value, ShardPropagatingTensor) else value)
     if not isinstance(made, Tensor):
-        return made  # the name of its type
+        return made  # type() returns the name of the type
     return x if made is x.local else piece_like(x, made, x.cut)
 
 
