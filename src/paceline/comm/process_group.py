@@ -3,14 +3,15 @@
 import gc
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from paceline.bytes_sent import Traffic
 from paceline.console.output import capture_native_stderr
@@ -89,7 +90,7 @@ class World:
     timeout_seconds: float = 600.0
     traffic: Traffic = field(default_factory=Traffic, repr=False, compare=False)
     entrance: WorkerEntrance | None = None
-    store: TCPStore | None = field(default=None, repr=False, compare=False)
+    store: Store | None = field(default=None, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
     is_imagined: bool = False
     """True if other ranks and all tensor values are simulated; checks that need values are then skipped."""
@@ -112,10 +113,9 @@ class World:
         timeout = timedelta(seconds=timeout_seconds)
         with capture_native_stderr() as said:
             try:
-                store, init = _store(place, timeout)
+                store = _next_store(place, timeout)
                 dist.init_process_group(
                     backend,
-                    init_method=init,
                     store=store,
                     rank=place.rank,
                     world_size=place.world_size,
@@ -139,7 +139,7 @@ class World:
             store=store,
         )
 
-    def words(self) -> TCPStore:
+    def words(self) -> Store:
         """Return the store where ranks leave messages for each other; if another launcher keeps it, connect first.
 
         Raises:
@@ -254,11 +254,25 @@ class World:
             gc.collect()
 
 
-def _store(place: LaunchInfo, timeout: timedelta) -> tuple[TCPStore | None, str | None]:
-    """Return our launcher's store, whose rank 0 inherits a listening socket, or the init method of other launchers."""
+_STORES: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {}
+"""The store of each meeting point, and the number of the next world that meets there."""
+
+
+def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
+    """Return a store for one world: later worlds at the same meeting point must not read the keys of earlier ones."""
+    point = place.address, place.port
+    if point not in _STORES:
+        _STORES[point] = _store(place, timeout), count()
+    store, numbers = _STORES[point]
+    return PrefixStore(f"world-{next(numbers)}", store)
+
+
+def _store(place: LaunchInfo, timeout: timedelta) -> Store:
+    """Return the store of our launcher, whose rank 0 inherits a listening socket, or that of another launcher."""
     if own_environ(os.environ).get(LISTEN_FD) is None:
-        return None, "env://"
-    store = TCPStore(
+        store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+        return store
+    return TCPStore(
         place.address,
         place.port or 0,
         world_size=place.world_size,
@@ -266,7 +280,6 @@ def _store(place: LaunchInfo, timeout: timedelta) -> tuple[TCPStore | None, str 
         timeout=timeout,
         master_listen_fd=place.listen_fd,
     )
-    return store, None
 
 
 def _device(device_type: str, local_rank: int) -> torch.device:
