@@ -14,7 +14,7 @@ from paceline.config.layout import Layout
 from paceline.custom_loop.gradient_guard import GradientGuard, GradientLeaves, ReplacedGradients
 from paceline.custom_loop.placed_model_files import load_folder, save_folder
 from paceline.errors import JobError, LayoutError, NonFiniteError, UsageError, raise_all
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.gradients.grad_norm import joint_norm
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.parallelize import ParallelizedModel

@@ -16,7 +16,7 @@ from paceline.step.result import AsyncScalars, StepResult
 from paceline.step.step_reduction import StepReduction
 from paceline.torch_internals.private_api import tensor_version
 
-MOST_ATTEMPTS = 4
+MOST_ATTEMPTS = 8
 
 
 class SynchronousStep:

@@ -11,7 +11,7 @@ Tested on torch 2.11 to 2.13:
   make of the engine; the hooks of a tensor;
 - the guards of compiled modules; the exception of a failing compiler, and when it is raised;
 - how a loss scaler unscales gradients;
-- the key of a storage, a tensor's class, and a module's own dicts;
+- the key of a storage, a tensor's class, and a module's own dicts, in which `Module.__getattr__` looks buffers up;
 - what `Module.__call__` checks first (`_compiled_call_impl`, which `Module.compile` sets and copies omit);
 - disabling dispatch modes for a few operations of our own;
 - the resizing of storages, by which `fully_shard` frees gathered weights;
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = [
     "BatchNormBase",
+    "BufferAccess",
     "CallInterceptor",
     "DropoutBase",
     "JointScaler",
@@ -183,6 +185,38 @@ def is_inside_functorch() -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd treats the tensor as a view."""
     return bool(tensor._is_view())
+
+
+class BufferAccess:
+    """A watch over buffers of `module`: code that gets one as an attribute is passed to `seen(code, instruction)`.
+
+    The module's dict of buffers is replaced by one that a copied or pickled module doesn't keep. `names`: the buffers.
+    """
+
+    def __init__(self, module: nn.Module, *, names: Collection[str], seen: Callable[[CodeType, int], None]) -> None:
+        self._module = module
+        buffers = _WatchedBuffers(vars(module)["_buffers"])
+        buffers.names, buffers.seen = frozenset(names), seen
+        vars(module)["_buffers"] = buffers
+
+    def close(self) -> None:
+        """Give the module a plain dict again."""
+        vars(self._module)["_buffers"] = dict(vars(self._module)["_buffers"])
+
+
+class _WatchedBuffers(dict[str, Tensor | None]):
+    names: frozenset[str] = frozenset()
+    seen: Callable[[CodeType, int], None]
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        if name in self.names:
+            frame = sys._getframe(1)
+            if frame.f_code is nn.Module.__getattr__.__code__ and frame.f_back is not None:
+                self.seen(frame.f_back.f_code, frame.f_back.f_lasti)
+        return super().__getitem__(name)
+
+    def __reduce_ex__(self, _: object) -> tuple[type, tuple[dict[str, Tensor | None]]]:
+        return dict, (dict(self),)
 
 
 def make_wrapper_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:

@@ -29,7 +29,7 @@ from paceline.filesystem.disk_full import as_checkpoint_error
 from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.environment_owner import attempt_folder
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.data_parallel.module_buffers import buffer_notes
 from paceline.planner.layout.local_sgd_checks import never_meet
 from paceline.planner.search.layout_with_forecast import FallbackLayout

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.verification.diagnosis.difference_location import of_copy, of_gradients, of_weights, worst_first
 from paceline.verification.diagnosis.local_gradients import MOST_NAMES, flatten_gradients, replay_cause
 from paceline.verification.diagnosis.module_outputs import ModuleOutputs, quiet_where, watch_reference, watched_cause

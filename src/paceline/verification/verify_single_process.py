@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 from paceline.data.stream.iterable_loader import checksum
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.verification.finding import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.noise_floor import ModelSnapshot, is_rounding, measure_floors
 from paceline.verification.reference.dropout_isolation import NoDropout, without_dropout

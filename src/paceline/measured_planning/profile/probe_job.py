@@ -12,7 +12,7 @@ from paceline.data.source import Source
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.measured_planning.profile.truncated_model import built_once
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.planner.search.search_space import SearchSpace
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode

@@ -17,6 +17,11 @@ _BY_TORCH = {torch.batch_norm: (3, 5, 6), torch.instance_norm: (3, 5, 6)}
 _BY_NAME = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
+def is_norm_kernel(func: Any) -> bool:
+    """Return whether a torch function is a normalisation that is given running statistics."""
+    return func in _BY_NAME or func in _BY_TORCH
+
+
 def is_standard(module: NormBase) -> bool:
     """Return whether the norm's forward is torch's own."""
     return type(module).forward.__module__.startswith("torch.nn.") and "forward" not in vars(module)
@@ -37,7 +42,7 @@ def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
     takes_batch = module.training or not (counts or tracks)
     if not takes_batch or (counts and not tracks):
         return [], 0, not takes_batch
-    weight = 0.0 if module.momentum is None else module.momentum
+    weight = 0.0 if module.momentum is None else float(module.momentum)
     if not counts or module.num_batches_tracked is None:
         return [(statistics_of(module), weight)], 0, False
     if module.momentum is None:

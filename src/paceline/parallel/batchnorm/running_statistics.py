@@ -13,99 +13,30 @@ forwards one after another (`sequential_forwards`).
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.errors import DesyncError
-from paceline.parallel.activation_checkpointing.buffer_guard import is_stand_in
-from paceline.parallel.batchnorm.norm_kernel_calls import Call, KernelWatch, is_standard, standard_calls, statistics_of
+from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_standard, standard_calls, statistics_of
+from paceline.parallel.batchnorm.norm_tape import (
+    NormTape,
+    TapedCalls,
+    batches_tracked,
+    folded_statistics,
+    norms_with_statistics,
+    open_tape,
+)
 from paceline.parallel.batchnorm.order_dependence import OrderNeed
 from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
-from paceline.parallel.batchnorm.statistics_reads import StatisticsReads
-from paceline.parallel.module_access.module_numbers import ModuleNumbers
+from paceline.parallel.batchnorm.statistics_reads import AccessPlaces, StatisticsReads
+from paceline.parallel.module_access.forward_numbers import ForwardNumbers
 from paceline.parallel.module_access.tensor_access import equal_tensors
-from paceline.torch_internals.private_api import NormBase, in_backward, tensor_version
+from paceline.torch_internals.private_api import NormBase, in_backward
 
 _RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED, _SHOWS = range(8)
 _FLAGS = 8
-
-
-@dataclass
-class _Layer:
-    name: str
-    module: NormBase
-    before: Tensor
-    count: Tensor | None
-    rows: dict[int, list[Call]] = field(default_factory=dict)
-    bumps: dict[int, int] = field(default_factory=dict)
-    is_read: bool = False
-    is_repeated: bool = False
-    is_moved: bool = False
-    is_bypassed: bool = False
-    is_shown: bool = False
-    is_inside: bool = False
-    moves: int = 0
-    started: list[float | None] = field(default_factory=list)
-    watches: list[KernelWatch] = field(default_factory=list)
-    looked: tuple[int, ...] = ()
-
-    @property
-    def width(self) -> int:
-        """Return the width of a tape row: mean and variance, and the weight of a call."""
-        return self.before.numel() + 1
-
-    @property
-    def is_there(self) -> bool:
-        """Return whether the norm has statistics now; code may remove them for a while."""
-        return self.module.running_mean is not None and not is_stand_in(self.module.running_mean)
-
-    def states(self, microbatch: int) -> list[Tensor]:
-        """Return the statistics during a microbatch: at its start and after each call."""
-        return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
-
-    def end_momentum(self) -> None:
-        """Count the consecutive microbatches that changed the momentum."""
-        if self.started:
-            moved = self.started[0] != self.module.momentum
-            self.is_moved, self.moves = self.is_moved or moved, self.moves + 1 if moved else 0
-            self.started = []
-
-    def look(self) -> None:
-        """Note the statistics' identity and version, to detect later writes."""
-        self.looked = self._look()
-
-    def was_touched(self) -> bool:
-        """Return whether the statistics were replaced or written to since `look`."""
-        return self._look() != self.looked
-
-    def write(self, statistics: Tensor, calls: int) -> None:
-        """Set mean and variance, and set the count to that of the step's start plus `calls`."""
-        module, half = self.module, statistics.numel() // 2
-        if module.running_mean is None or module.running_var is None:
-            return
-        # `.data` bypasses autograd: the backward of another microbatch may still follow, and must not use these values
-        module.running_mean.data.copy_(statistics[:half].view_as(module.running_mean))
-        module.running_var.data.copy_(statistics[half:].view_as(module.running_var))
-        if module.num_batches_tracked is not None and self.count is not None:
-            module.num_batches_tracked.data.copy_(self.count + calls)
-        self.look()
-
-    def _look(self) -> tuple[int, ...]:
-        parts = (self.module.running_mean, self.module.running_var)
-        return tuple(number for part in parts if part is not None for number in (id(part), tensor_version(part)))
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """The calls of one layer on all ranks, by microbatch: its number of writes, and its count increments."""
-
-    layer: _Layer
-    by_microbatch: list[int]
-    bumps: list[int]
-    need: OrderNeed
 
 
 class MicrobatchStatistics:
@@ -133,17 +64,20 @@ class MicrobatchStatistics:
         compiles: bool = False,
     ) -> None:
         self._world = world
-        self._can_look = not compiles
         self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
         self._relay: StatisticsRelay | None = None
         self._is_relayed = False
         self.notes: list[str] = []
-        self._is_told = False
+        self._told: set[str] = set()
+        self._has_new_place = False
         self._now, self._counts = 0, True
         self._has_run = self._is_checked = False
-        self._layers = [_layer(name, module) for name, module in norms_with_statistics(model)] if enabled else []
+        self._layers = [open_tape(name, module) for name, module in norms_with_statistics(model)] if enabled else []
         self._records = world.world_size > 1 or exact or not in_order
-        self._numbers = ModuleNumbers(model) if exact or (self._records and self._layers) else None
+        self._numbers = _numbers_of(model, world=world, layers=self._layers) if self._records else None
+        self._reads: StatisticsReads | None = None
+        self._is_watched = bool(self._layers) and self._records and not compiles
+        self._accesses = AccessPlaces([layer.module for layer in self._layers] if self._is_watched else [])
         self._handles = [
             handle
             for layer in (self._layers if self._records else [])
@@ -164,17 +98,18 @@ class MicrobatchStatistics:
         `num_micro` counts the microbatches on all ranks; if it is 0, no forward waits for another.
         """
         if self._numbers is not None:
-            self._numbers.put_back() if self._has_run else self._numbers.keep()
+            self._numbers.begin(num_micro=0 if self._over_batch else num_micro, again=self._has_run)
         for layer in self._layers:
             if self._has_run:
                 layer.write(layer.before, 0)
             elif layer.module.running_mean is not None:
-                layer.before, layer.count = statistics_of(layer.module), _tracked(layer.module)
+                layer.before, layer.count = statistics_of(layer.module), batches_tracked(layer.module)
             layer.is_read = layer.is_repeated = layer.is_moved = False
             layer.rows.clear()
             layer.bumps.clear()
             layer.look()
         self._has_run = False
+        self._accesses.is_armed = num_micro > 0
         self._is_relayed = self._relay is not None and num_micro > 0
         if self._relay is not None:
             self._relay.begin(num_micro=num_micro)
@@ -186,24 +121,31 @@ class MicrobatchStatistics:
             assert self._relay is not None
             self._relay.receive(microbatch)
             for layer in self._layers:
-                layer.started = [layer.module.momentum]
+                layer.start_momentum()
         elif self._records and is_other and counts:
             for layer in self._layers:
                 self._leave(layer, by_value=not self._is_checked)
                 self._enter(layer, microbatch)
+        if self._numbers is not None:
+            self._numbers.at(microbatch if counts else None, sets=not self._is_relayed)
         self._has_run = True
         self._now, self._counts = microbatch if counts else self._now, counts
 
     def watching(self) -> AbstractContextManager[object]:
-        """Return a context for a forward and its loss that, in the first step, detects reads of norm statistics."""
-        if not (self._layers and self._records and self._can_look) or self._is_checked or self._is_relayed:
+        """Return a context for a forward and its loss that detects reads of norm statistics, in the first step.
+
+        A later step is watched again if code that was not seen before gets them.
+        """
+        self._reads = None
+        if not self._is_watched or self._is_checked or self._is_relayed:
             return nullcontext()
         layers = {layer.module: layer for layer in self._layers if layer.is_there}
 
         def seen(norm: NormBase) -> None:
             layers[norm].is_shown = True  # stays set: later steps are not watched
 
-        return StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=seen)
+        self._reads = StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=seen)
+        return self._reads
 
     def left(self, microbatch: int) -> None:
         """Send the statistics on after this microbatch's forward, if forwards run in order."""
@@ -222,24 +164,18 @@ class MicrobatchStatistics:
             DesyncError: a layer is in training mode on some ranks and in eval mode on others.
             JobError: statistics were written or used in a way that a single rank can't reproduce.
         """
-        if self._records and self._layers:
-            assert self._numbers is not None
+        self._accesses.is_armed = False
+        if self._numbers is not None and (self._layers or self._numbers.is_watched):
             for layer in self._layers:
                 self._leave(layer, by_value=not self._is_checked)
                 layer.end_momentum()
-            self._is_checked = True
-            calls = self._calls(num_micro)
-            needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
-            if not self._can_wait or any(need.is_repeated for need in needs):
-                for need in needs:
-                    need.refuse(over_batch=self._over_batch)
-                    self._tell(need.stale)
-            elif needs and not self._is_relayed:
-                modules = [layer.module for layer in self._layers]
-                self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
-                self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
+            calls, is_settled = self._calls(num_micro)
+            if not (is_settled or self._numbers.agree(relayed=self._is_relayed)) or self._must_look_again():
                 return False
-            self._meet(calls, still_ordered=bool(needs))
+            if not self._is_settled(calls, num_micro=num_micro):
+                return False
+        if self._numbers is not None:
+            self._tell(self._numbers.end(relayed=self._is_relayed))
         self._has_run = False
         return True
 
@@ -258,16 +194,37 @@ class MicrobatchStatistics:
         """Remove the module hooks."""
         for handle in self._handles:
             handle.remove()
+        self._accesses.close()
 
-    def _enter(self, layer: _Layer, microbatch: int) -> None:
+    def _is_settled(self, calls: Sequence[TapedCalls], *, num_micro: int) -> bool:
+        """Settle all statistics; return False if the step must be repeated with forwards in order."""
+        assert self._numbers is not None
+        needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
+        if not self._can_wait or any(need.is_repeated for need in needs):
+            for need in needs:
+                need.refuse(over_batch=self._over_batch)
+                self._tell(need.stale)
+        elif needs and not self._is_relayed:
+            modules = [layer.module for layer in self._layers]
+            self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
+            self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
+            return False
+        if not self._is_relayed:
+            for one in calls:
+                if one.is_split:
+                    self._refuse_modes(one.layer)
+        self._meet(calls, still_ordered=bool(needs))
+        return True
+
+    def _enter(self, layer: NormTape, microbatch: int) -> None:
         """Load the statistics that a microbatch starts or continues with."""
         if layer.rows:
             layer.write(layer.states(microbatch)[-1], layer.bumps.get(microbatch, 0))
         if not layer.rows.get(microbatch):
             layer.end_momentum()
-            layer.started = [layer.module.momentum]
+            layer.start_momentum()
 
-    def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:
+    def _leave(self, layer: NormTape, *, by_value: bool = False) -> None:
         """Detect writes by code around the norm; it may restore the statistics from before a call.
 
         Any other write can only be reproduced in the order of one process.
@@ -288,10 +245,14 @@ class MicrobatchStatistics:
                 layer.bumps[self._now] = int(layer.module.num_batches_tracked) - int(layer.count)
         layer.look()
 
-    def _calls(self, num_micro: int) -> list[_Calls]:
-        """Return each layer's calls in each microbatch, gathered over all ranks."""
-        told = torch.zeros(len(self._layers), 2 * num_micro + _FLAGS, dtype=torch.int64)
-        for layer, row in zip(self._layers, told, strict=True):
+    def _calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
+        """Return each layer's calls in each microbatch, of all ranks, and whether all numbers changed as expected."""
+        assert self._numbers is not None
+        told = torch.zeros(len(self._layers) + 1, 2 * num_micro + _FLAGS, dtype=torch.int64)
+        told[-1, 0] = int(not self._numbers.is_settled(relayed=self._is_relayed))
+        told[-1, 1] = int(self._accesses.is_new and self._is_checked and not self._is_relayed)
+        self._accesses.is_new, self._is_checked = False, True
+        for layer, row in zip(self._layers, told, strict=False):
             flags = row[2 * num_micro :]
             flags[_TRAINS if layer.module.training else _RESTS] = 1
             flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
@@ -301,11 +262,10 @@ class MicrobatchStatistics:
                 row[index], row[num_micro + index] = len(calls), layer.bumps.get(index, 0)
         if self._world.world_size > 1:
             told = self._world.all_reduce(told.to(self._world.device), op="max").cpu()
+        is_unsettled, self._has_new_place, *_ = map(bool, told[-1].tolist())
         found = []
-        for layer, row in zip(self._layers, told.tolist(), strict=True):
+        for layer, row in zip(self._layers, told.tolist(), strict=False):
             flags = row[2 * num_micro :]
-            if flags[_RESTS] and flags[_TRAINS]:
-                self._refuse_modes(layer)
             ran = sum(row[:num_micro]) > 0
             need = OrderNeed(
                 name=layer.name,
@@ -316,24 +276,31 @@ class MicrobatchStatistics:
                 is_bypassed=flags[_BYPASSED] > 0,
                 is_repeated=flags[_REPEATS] > 0,
             )
-            found.append(_Calls(layer, row[:num_micro], row[num_micro : 2 * num_micro], need))
-        return found
+            is_split = bool(flags[_RESTS] and flags[_TRAINS])
+            found.append(TapedCalls(layer, row[:num_micro], row[num_micro : 2 * num_micro], need, is_split))
+        return found, not is_unsettled
 
-    def _meet(self, calls: Sequence[_Calls], *, still_ordered: bool) -> None:
+    def _must_look_again(self) -> bool:
+        """Watch the next forwards if new code got statistics; return True if they are this step's, repeated."""
+        if self._has_new_place:
+            self._is_checked = False
+        return self._has_new_place and self._can_wait
+
+    def _meet(self, calls: Sequence[TapedCalls], *, still_ordered: bool) -> None:
         if self._is_relayed and self._relay is not None:
             self._relay.spread()
             self._relay = self._relay if still_ordered else None
             return
         uses = [one for one in calls if any(one.by_microbatch + one.bumps)]
         for one, tape in zip(uses, self._gathered(uses), strict=True):
-            one.layer.write(_folded(one, tape), sum(one.bumps))
+            one.layer.write(folded_statistics(one, tape), sum(one.bumps))
 
     def _tell(self, note: str) -> None:
-        if note and not self._is_told and self._world.world_size > 1:
-            self._is_told = True
+        if note and note not in self._told and self._world.world_size > 1:
+            self._told.add(note)
             self.notes.append(note)
 
-    def _refuse_modes(self, layer: _Layer) -> None:
+    def _refuse_modes(self, layer: NormTape) -> None:
         modes = self._world.gather_json(layer.module.training)
         resting = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
         raise DesyncError(
@@ -342,7 +309,7 @@ class MicrobatchStatistics:
             hint="the same mode on every rank; to freeze its statistics, eval() on all",
         )
 
-    def _gathered(self, uses: Sequence[_Calls]) -> list[Tensor]:
+    def _gathered(self, uses: Sequence[TapedCalls]) -> list[Tensor]:
         """Return the tapes with every row, on every rank. Each row is one rank's alone, so the sum adds only zeros."""
         if not uses:
             return []
@@ -360,7 +327,7 @@ class MicrobatchStatistics:
         self._world.all_reduce(flat)
         return tapes
 
-    def _before(self, layer: _Layer) -> Callable[[nn.Module, object], None]:
+    def _before(self, layer: NormTape) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
             if module is not layer.module:
                 return
@@ -374,15 +341,17 @@ class MicrobatchStatistics:
 
         return hook
 
-    def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
+    def _after(self, layer: NormTape) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
             if module is layer.module:  # a copy of the model has the hooks of the original
                 self._take_down(layer, has_output=output is not None)
                 layer.is_inside = False
+                if self._reads is not None:
+                    self._reads.leave(layer.module)
 
         return hook
 
-    def _take_down(self, layer: _Layer, *, has_output: bool) -> None:
+    def _take_down(self, layer: NormTape, *, has_output: bool) -> None:
         watch = layer.watches.pop().ended() if layer.watches else None
         has_run = has_output or in_backward()  # checkpointing ends a recomputed forward once it has written
         if not (self._has_run and has_run and self._counts and layer.is_there):
@@ -397,41 +366,6 @@ class MicrobatchStatistics:
                 layer.look()
 
 
-def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
-    """Return the norms that keep running statistics, by FQN; a shared one appears once."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, NormBase) and module.running_mean is not None and not module.running_mean.is_meta
-    ]
-
-
-def _folded(calls: _Calls, tape: Tensor) -> Tensor:
-    """Return one process's statistics after all calls; after the first microbatch they equal its rank's bit for bit."""
-    layer, rows = calls.layer, iter(tape.view(-1, calls.layer.width))
-    start = layer.before.to(tape.dtype)
-    now, earlier = start, 0
-    for count, bumps in zip(calls.by_microbatch, calls.bumps, strict=True):
-        there = start
-        for _ in range(count):
-            row = next(rows)
-            after, weight = row[:-1], float(row[-1])
-            if now is there:
-                now = after
-            elif weight >= 0.0:
-                now = torch.add(after, now - there, alpha=1.0 - weight)
-            else:
-                number = round(-1.0 / weight)
-                batch = torch.add(there, after - there, alpha=number)
-                now = now + (batch - now) / (number + earlier)
-            there = after
-        earlier += bumps
-    return now
-
-
-def _layer(name: str, module: NormBase) -> _Layer:
-    return _Layer(name, module, statistics_of(module), _tracked(module))
-
-
-def _tracked(module: NormBase) -> Tensor | None:
-    return None if module.num_batches_tracked is None else module.num_batches_tracked.detach().clone()
+def _numbers_of(model: nn.Module, *, world: World, layers: Sequence[NormTape]) -> ForwardNumbers:
+    momentum = [f"{layer.name}.momentum" for layer in layers]
+    return ForwardNumbers(model, world=world, always=bool(layers), reported_elsewhere=momentum)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import PendingMessage, World
-from paceline.parallel.module_access.module_numbers import WIDTH, ModuleNumbers
+from paceline.parallel.module_access.forward_numbers import ForwardNumbers
+from paceline.parallel.module_access.module_numbers import WIDTH
 from paceline.torch_internals.private_api import NormBase
 
 
@@ -23,7 +24,7 @@ class StatisticsRelay:
     after each of its forwards, in order, and at the end `spread` on every rank.
     """
 
-    def __init__(self, modules: Sequence[NormBase], *, numbers: ModuleNumbers, world: World) -> None:
+    def __init__(self, modules: Sequence[NormBase], *, numbers: ForwardNumbers, world: World) -> None:
         self._modules = modules
         self._numbers = numbers
         self._world = world
@@ -70,14 +71,15 @@ class StatisticsRelay:
     def _packed(self) -> Tensor:
         """Return statistics and numbers as one float64 tensor, which holds each of them exactly."""
         parts = [part.detach().reshape(-1).double() for part in self._parts()]
-        return torch.cat([*parts, torch.tensor(self._numbers.moved(), dtype=torch.float64, device=self._world.device)])
+        numbers = self._numbers.numbers.encode(self._numbers.carried)
+        return torch.cat([*parts, torch.tensor(numbers, dtype=torch.float64, device=self._world.device)])
 
     def _unpack(self, values: Tensor) -> None:
         parts = self._parts()
-        *found, moved = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers)])
+        *found, numbers = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers.carried)])
         for part, value in zip(parts, found, strict=True):
             part.data.copy_(value.view_as(part))  # `.data` bypasses autograd: no later backward uses these values
-        self._numbers.take(moved.tolist())
+        self._numbers.numbers.decode(self._numbers.carried, numbers.tolist())
 
     def _parts(self) -> list[Tensor]:
         each = [(module.running_mean, module.running_var, module.num_batches_tracked) for module in self._modules]

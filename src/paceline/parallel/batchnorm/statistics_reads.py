@@ -1,23 +1,39 @@
-"""Detection of code that reads running statistics during a step, such as `h + self.norm.running_mean`."""
+"""Detection of user code that reads a norm's statistics during a step, such as `h + self.norm.running_mean`.
 
+Each microbatch of a rank starts from the statistics before the step, so such a read finds other values than in one
+process. The norm's own use of its statistics is harmless: the kernels are followed by `KernelWatch`, and a formula
+such as `self.running_mean += w * (mean - self.running_mean)` only moves them. A formula whose result goes anywhere
+else is a read.
+"""
+
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules import batchnorm, instancenorm
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
-from paceline.torch_internals.private_api import NormBase
+from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_norm_kernel
+from paceline.torch_internals.private_api import BufferAccess, NormBase
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _ABOUT = frozenset(
-    ("size", "dim", "numel", "stride", "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
+    ("size", "dim", "numel", "stride", "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad")
+) | frozenset(
+    ("is_cuda", "is_meta", "is_floating_point", "is_complex", "is_contiguous", "is_sparse", "data_ptr", "get_device")
 )
 """Names of tensor attributes and methods that don't read its values."""
+_OF_TORCH = frozenset(module.__file__ for module in (batchnorm, instancenorm))
 
 
 class StatisticsReads(TorchFunctionMode):
-    """A function mode that calls `seen(norm)` if a torch function outside the norm's forward gets its statistics.
+    """A function mode for one forward and its loss that calls `seen(norm)` if user code reads the norm's statistics.
 
-    `is_inside(norm)` returns whether the norm's own forward runs.
+    `is_inside(norm)` returns whether a call of the norm runs, with its hooks. Call `leave(norm)` when such a call ends:
+    whatever was computed from the statistics in it, and is still in use, counts as a read.
     """
 
     def __init__(
@@ -28,19 +44,100 @@ class StatisticsReads(TorchFunctionMode):
         seen: Callable[[NormBase], None],
     ) -> None:
         super().__init__()
-        held = [(part, norm) for norm in norms for part in (norm.running_mean, norm.running_var)]
-        self._norms = {id(part): norm for part, norm in held if part is not None}
+        self._known = list(norms)
+        self._norms: dict[int, NormBase] = {}
         self._is_inside, self._seen = is_inside, seen
+        self._derived: dict[int, tuple[TensorWeakRef, NormBase]] = {}
+        self._learn()
+
+    def leave(self, norm: NormBase) -> None:
+        """Report the norm, whose call ends, if a value computed from its statistics outlives the call."""
+        self._learn()  # a norm may have assigned new tensors
+        for key, (reference, source) in list(self._derived.items()):
+            if source is norm:
+                tensor = reference()
+                if tensor is not None and key not in self._norms:
+                    self._seen(norm)
+                del self._derived[key]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Report the norms whose statistics `func` reads, then run it."""
         kwargs = kwargs or {}
-        if _name(func) not in _ABOUT:
-            for tensor in _tensors((*args, *kwargs.values())):
-                norm = self._norms.get(id(tensor))
-                if norm is not None and not self._is_inside(norm):
-                    self._seen(norm)
-        return func(*args, **kwargs)
+        if _name(func) in _ABOUT or _is_ours(sys._getframe(1)):
+            return func(*args, **kwargs)
+        norms = self._sources((*args, *kwargs.values()))
+        inside = [norm for norm in norms if self._is_inside(norm)]
+        for norm in norms:
+            if norm not in inside:
+                self._seen(norm)
+        result = func(*args, **kwargs)
+        if inside and not is_norm_kernel(func):
+            self._follow(result, inside[0])
+        return result
+
+    def _follow(self, result: Any, norm: NormBase) -> None:
+        """Note what a function inside the norm's call computed from its statistics; a Python number is a read."""
+        found = list(_tensors((result,)))
+        if not found and result is not None and _caller() not in _OF_TORCH:
+            self._seen(norm)
+        for tensor in found:
+            if id(tensor) not in self._norms:
+                self._derived[id(tensor)] = (TensorWeakRef(tensor), norm)
+
+    def _sources(self, values: Iterable[Any]) -> list[NormBase]:
+        return [norm for tensor in _tensors(values) if (norm := self._source(tensor)) is not None]
+
+    def _source(self, tensor: Tensor) -> NormBase | None:
+        if (norm := self._norms.get(id(tensor))) is not None:
+            return norm
+        reference, norm = self._derived.get(id(tensor), (None, None))
+        return norm if reference is not None and reference() is tensor else None
+
+    def _learn(self) -> None:
+        parts = [(getattr(norm, name), norm) for norm in self._known for name in STATISTICS]
+        self._norms = {id(part): norm for part, norm in parts if part is not None}
+
+
+class AccessPlaces:
+    """The places in user code that get a norm's statistics by attribute, while `is_armed`.
+
+    This costs a fraction of a microsecond, so it stays on, unlike `StatisticsReads`: a place that was never seen sets
+    `is_new`, and the step is then watched.
+    """
+
+    def __init__(self, norms: Iterable[NormBase]) -> None:
+        self.is_armed = self.is_new = False
+        self._known: set[tuple[Any, int]] = set()
+        self._accesses = [BufferAccess(norm, names=STATISTICS, seen=self._seen) for norm in norms]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for access in self._accesses:
+            access.close()
+
+    def _seen(self, code: Any, instruction: int) -> None:
+        if not self.is_armed or (code, instruction) in self._known:
+            return
+        self._known.add((code, instruction))
+        if code.co_filename not in _OF_TORCH and not code.co_filename.startswith(_OUR_FOLDER):
+            self.is_new = True
+
+
+def _caller() -> str:
+    """Return the file of the code that called the function under watch; our own modes may be in between."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OUR_FOLDER):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether code of this package calls the function, other than a mode that passes a user's call on."""
+    code = frame.f_code
+    return code.co_filename.startswith(_OUR_FOLDER) and code is not KernelWatch.__torch_function__.__code__
+
+
+_OUR_FOLDER = __file__.rpartition("parallel")[0]
 
 
 def _name(func: Any) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.errors import UsageError
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.module_access.tensor_access import copy_into, equal_tensors
 from paceline.torch_internals.private_api import tensor_version
 

@@ -1,4 +1,4 @@
-"""Python numbers among the attributes of a model's modules, such as a momentum that decays or a count of calls.
+"""Numbers among the attributes of a model's modules, such as a momentum that decays or a count of calls.
 
 A forward may change them as it changes a buffer, and no `state_dict` has them.
 """
@@ -6,82 +6,121 @@ A forward may change them as it changes a buffer, and no `state_dict` has them.
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-_TORCHS = frozenset({"training", "_is_full_backward_hook"})
+_TORCHS = frozenset({"_is_full_backward_hook"})
 _KINDS: tuple[type, ...] = (type(None), bool, int, float)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _LARGEST = 2**53  # float64 can't hold all larger integers
+MISSING = "missing"
 WIDTH = 2
+
+Number = None | bool | int | float | tuple[int, float]
+"""The value of an attribute; a tensor without dimensions is its dtype's index and its value."""
 
 
 class ModuleNumbers:
-    """The attributes of `model`'s modules that are numbers or None now; attributes added later are not included.
+    """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
 
-    `keep` remembers them, `put_back` restores them. `moved` and `take` carry those that have changed since to a model
-    built alike: a value that differs between ranks, such as a rank, stays each rank's own while no forward changes
-    it. `but` gives the attributes of a module to ignore.
+    Attributes that a forward adds are included. An attribute's name is its module's FQN and its own. `keep` remembers
+    all, `put_back` restores them. `but` gives the attributes of a module to ignore.
     """
 
     def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
-        self._places = [
-            (vars(module), name)
-            for module, left_alone in ((module, but(module)) for module in model.modules())
-            for name, value in vars(module).items()
-            if name not in _TORCHS and name not in left_alone and isinstance(value, _KINDS)
-        ]
-        self._kept: list[Any] = []
-        self._has_moved: set[int] = set()
+        self._modules = {f"{name}.".lstrip("."): vars(module) for name, module in model.named_modules()}
+        self._ignored = {f"{name}.".lstrip("."): but(module) for name, module in model.named_modules()}
+        self._sizes: list[int] = []
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._kept: dict[str, Number | str] = {}
         self.keep()
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def keep(self) -> None:
-        """Remember the current values; none counts as changed."""
-        self._kept = self._now()
-        self._has_moved.clear()
+        """Remember the current values."""
+        self._find()
+        self._kept = {name: self.value(name) for name in self._places}
 
     def put_back(self) -> None:
-        """Restore the remembered values."""
-        for index in self._changed():
-            attributes, name = self._places[index]
-            attributes[name] = self._kept[index]
-        self._has_moved.clear()
+        """Restore the remembered values, and remove attributes that were added since."""
+        for name in self.changed():
+            self.assign(name, self.kept(name))
 
-    def moved(self) -> list[float]:
+    def changed(self) -> list[str]:
+        """Return the names of the attributes that are another number than remembered, or are new."""
+        self._find()
+        pairs = ((name, self.kept(name), self.value(name)) for name in self._places)
+        return [name for name, old, new in pairs if new != MISSING and not _same(old, new)]
+
+    def kept(self, name: str) -> Number | str:
+        """Return the remembered value of an attribute, `MISSING` if there was none."""
+        return self._kept.get(name, MISSING)
+
+    def value(self, name: str) -> Number | str:
+        """Return the value of an attribute, `MISSING` if there is none, or none that is a number."""
+        attributes, attribute = self._places[name] if name in self._places else self._place(name)
+        return _number(attributes.get(attribute, MISSING))
+
+    def assign(self, name: str, value: Number | str) -> None:
+        """Set an attribute; `MISSING` removes it."""
+        attributes, attribute = self._place(name)
+        if value == MISSING:
+            attributes.pop(attribute, None)
+        elif isinstance(value, tuple):
+            attributes[attribute] = torch.tensor(value[1], dtype=_DTYPES[value[0]])
+        else:
+            attributes[attribute] = value
+
+    def encode(self, names: Sequence[str]) -> list[float]:
         """Return `WIDTH` numbers for each attribute, which float64 holds exactly: its type and its value.
 
-        The type is -1 for an attribute that has not changed.
+        The type is -1 for an attribute that is missing.
         """
-        self._has_moved.update(self._changed())
-        found = [-1.0, 0.0] * len(self)
-        for index in self._has_moved:
-            attributes, name = self._places[index]
-            value = attributes.get(name)
-            if _is_number(value):
+        found: list[float] = []
+        for value in map(self.value, names):
+            if isinstance(value, tuple):
+                found += [float(len(_KINDS) + value[0]), value[1]]
+            elif isinstance(value, str):
+                found += [-1.0, 0.0]
+            else:
                 kind = next(place for place, kind in enumerate(_KINDS) if isinstance(value, kind))
-                found[index * WIDTH : (index + 1) * WIDTH] = [float(kind), float(value or 0)]
+                found += [float(kind), float(value or 0)]
         return found
 
-    def take(self, moved: Sequence[float]) -> None:
-        """Set the values that another rank's `moved` returned."""
-        for index, (attributes, name) in enumerate(self._places):
-            kind, value = moved[index * WIDTH : (index + 1) * WIDTH]
-            if kind >= 0:
-                attributes[name] = None if kind == 0 else _KINDS[int(kind)](value)
-                self._has_moved.add(index)
+    def decode(self, names: Sequence[str], values: Sequence[float]) -> None:
+        """Set the values that another rank's `encode` returned for the same names."""
+        for index, name in enumerate(names):
+            kind, value = int(values[index * WIDTH]), values[index * WIDTH + 1]
+            if kind >= len(_KINDS):
+                self.assign(name, (kind - len(_KINDS), value))
+            elif kind >= 0:
+                self.assign(name, None if kind == 0 else _KINDS[kind](value))
 
-    def _now(self) -> list[Any]:
-        return [attributes.get(name) for attributes, name in self._places]
+    def _find(self) -> None:
+        """List the attributes that are numbers, again if a module has got or lost one."""
+        sizes = [len(attributes) for attributes in self._modules.values()]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            found = {
+                f"{module}{name}": (attributes, name)
+                for module, attributes in self._modules.items()
+                for name, value in attributes.items()
+                if name not in _TORCHS and name not in self._ignored[module] and _number(value) != MISSING
+            }
+            self._places = {**self._places, **found}
 
-    def _changed(self) -> list[int]:
-        pairs = enumerate(zip(self._kept, self._now(), strict=True))
-        return [index for index, (old, new) in pairs if not _same(old, new) and _is_number(new)]
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        module, _, attribute = name.rpartition(".")
+        return self._modules[f"{module}.".lstrip(".")], attribute
 
 
-def _same(old: Any, new: Any) -> bool:
-    return old is new or (type(old) is type(new) and _is_number(new) and bool(old == new))
+def _number(value: Any) -> Number | str:
+    if value is None or isinstance(value, bool | int | float):
+        return value if not isinstance(value, int) or abs(value) <= _LARGEST else MISSING
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _DTYPES and type(value) is Tensor:
+        is_plain = value.device.type == "cpu" and not value.requires_grad
+        return (_DTYPES.index(value.dtype), float(value)) if is_plain else MISSING
+    return MISSING
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, _KINDS) and (not isinstance(value, int) or abs(value) <= _LARGEST)
+def _same(old: Number | str, new: Number | str) -> bool:
+    return old is new or (type(old) is type(new) and (old == new or (old != old and new != new)))

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from paceline.console.formatting import plural
 from paceline.errors import JobError, LayoutError, PacelineError, raise_all
 from paceline.job import Job
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import Mesh

@@ -6,7 +6,7 @@ from dataclasses import replace
 from paceline.bytes_sent import Traffic
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError, PacelineError, raise_all
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
 from paceline.parallel.parallelize import ParallelizedModel

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.verification.diagnosis.gradient_cause import explain_gradient, unexplained_gradient
 from paceline.verification.diagnosis.gradient_evidence import Evidence
 from paceline.verification.diagnosis.rank_names import RankNames
