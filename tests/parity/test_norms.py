@@ -64,6 +64,43 @@ class Formula(nn.BatchNorm1d):
         return F.layer_norm(x, x.shape[1:], self.weight, self.bias)
 
 
+class Difference(nn.BatchNorm1d):
+    """Statistics that move by a difference, whose value goes nowhere else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+            self.running_mean += self.momentum * (x.mean(0).detach() - self.running_mean)
+            self.running_var += self.momentum * (x.var(0).detach() - self.running_var)
+        return F.layer_norm(x, x.shape[1:], self.weight, self.bias)
+
+
+class Renormed(Formula):
+    """Batch renormalisation: the output in training is that of the running statistics (arXiv 1702.03275)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None
+        ratio = (x.var(0).sqrt() / self.running_var.sqrt()).detach().clamp(1 / 3, 3)
+        shift = ((x.mean(0) - self.running_mean) / self.running_var.sqrt()).detach().clamp(-5, 5)
+        return super().forward(x) * ratio + shift
+
+
+class Warming(nn.BatchNorm1d):
+    """A factor from the norm's own count of batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * min(1.0, float(self.num_batches_tracked or 0) / 20) if self.training else out
+
+
+class Hooked(nn.BatchNorm1d):
+    """A hook of the user's, which runs before those of the engine."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__(width, **options)
+        self.register_forward_hook(lambda module, _, out: out + module.running_mean)  # type: ignore[operator]
+
+
 class Outer(nn.BatchNorm1d):
     """A norm that holds another one and calls it first."""
 
@@ -117,6 +154,19 @@ class Net(nn.Module):
         if self.way == "momentum by calls":
             self.calls += 1
             self.norm.momentum = 0.5 / self.calls
+        if self.way == "momentum by an attribute made here":
+            self.made = getattr(self, "made", 0) + 1
+            self.norm.momentum = 0.5 / self.made
+        if self.way == "momentum in a tensor":
+            self.norm.momentum = torch.as_tensor(self.norm.momentum) * 0.7
+        if self.way in LATE:
+            self.calls += 1
+        if self.way == "frozen late" and self.calls > 14:
+            self.norm.eval()
+        if self.way == "frozen once" and self.calls == 14:
+            self.norm.eval()
+        if self.way == "frozen by the norm's count" and int(self.norm.num_batches_tracked) >= 14:
+            self.norm.eval()
         if self.way == "eval after, counted":
             self.seen += 1
         if self.way == "put back":
@@ -140,6 +190,8 @@ class Net(nn.Module):
             self.norm.momentum = kept
         if self.way == "looked at":
             extra = (self.norm.running_mean[:3] + self.norm.running_var.sqrt()[:3]).expand(len(x), 3)
+        if self.way == "looked at late" and self.calls > 14:
+            extra = (self.norm.running_mean[:3] + self.norm.running_var.sqrt()[:3]).expand(len(x), 3)
         if self.way == "past it" or (self.way == "past it, sometimes" and x[0, 0] > 2):
             extra = F.batch_norm(self.first(x * 2), self.norm.running_mean, self.norm.running_var, training=True)[:, :3]
         if self.way == "copied":
@@ -160,6 +212,7 @@ ORDERED = (
     "past it",
     "past it, sometimes",
 )  # what is known only in one process's order
+LATE = ("frozen late", "frozen once", "looked at late")  # in the third of four steps
 WAYS: dict[str, Callable[..., nn.Module]] = {
     **dict.fromkeys((*ORDERED, "eval after, counted"), norm),
     **dict.fromkeys(
@@ -175,6 +228,12 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
         nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, track_running_stats=True, dtype=torch.float64), nn.Flatten()
     ),
     "nested": Outer,
+    **dict.fromkeys(LATE, norm),
+    **dict.fromkeys(("momentum by an attribute made here", "momentum in a tensor", "frozen by the norm's count"), norm),
+    "by difference": partial(norm, kind=Difference),
+    "renormed": partial(norm, kind=Renormed),
+    "warming": partial(norm, kind=Warming),
+    "hooked": partial(norm, kind=Hooked),
 }
 
 
@@ -339,6 +398,23 @@ def test_forwards_are_watched_in_the_first_step_alone_and_only_where_norms_keep_
         tape._is_checked = True
         assert not isinstance(tape.watching(), TorchFunctionMode)
         tape.close()
+
+
+@pytest.mark.parametrize("way", ["by difference", "ghost, counted", "by formula", "plain"])
+def test_a_norm_that_uses_its_own_statistics_alone_waits_for_no_other_rank(way: str) -> None:
+    made = built(job_of(way), 2, micro=MICRO)
+    trained(made, micro=MICRO, steps=2)
+    assert not made.step.parts.tape.waits
+    assert made.step.parts.tape.new_notes() == []
+
+
+def test_a_copied_model_keeps_nothing_of_the_watch() -> None:
+    made = built(job_of("plain"), 2, micro=MICRO)
+    watched = vars(made.model.norm)["_buffers"]
+    assert type(watched) is not dict
+    assert all(type(vars(part)["_buffers"]) is dict for part in copy.deepcopy(made.model).modules())
+    made.close()
+    assert type(vars(made.model.norm)["_buffers"]) is dict
 
 
 @pytest.mark.parametrize("way", ["looked at", "plain"])
