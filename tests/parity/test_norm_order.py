@@ -95,3 +95,15 @@ def test_under_a_loss_over_the_batch_the_way_out_is_one_that_works(shop: Shop) -
     ended = shop.run("train", "job.py", "--job.way", "adversarial", "--train.steps", "2", "--ranks", "2")
     assert ended.code == 2 and "--ranks 1, or a loss over the samples of a microbatch" in ended.text, ended.text[-2000:]
     assert "--layout ddp" not in ended.text and "sync_bn" not in ended.text
+
+
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.soak)])
+def test_a_skipped_step_leaves_no_statistics_in_the_run_nor_in_the_one_process_beside_it(
+    shop: Shop, ranks: str
+) -> None:
+    start = "    return pl.Job("
+    shop.write("job.py", JOB.replace(start, f"    x[50] = float('inf')\n{start}\n        order='sequential',"))
+    words = ("verify", "job.py", "--job.way", "plain", "--ranks", ranks, "--train.on_nonfinite", "skip", *MICRO)
+    ended = shop.run(*words, "--json")
+    assert (ended.code, ended.json()["verdict"]) in ((0, "bitwise"), (0, "rounding")), ended.text[-3000:]
+    assert "RuntimeWarning" not in ended.text

@@ -93,6 +93,18 @@ class Warming(nn.BatchNorm1d):
         return out * min(1.0, float(self.num_batches_tracked or 0) / 20) if self.training else out
 
 
+class Saving(nn.BatchNorm1d):
+    """What it computes from its statistics is for the next call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training:
+            assert self.running_mean is not None
+            out = out + getattr(self, "saved", 0.0)
+            self.saved = self.running_mean * 2
+        return out
+
+
 class Hooked(nn.BatchNorm1d):
     """A hook of the user's, which runs before those of the engine."""
 
@@ -406,6 +418,12 @@ def test_a_norm_that_uses_its_own_statistics_alone_waits_for_no_other_rank(way: 
     trained(made, micro=MICRO, steps=2)
     assert not made.step.parts.tape.waits
     assert made.step.parts.tape.new_notes() == []
+
+
+def test_a_value_that_outlives_the_norm_s_call_is_a_read() -> None:
+    made = built(replace(job_of("plain"), model=lambda: Net("plain", partial(norm, kind=Saving))), 2, micro=MICRO)
+    trained(made, micro=MICRO, steps=1)
+    assert made.step.parts.tape.waits
 
 
 def test_a_copied_model_keeps_nothing_of_the_watch() -> None:

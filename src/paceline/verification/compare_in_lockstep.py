@@ -95,8 +95,9 @@ class Lockstep:
             self.finding.blame(step=at.number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}")
             return
         self._built.step.step = cursor.step
-        judge = None
+        judge, before = None, []
         if self._reference is not None:
+            before = self._reference.statistics()
             places = RankNames(mesh=self._built.worlds.mesh, holding=self._built.kept)
             judge = StepComparison(
                 reference=self._reference, at=at, finding=self.finding, last=self._last, places=places
@@ -108,6 +109,8 @@ class Lockstep:
         if self._world.share_json(judge is None or judge.is_finite):
             self._update(right, judge, cursor.step)
             self._last = right
+        elif self._reference is not None:
+            self._reference.skip(before)
 
     def _see(self, given: StepInput, judge: StepComparison | None) -> None:
         model = self._built.model

@@ -108,8 +108,10 @@ def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Conte
         pieces = reference.pieces(at)
         if contents is not None:
             contents |= {(at.number, index): checksum(piece.data, 0) for index, piece in enumerate(pieces)}
+        before = reference.statistics()
         gradient = reference.gradient(at, pieces=pieces, backwards=backwards)
         if gradient.empty or not all(bool(torch.isfinite(value).all()) for value in gradient.total.values()):
+            reference.skip(before)
             break
         reference.update(gradient.total)
         losses.append(gradient.loss)

@@ -90,6 +90,8 @@ def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vec
         apart = ""
     if _close(mine, before, after[-1]):
         return f"buffers: {apart}not updated at all"
+    if not (np.all(np.isfinite(mine)) and np.all(np.isfinite(after))):
+        return f"buffers: {apart}not finite, here or in one process"
     if momentum is None or len(after) == 0:
         return (
             f"buffers: {apart}the forward changes it, and one process's has seen every microbatch; here it was updated "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.job import Job
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.torch_internals.rng import BlockCallCounter, block_key, random_blocks, seed_all, seed_torch, stream_key
 from paceline.verification.reference.forward import Forward
 from paceline.verification.reference.loss_terms import known_counts, leaves_of, weighted_loss
@@ -233,6 +234,16 @@ class Reference:
             largest={name: value / divisor for name, value in largest.items()} if divisor else {},
             empty=empty,
         )
+
+    def statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the running statistics of all norms, each buffer with a copy of its value."""
+        norms = [module for _, module in norms_with_statistics(self.model)]
+        return [(buffer, buffer.clone()) for module in norms for buffer in module.buffers(recurse=False)]
+
+    def skip(self, before: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Restore the `statistics` from before a step that is skipped, as `train` does."""
+        for buffer, value in before:
+            buffer.copy_(value)
 
     @single_process()
     def update(self, gradient: Mapping[str, Tensor]) -> None:
