@@ -7,6 +7,7 @@ SOAK = [
     "docs/test_blocks.py::test_blocks_that_need_another_package_run[huggingface.md]",
     "docs/test_blocks.py::test_every_block_runs[auto.md]",
     "docs/test_blocks.py::test_every_block_runs[buffers.md]",
+    "docs/test_blocks.py::test_every_block_runs[checkpoints-details.md]",
     "docs/test_blocks.py::test_every_block_runs[checkpoints.md]",
     "docs/test_blocks.py::test_every_block_runs[compress.md]",
     "docs/test_blocks.py::test_every_block_runs[context.md]",
