@@ -95,7 +95,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--json", help="write the answers there")
     parser.add_argument("--read", nargs="+", default=[], help="run nothing: the answers of earlier runs")
-    parser.add_argument("--write", help="write the page there, and the block in README.md")
+    parser.add_argument("--write", help="write the page there")
     parser.add_argument("--log", default="/tmp/matrix-log")
     return parser.parse_args(words)
 

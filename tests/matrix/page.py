@@ -1,4 +1,4 @@
-"""Results as pages: docs/matrix.md, and the short version between two marks in README.md."""
+"""Results as a page: docs/matrix.md, with a summary of each kind of layout at the top."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,6 @@ from tests.matrix.cases import MODELS, SINGLES, is_single
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSALS = ROOT / "docs" / "refusals.md"
-MARKS = ("<!-- matrix: written by python -m tests.matrix --write -->", "<!-- matrix: end -->")
 _SAME = {"bitwise": "bitwise", "rounding": "rounding"}
 _HEAD = """# The matrix: models × layouts
 
@@ -55,6 +54,8 @@ def matrix(results: Sequence[dict[str, Any]], *, command: str, versions: str) ->
     single = [row for row in _rows(results) if is_single(row[0])]
     mixed = [row for row in _rows(results) if not is_single(row[0])]
     parts = [
+        "## Summary\n",
+        short(results),
         "## Single layouts\n",
         _table(single, results, models, reasons),
         "\n## Mixtures\n",
@@ -66,7 +67,7 @@ def matrix(results: Sequence[dict[str, Any]], *, command: str, versions: str) ->
 
 
 def short(results: Sequence[dict[str, Any]]) -> str:
-    """For README: each kind of layout over all models."""
+    """Return the summary table: each kind of layout over all models."""
     models = [model for model in MODELS if any(one["model"] == model for one in results)]
     lines = [f"| layout | {' | '.join(models)} |", f"| --- | {' | '.join('---' for _ in models)} |"]
     words = list(dict.fromkeys(layout.partition(",")[0] for row in SINGLES.values() for layout in row))
@@ -79,13 +80,8 @@ def short(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write(results: Sequence[dict[str, Any]], *, path: Path, command: str, versions: str) -> None:
-    """The page, and the block in README where its marks stand."""
+    """Write the page."""
     path.write_text(matrix(results, command=command, versions=versions))
-    readme = ROOT / "README.md"
-    text, (begin, end) = readme.read_text(), MARKS
-    if begin in text and end in text:
-        before, rest = text.split(begin)
-        readme.write_text(f"{before}{begin}\n{short(results)}{end}{rest.split(end)[1]}")
 
 
 def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
