@@ -83,7 +83,7 @@ def test_every_error_class_and_exit_code_is_explained() -> None:
     assert [code for code in ExitCode if str(int(code)) not in table] == []
 
 
-@pytest.mark.parametrize("cause", [c[0] for c in rows("verify.md").values() if c and c[0].startswith("`")])
+@pytest.mark.parametrize("cause", [c[0] for c in rows("verify-details.md").values() if c and c[0].startswith("`")])
 def test_causes_in_the_page_are_causes_that_verify_gives(cause: str) -> None:
     found = set()
     for ranks, counts in ((2, [3, 5]), (2, [3.0, 5, 2, 6, 1, 4, 2, 3])):
