@@ -12,18 +12,24 @@ REFUSALS = ROOT / "docs" / "refusals.md"
 _SAME = {"bitwise": "bitwise", "rounding": "rounding"}
 _HEAD = """# The matrix: models × layouts
 
-Each cell is one job of `tests/zoo.py` under one layout, in real processes over gloo on CPU, step by step beside one
-process from equal weights: gradients of every parameter, loss, buffers, then the weights after the update. Two steps,
-the last on an epoch's last batch of one sample; {dtypes}.
+On this page you can look up which models train under which layouts, and how closely each run equals one process.
 
-- **bitwise**: nothing differed in any bit.
-- **rounding**: what differed was below the noise that is measured for each tensor: one process again with its weights
-  moved by one unit in the last place and its microbatches added in reverse.
-- a number: refused before the first step, in the words below; the reasons are in [refusals](refusals.md).
+Each cell is one job of `tests/zoo.py` under one layout, run in real processes over gloo on CPU. Each step starts from equal
+weights and is compared with one process: the gradients of every parameter, the loss, the buffers, and then the weights
+after the update. There are two steps. The last one is an epoch's last batch, of one sample.
+
+The precision is {dtypes}.
+
+- **bitwise**: all bits are equal.
+- **rounding**: every difference is below the noise floor of its tensor. The floor is measured: one process runs again with
+  its weights moved by one unit in the last place, and with its microbatches added in reverse order.
+- a number: refused before the first step, with the message listed at the end. The reasons are in [refusals](refusals.md).
 - empty: not run for this page.
 
-The models from `transformers` are unmodified, built from their configs (four blocks, width 32, four heads); `text`,
-`digits` and `nano` are plain `nn.Module`s. {versions} Written by `{command}`; `make soak` runs it all.
+The models from `transformers` are unmodified and built from their configs (four blocks, width 32, four heads). `text`,
+`digits` and `nano` are plain `nn.Module`s. Versions: {versions}
+
+`{command}` writes this page. `make soak` runs all of it.
 
 """
 
@@ -132,4 +138,4 @@ def _counted(rows: Sequence[dict[str, Any]], model: str) -> str:
 
 def _dtypes(results: Sequence[dict[str, Any]]) -> str:
     other = sorted({str(one["model"]) for one in results if "fp32" in one.get("parts", {})})
-    return "in float64" + (f" ({', '.join(other)}: fp32, since its own kernels have no float64)" if other else "")
+    return "float64" + (f" (fp32 for {', '.join(other)}, whose own kernels have no float64)" if other else "")
