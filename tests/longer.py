@@ -28,6 +28,7 @@ SOAK = [
     "docs/test_blocks.py::test_every_block_runs[python.md]",
     "docs/test_blocks.py::test_every_block_runs[record.md]",
     "docs/test_blocks.py::test_every_block_runs[remat.md]",
+    "docs/test_blocks.py::test_every_block_runs[schedules-details.md]",
     "docs/test_blocks.py::test_every_block_runs[schedules.md]",
     "docs/test_blocks.py::test_every_block_runs[server.md]",
     "docs/test_blocks.py::test_every_block_runs[settings.md]",
