@@ -1,0 +1,132 @@
+"""Sphinx configuration. `make docs` builds the site into build/docs/html."""
+
+import inspect
+import shutil
+import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import paceline
+from sphinx_ext.links import file_page, linked_files, page_name
+from sphinx_ext.navigation import NAVIGATION, PARTS, entries
+from sphinx_ext.source import for_sphinx, for_twin
+
+project = "Paceline"
+author = "The Paceline authors"
+project_copyright = author
+version = release = paceline.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["sphinx_ext", "pictures", "_static", "build"]
+nitpicky = False
+
+myst_enable_extensions = ["colon_fence", "attrs_block"]
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header"]  # a page may begin a list of parts with a third-level heading
+
+default_role = "code"
+add_module_names = False
+autosummary_generate = False
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+toc_object_entries = False
+
+smartquotes = False
+
+html_theme = "furo"
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "github-dark"
+html_title = f"Paceline {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_theme_options = {
+    "source_view_link": "{filename}",
+    "top_of_page_buttons": ["view"],
+}
+copybutton_selector = "div:not(.output) > div.highlight > pre"
+copybutton_exclude = ".linenos, .gp"
+
+
+def read_source(app: Any, docname: str, source: list[str]) -> None:
+    """Give Sphinx the page with its generated parts; a page that is made of other files is always read again."""
+    if "<!-- include: " in source[0] or "<!-- build: " in source[0] or f"{docname}.md" in NAVIGATION:
+        app.env.note_reread()
+    source[0] = for_sphinx(f"{docname}.md", source[0])
+
+
+def sign_dataclass(
+    app: Any, what: str, name: str, found: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None] | None:
+    """Show a dataclass with the arguments of its constructor, also where it has a `__new__` of its own."""
+    if what == "class" and is_dataclass(found) and isinstance(found, type):
+        return _plain_signature(found), None
+    return None
+
+
+def _plain_signature(found: type) -> str:
+    """Return the constructor's arguments without types: the page of the class explains them."""
+    given = list(inspect.signature(found.__init__).parameters.values())[1:]
+    words = [
+        name.name if name.default is name.empty or name.name in _needed(found) else f"{name.name}={name.default!r}"
+        for name in given
+        if "factory" not in repr(name.default)
+    ]
+    return f"(*, {', '.join(words)})"
+
+
+def _needed(found: type) -> tuple[str, ...]:
+    return ("model", "train_data", "optimizer", "global_batch_size") if found.__name__ == "Job" else ()
+
+
+def collect_file_pages(app: Any) -> Any:
+    """Yield a page for each file outside docs/ that a page links to."""
+    files = linked_files()
+    for file in files:
+        yield file_page(file, files=files)
+
+
+def name_twin(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Name the Markdown twin in the page's head."""
+    if doctree is not None:
+        context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{pagename}.md">'
+
+
+def write_twins(app: Any, error: Exception | None) -> None:
+    """Write the Markdown twin of each page, the linked files, and llms.txt, which lists all pages."""
+    if error is not None or app.builder.format != "html":
+        return
+    out = Path(app.outdir)
+    for page in app.env.found_docs:
+        (out / f"{page}.md").write_text(for_twin(f"{page}.md"), encoding="utf-8")
+    for file in (one for one in linked_files() if one.is_file()):
+        shutil.copyfile(file, out / page_name(file))
+    shutil.copytree(Path(app.srcdir) / "pictures", out / "pictures", dirs_exist_ok=True)
+    lines = ["# Paceline", "", f"> {inspect.getdoc(paceline)}", ""]
+    for part in PARTS:
+        title = (Path(app.srcdir) / part).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        listed = [*entries(part), *(more for one in entries(part) if one.page in NAVIGATION for more in entries(one.page))]
+        lines += [f"## {title}", "", *(f"- [{one.title}]({one.page}): {one.sentence}" for one in listed), ""]
+    (out / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def setup(app: Any) -> None:
+    """Connect the functions above."""
+    app.connect("source-read", read_source)
+    app.connect("autodoc-process-signature", sign_dataclass)
+    app.connect("html-collect-pages", collect_file_pages)
+    app.connect("html-page-context", name_twin)
+    app.connect("build-finished", write_twins)
