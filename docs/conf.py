@@ -10,6 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import paceline
+from docutils import nodes
 from sphinx_ext.links import file_page, linked_files, page_name
 from sphinx_ext.navigation import NAVIGATION, PARTS, entries
 from sphinx_ext.source import for_sphinx, for_twin
@@ -37,6 +38,7 @@ suppress_warnings = ["myst.header"]  # a page may begin a list of parts with a t
 default_role = "code"
 add_module_names = False
 autosummary_generate = False
+autodoc_default_options = {"exclude-members": "worker, open, is_due, named, write, print_gradient"}
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -47,7 +49,6 @@ toc_object_entries = False
 smartquotes = False
 
 html_theme = "furo"
-pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
 html_title = f"Paceline {version}"
 html_static_path = ["_static"]
@@ -72,9 +73,18 @@ def sign_dataclass(
     app: Any, what: str, name: str, found: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None] | None:
     """Show a dataclass with the arguments of its constructor, also where it has a `__new__` of its own."""
+    if what == "class" and name.count(".") > 1:  # what a function returns: nobody calls its constructor
+        return "", None
     if what == "class" and is_dataclass(found) and isinstance(found, type):
         return _plain_signature(found), None
     return None
+
+
+def plain_dashes(app: Any, doctree: nodes.document) -> None:
+    """Put a dash between a parameter and its text, as `smartquotes` would; it would also change `--options`."""
+    for text in doctree.findall(nodes.Text):
+        if str(text) == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))
 
 
 def _plain_signature(found: type) -> str:
@@ -127,6 +137,7 @@ def setup(app: Any) -> None:
     """Connect the functions above."""
     app.connect("source-read", read_source)
     app.connect("autodoc-process-signature", sign_dataclass)
+    app.connect("doctree-read", plain_dashes)
     app.connect("html-collect-pages", collect_file_pages)
     app.connect("html-page-context", name_twin)
     app.connect("build-finished", write_twins)

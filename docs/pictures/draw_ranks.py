@@ -140,7 +140,7 @@ def picture(drawn: Picture) -> str:
     """Return the whole SVG."""
     low = TOP + BLOCKS * (HIGH + GAP) + 7 + 2 * HIGH + 25
     body = "".join(panel(drawn, rank) for rank in range(drawn.ranks)) + legend(low)
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {low + 9}" width="{WIDE * 1.5:g}" role="img"'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {low + 9}" width="{WIDE * 1.25:g}" role="img"'
     return f'{start} aria-label="{drawn.says}">{STYLE}{body}</svg>\n'
 
 
