@@ -4,12 +4,14 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := $(VENV)/.made
+DOCS_STAMP := $(VENV)/.docs
+SITE := build/docs/html
 WORKERS ?= 4
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
 unexport PYTHONDONTWRITEBYTECODE  # else every process of every run compiles all of paceline
 
-.PHONY: demo test lint types soak bench clean
+.PHONY: demo test lint types soak bench docs clean
 
 $(STAMP): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
@@ -33,8 +35,8 @@ soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -q
 
 lint: $(STAMP)
-	@$(BIN)/ruff check src tests examples benchmarks
-	@$(BIN)/ruff format --check src tests examples benchmarks
+	@$(BIN)/ruff check src tests examples benchmarks docs/conf.py docs/sphinx_ext docs/pictures
+	@$(BIN)/ruff format --check src tests examples benchmarks docs/conf.py docs/sphinx_ext docs/pictures
 
 types: $(STAMP)
 	@$(BIN)/mypy
@@ -43,5 +45,14 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/exact.py
 
+# Sphinx and its parts are installed only here. Warnings are errors: a broken link or a docstring that can't be read.
+$(DOCS_STAMP): $(STAMP) constraints.txt pyproject.toml
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs $(SITE)
+	@echo "$(SITE)/index.html"
+
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .demo build/docs

@@ -6,9 +6,10 @@ import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -29,11 +30,13 @@ def _command(name: str) -> str:
     named = [field for field in fields(verb.options) if field not in positional]
     words = [field.name.upper() if field.default is MISSING else f"[{field.name.upper()}]" for field in positional]
     usage = ["paceline", name, *words, "[options]", *(["[--train.steps 100 ...]"] if verb.takes_settings else [])]
-    lines = [f"### `paceline {name}`", "", inspect.getdoc(verb.options) or "", ""]
-    lines += ["```text", " ".join(usage), "```", "", "| option | value | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = [f"### `paceline {name}`", "", _cell(inspect.getdoc(verb.options) or ""), ""]
+    lines += ["```text", " ".join(usage), "```", ""]
+    lines += ["| option | value | default | meaning |", "| --- | --- | --- | --- |"]
     for field in [*positional, *named]:
         flag = field.name.upper() if field in positional else f"--{field.name.replace('_', '-')}"
-        cells = (f"`{flag}`", _kind(hints[field.name]), _default(field), _cell(texts.get(field.name, "")))
+        kind = "flag" if hints[field.name] is bool else _kind(hints[field.name])
+        cells = (f"`{flag}`", kind, _default(field), _cell(texts.get(field.name, "")))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
@@ -63,7 +66,7 @@ def _field_docstrings(kind: type) -> dict[str, str]:
     for owner in reversed(kind.__mro__):
         if owner.__module__.startswith("paceline."):
             body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-            for node, after in zip(body, body[1:], strict=False):
+            for node, after in pairwise(body):
                 is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
                     found[node.target.id] = str(after.value.value)  # type: ignore[attr-defined]
@@ -94,7 +97,7 @@ def _kind(kind: Any) -> str:
 def _default(field: Field[Any]) -> str:
     if field.default is MISSING:
         return "required" if field.default_factory is MISSING else ""
-    return "" if field.default in (None, "", ()) else f"`{_shown(field.default)}`"
+    return "" if field.default in (None, "", (), False) else f"`{_shown(field.default)}`"
 
 
 def _shown(value: Any) -> str:

@@ -25,7 +25,9 @@ PAGES_OF_ROOT = {
     "CONTRIBUTING.md": "contributing.md",
     "GLOSSARY.md": "glossary.md",
 }
-_LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|!?\[[^\]]*\](?:\([^)]*\))?)*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
+_LINK = re.compile(
+    r"(?<!!)\[(?P<text>(?:[^\[\]]|!?\[[^\]]*\](?:\([^)]*\))?)*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
+)
 _FENCE = re.compile(r"^(?:```|~~~|:::)")
 Rewrite = Callable[[str, Path, str], str]
 """Of (link text, file outside docs/, anchor)."""

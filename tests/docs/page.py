@@ -10,17 +10,31 @@
     output: with its numbers
 """
 
+import importlib
 import importlib.util
 import re
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEYS = {"file", "needs", "exit", "not run", "output"}
 _BLOCK = re.compile(r"(?:^<!-- (?P<marks>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.S | re.M)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|\b[0-9a-f]{16}\b")
+
+
+def part_of_site(name: str) -> ModuleType:
+    """Import a module of `docs/sphinx_ext`, which is no installed package."""
+    if str(DOCS) not in sys.path:
+        sys.path.append(str(DOCS))
+    return importlib.import_module(f"sphinx_ext.{name}")
+
+
+NAVIGATION: tuple[str, ...] = part_of_site("navigation").NAVIGATION
 
 
 @dataclass(frozen=True)
