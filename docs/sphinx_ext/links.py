@@ -117,6 +117,7 @@ def file_page(file: Path, *, files: Iterable[Path]) -> tuple[str, dict[str, Any]
         text = relink(file.read_text(encoding="utf-8"), base=file.parent, outside=other)
         text = re.sub(r"\]\(([\w-]+)\.md(#[^)]*)?\)", rf"]({up}\1.html\2)", text)
         made = MarkdownIt("commonmark").enable("table").render(text)
+        made = re.sub(r"(?<!<pre>)<code>", '<code class="literal">', made)
         body = made.replace("<table>", '<div class="table-wrapper"><table class="docutils">')
         body = body.replace("</table>", "</table></div>")
     else:

@@ -95,13 +95,13 @@ def test_the_generated_reference_has_every_option_and_setting() -> None:
 
 
 def test_pictures_are_those_that_their_script_draws() -> None:
-    code = "import draw_ranks as d; print(*[f'{n}\\t{d.picture(p)}' for n, p in d.PICTURES.items()], sep='', end='')"
+    code = "import draw_layouts as d; print(*[f'{n}\\t{d.picture(p)}' for n, p in d.PICTURES.items()], sep='', end='')"
     drawn = subprocess.run(
         [sys.executable, "-c", code], cwd=DOCS / "pictures", capture_output=True, text=True, check=True
     )
     for line in drawn.stdout.splitlines():
         name, _, picture = line.partition("\t")
-        assert (DOCS / "pictures" / f"rank-{name}.svg").read_text().strip() == picture, name
+        assert (DOCS / "pictures" / f"holds-{name}.svg").read_text().strip() == picture, name
 
 
 def test_links_out_of_the_docs_lead_to_pages_of_the_site() -> None:
