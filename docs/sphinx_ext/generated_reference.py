@@ -32,11 +32,11 @@ def _command(name: str) -> str:
     usage = ["paceline", name, *words, "[options]", *(["[--train.steps 100 ...]"] if verb.takes_settings else [])]
     lines = [f"### `paceline {name}`", "", _cell(inspect.getdoc(verb.options) or ""), ""]
     lines += ["```text", " ".join(usage), "```", ""]
-    lines += ["| option | value | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += ["| option | meaning | value | default |", "| --- | --- | --- | --- |"]
     for field in [*positional, *named]:
         flag = field.name.upper() if field in positional else f"--{field.name.replace('_', '-')}"
         kind = "flag" if hints[field.name] is bool else _kind(hints[field.name])
-        cells = (f"`{flag}`", kind, _default(field), _cell(texts.get(field.name, "")))
+        cells = (f"`{flag}`", _cell(texts.get(field.name, "")), kind, _default(field))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 

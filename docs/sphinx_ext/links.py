@@ -117,6 +117,7 @@ def file_page(file: Path, *, files: Iterable[Path]) -> tuple[str, dict[str, Any]
         text = relink(file.read_text(encoding="utf-8"), base=file.parent, outside=other)
         text = re.sub(r"\]\(([\w-]+)\.md(#[^)]*)?\)", rf"]({up}\1.html\2)", text)
         made = MarkdownIt("commonmark").enable("table").render(text)
+        made = re.sub(r"<h([1-4])>(.*?)</h\1>", _with_id, made)
         made = re.sub(r"(?<!<pre>)<code>", '<code class="literal">', made)
         body = made.replace("<table>", '<div class="table-wrapper"><table class="docutils">')
         body = body.replace("</table>", "</table></div>")
@@ -124,6 +125,12 @@ def file_page(file: Path, *, files: Iterable[Path]) -> tuple[str, dict[str, Any]
         body = _highlighted(file)
     head = "" if file.suffix == ".md" else f"<h1><code>{name}</code></h1>"
     return page_name(file), {"title": name, "body": head + body, "parents": [], "toc": ""}, "page.html"
+
+
+def _with_id(heading: re.Match[str]) -> str:
+    """Return a heading with the anchor that a code host gives it."""
+    slug = re.sub(r"[^\w\- ]", "", re.sub(r"<[^>]*>", "", heading[2]).lower()).replace(" ", "-")
+    return f'<h{heading[1]} id="{slug}">{heading[2]}</h{heading[1]}>'
 
 
 def _highlighted(file: Path) -> str:
