@@ -13,7 +13,7 @@ from docutils import nodes
 
 import paceline
 from sphinx_ext.links import file_page, linked_files, page_name
-from sphinx_ext.navigation import NAVIGATION, PARTS, entries
+from sphinx_ext.navigation import NAVIGATION, PARTS, children, entries
 from sphinx_ext.source import for_sphinx, for_twin
 
 project = "Paceline"
@@ -129,8 +129,7 @@ def write_twins(app: Any, error: Exception | None) -> None:
     lines = ["# Paceline", "", f"> {inspect.getdoc(paceline)}", ""]
     for part in PARTS:
         title = (Path(app.srcdir) / part).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        nested = (more for one in entries(part) if one.page in NAVIGATION for more in entries(one.page))
-        listed = [*entries(part), *nested]
+        listed = [one for entry in entries(part) for one in (entry, *children(entry.page))]
         lines += [f"## {title}", "", *(f"- [{one.title}]({one.page}): {one.sentence}" for one in listed), ""]
     (out / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
 

@@ -4,6 +4,8 @@ A navigation page is plain Markdown, readable on a code host. Each item of its l
 
     - [Quick start](quickstart.md): One sentence.
 
+A page `NAME-details.md` belongs to `NAME.md` and is in no list.
+
 This module imports no Sphinx, so the tests of the pages use it too.
 """
 
@@ -36,7 +38,17 @@ def entries(page: str) -> list[Entry]:
     ]
 
 
+def children(page: str) -> list[Entry]:
+    """Return the pages below a page: its list, if it is a navigation page, and its details."""
+    details = DOCS / page.replace(".md", "-details.md")
+    found = entries(page) if page in NAVIGATION else []
+    if details.exists():
+        title = details.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        found.append(Entry(page=details.name, title=title, sentence=f"More about {page}."))
+    return found
+
+
 def toctree(page: str) -> str:
-    """Return the hidden toctree that follows from the lists of a navigation page."""
-    names = "\n".join(f"{entry.title} <{entry.page.removesuffix('.md')}>" for entry in entries(page))
-    return f"\n:::{{toctree}}\n:hidden:\n\n{names}\n:::\n"
+    """Return the hidden toctree of the pages below a page, or nothing."""
+    names = "\n".join(f"{entry.title} <{entry.page.removesuffix('.md')}>" for entry in children(page))
+    return f"\n:::{{toctree}}\n:hidden:\n\n{names}\n:::\n" if names else ""

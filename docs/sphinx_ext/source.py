@@ -18,7 +18,7 @@ from typing import Any
 
 from sphinx_ext import generated_reference
 from sphinx_ext.links import as_html, as_twin, relink
-from sphinx_ext.navigation import DOCS, NAVIGATION, toctree
+from sphinx_ext.navigation import DOCS, toctree
 
 _INCLUDE = re.compile(r"<!-- include: (?P<file>\S+) -->")
 _BUILD = re.compile(r"^<!-- build: (?P<what>\w+) ?(?P<names>[^>]*?) -->$", re.M)
@@ -30,7 +30,7 @@ def for_sphinx(page: str, text: str) -> str:
     text = _with_links(page, text, as_html)
     text = _BUILD.sub(lambda m: _directives(m["what"], m["names"].split()), text)
     text = _MARK.sub(_dressed, text)
-    return text + (toctree(page) if page in NAVIGATION else "")
+    return text + toctree(page)
 
 
 def for_twin(page: str) -> str:

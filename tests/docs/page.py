@@ -21,7 +21,6 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEYS = {"file", "needs", "exit", "not run", "output"}
 _BLOCK = re.compile(r"(?:^<!-- (?P<marks>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.S | re.M)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|\b[0-9a-f]{16}\b")
@@ -34,7 +33,12 @@ def part_of_site(name: str) -> ModuleType:
     return importlib.import_module(f"sphinx_ext.{name}")
 
 
-NAVIGATION: tuple[str, ...] = part_of_site("navigation").NAVIGATION
+def _has_blocks_of_its_own(page: Path) -> bool:
+    """Return False for the lists of pages, and for pages that show a file of another folder."""
+    return page.name not in part_of_site("navigation").PARTS and "<!-- include: " not in page.read_text()
+
+
+PAGES = [ROOT / "README.md", *filter(_has_blocks_of_its_own, sorted(DOCS.glob("*.md")))]
 
 
 @dataclass(frozen=True)
