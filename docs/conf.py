@@ -14,7 +14,7 @@ from docutils import nodes
 import paceline
 from sphinx_ext.links import file_page, linked_files, page_name
 from sphinx_ext.navigation import NAVIGATION, PARTS, children, entries
-from sphinx_ext.source import for_sphinx, for_twin
+from sphinx_ext.source import for_sphinx, for_twin, plain_signature
 
 project = "Paceline"
 author = "The Paceline authors"
@@ -77,7 +77,7 @@ def sign_dataclass(
     if what == "class" and name.count(".") > 1:  # what a function returns: nobody calls its constructor
         return "", None
     if what == "class" and is_dataclass(found) and isinstance(found, type):
-        return _plain_signature(found), None
+        return plain_signature(found), None
     return None
 
 
@@ -86,21 +86,6 @@ def plain_dashes(app: Any, doctree: nodes.document) -> None:
     for text in doctree.findall(nodes.Text):
         if str(text) == " -- ":
             text.parent.replace(text, nodes.Text(" – "))
-
-
-def _plain_signature(found: type) -> str:
-    """Return the constructor's arguments without types: the page of the class explains them."""
-    given = list(inspect.signature(found.__init__).parameters.values())[1:]
-    words = [
-        name.name if name.default is name.empty or name.name in _needed(found) else f"{name.name}={name.default!r}"
-        for name in given
-        if "factory" not in repr(name.default)
-    ]
-    return f"(*, {', '.join(words)})"
-
-
-def _needed(found: type) -> tuple[str, ...]:
-    return ("model", "train_data", "optimizer", "global_batch_size") if found.__name__ == "Job" else ()
 
 
 def collect_file_pages(app: Any) -> Any:

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 from sphinx_ext import generated_reference
@@ -113,5 +114,19 @@ def _signature_and_docstring(name: str) -> str:
         given = "" if is_error or not callable(found) else str(inspect.signature(found))
     except ValueError:
         given = ""
+    if inspect.isclass(found) and is_dataclass(found):
+        given = plain_signature(found)
     text = "" if isinstance(found, str) else inspect.getdoc(found) or ""
     return f"```text\npaceline.{name}{given}\n\n{text}\n```"
+
+
+def plain_signature(found: type) -> str:
+    """Return the arguments of a dataclass without types: the page of the class explains them."""
+    required = ("model", "train_data", "optimizer", "global_batch_size") if found.__name__ == "Job" else ()
+    given = list(inspect.signature(found.__init__).parameters.values())[1:]  # type: ignore[misc]
+    words = [
+        one.name if one.default is one.empty or one.name in required else f"{one.name}={one.default!r}"
+        for one in given
+        if "factory" not in repr(one.default)
+    ]
+    return f"(*, {', '.join(words)})"
