@@ -70,15 +70,14 @@ class ShardedLinear(torch.autograd.Function):
         whole[: WIDTH * WIDTH] = (gradient.T @ x).flatten()
         whole[WIDTH * WIDTH :][:WIDTH] = gradient.sum(0)
         mine = torch.empty_like(shard)
-        dist.reduce_scatter(
-            mine, list(whole.chunk(dist.get_world_size()))
-        )  # the sum over ranks; each rank gets its shard
+        # Each rank gets its shard of the sum over ranks.
+        dist.reduce_scatter(mine, list(whole.chunk(dist.get_world_size())))
         return gradient @ weight, mine
 
 
 def train(rank: int, ranks: int) -> dict[str, object]:
     device = choose_device(rank, ranks)
-    shards = [cut(layer, rank, ranks, device) for layer in make_layers()]  # layers are built whole, one process's way
+    shards = [cut(layer, rank, ranks, device) for layer in make_layers()]  # built whole first, as one process does
     optimizer = make_optimizer(shards)
     losses = []
     for step in range(STEPS):

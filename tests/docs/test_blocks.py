@@ -33,6 +33,7 @@ def run_block(block: Block, *, folder: Path, name: str) -> str:
 def run_page(page: Path, folder: Path, *, with_needs: bool) -> int:
     """Run the page from top to bottom; how many blocks ran."""
     ran, printed, is_fresh = 0, "", False
+    (folder / "examples").symlink_to(ROOT / "examples")  # a page may run what a clone has
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         assert block.kind in LANGUAGES, f"{where}: a block of kind {block.kind!r}; write text, bash, python or toml"
