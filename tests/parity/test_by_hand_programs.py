@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Shop
@@ -96,7 +97,8 @@ def test_a_rank_that_fails_ends_the_others(shop: Shop, mistake: str) -> None:
     done = run(program, shop)
     assert done.returncode == 1 and time.monotonic() - start < 55, done.stderr[-2000:]
     assert ("Timed out" if mistake == "stays away" else "planted") in done.stderr, done.stderr[-2000:]
-    assert subprocess.run(["pgrep", "-f", str(program)], capture_output=True, check=False).stdout == b""
+    left = [one.pid for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
+    assert not left
 
 
 def test_the_programs_import_torch_alone() -> None:
