@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.page import PAGES, Block, blocks, missing, unlike
+from tests.docs.page import PAGES, ROOT, Block, blocks, missing, unlike
 
 LANGUAGES = {"python", "bash", "text", "toml"}
 NEEDING = [page for page in PAGES if any(block.needs for block in blocks(page))]
