@@ -32,13 +32,15 @@ class ModuleNumbers:
         self._ignored = {f"{name}.".lstrip("."): but(module) for name, module in model.named_modules()}
         self._sizes: list[int] = []
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        self._kept: dict[str, Number | str] = {}
+        self._objects: dict[str, Any] = {}
+        self._of_tensors: dict[str, Number | str] = {}
         self.keep()
 
     def keep(self) -> None:
         """Remember the current values."""
         self._find()
-        self._kept = {name: self.value(name) for name in self._places}
+        self._objects = {name: attributes.get(key, MISSING) for name, (attributes, key) in self._places.items()}
+        self._of_tensors = {n: _number(value) for n, value in self._objects.items() if type(value) is Tensor}
 
     def put_back(self) -> None:
         """Restore the remembered values, and remove attributes that were added since."""
@@ -48,12 +50,17 @@ class ModuleNumbers:
     def changed(self) -> list[str]:
         """Return the names of the attributes that are another number than remembered, or are new."""
         self._find()
-        pairs = ((name, self.kept(name), self.value(name)) for name in self._places)
-        return [name for name, old, new in pairs if new != MISSING and not _same(old, new)]
+        kept = self._objects
+        others = [  # a number that is the same object has not changed
+            name
+            for name, (attributes, key) in self._places.items()
+            if attributes.get(key, MISSING) is not kept.get(name, MISSING) or name in self._of_tensors
+        ]
+        return [name for name in others if self.value(name) != MISSING and not _same(self.kept(name), self.value(name))]
 
     def kept(self, name: str) -> Number | str:
         """Return the remembered value of an attribute, `MISSING` if there was none."""
-        return self._kept.get(name, MISSING)
+        return self._of_tensors[name] if name in self._of_tensors else _number(self._objects.get(name, MISSING))
 
     def value(self, name: str) -> Number | str:
         """Return the value of an attribute, `MISSING` if there is none, or none that is a number."""
