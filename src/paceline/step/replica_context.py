@@ -13,10 +13,10 @@ from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormWeights
-from paceline.parallel.build_reducer import do_nothing
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
+from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate

@@ -20,19 +20,20 @@ from paceline.errors import JobError
 from paceline.job import Job
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.batchnorm.sync_batchnorm import synchronise
-from paceline.parallel.build_reducer import do_nothing
 from paceline.parallel.compression.build_codec import compression_notes
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, shared_gpu
+from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
-from paceline.parallel.parallelize import ParallelizedModel, parallelize, parallelize_thread_replica
+from paceline.parallel.parallelize import parallelize, parallelize_thread_replica
+from paceline.parallel.placement import ParallelizedModel, PlacementRequest
 from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import DATA, Mesh
@@ -264,8 +265,7 @@ def _placed(
     untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
     for note in (UNTRIED.format(axis) for axis in untried):
         print_line(note) if begun.late is None else begun.late.notes.append(note)
-    return parallelize(
-        model,
+    request = PlacementRequest(
         asked=plan.asked,
         worlds=worlds,
         example=example,
@@ -279,6 +279,7 @@ def _placed(
         late=begun.late,
         compress=plan.wire,
     )
+    return parallelize(model, request)
 
 
 def _parts(

@@ -9,8 +9,8 @@ from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
-from paceline.parallel.parallelize import ParallelizedModel
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
+from paceline.parallel.placement import ParallelizedModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipedream_checks import stash_of
 from paceline.step.forward_backward import ForwardBackward
