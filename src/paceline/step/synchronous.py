@@ -149,9 +149,9 @@ class SynchronousStep:
 
     def _settle_buffers(self, joint: StepReduction) -> None:
         """Settle buffers: on a CPU by the reduced flag, on a GPU by this rank's own flag, since reading would wait."""
-        buffers = self.parts.buffers
-        on_host = self.parts.world.device.type == "cpu"
-        buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
+        agreed = joint.agreed() if self.parts.world.device.type == "cpu" else None
+        for buffers in self.parts.watched_buffers:
+            buffers.settle(changed=buffers.changed() if agreed is None else agreed.buffers_changed)
 
 
 def writes_to(name: str, *, trains: bool = True) -> JobError:

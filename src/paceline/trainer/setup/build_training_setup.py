@@ -39,8 +39,8 @@ from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import DATA, Mesh
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.replica_context import StepContext
-from paceline.step.shared_memory.rng_turns import ALONE, HostRngTurns
+from paceline.step.replica_context import ALONE, StepContext
+from paceline.step.shared_memory.rng_turns import HostRngTurns
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.torch_internals.rng import RandomStreams, seed_all, stream_key
