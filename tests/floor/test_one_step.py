@@ -13,7 +13,7 @@ OFF = [
     "faults.py",
     "parallel/data_parallel/module_buffers.py",
     "parallel/gradients/build_reducer.py",
-    "step/frozen_parameters.py",
+    "step/loss/frozen_parameters.py",
     "step/shared_memory/rng_turns.py",
     "trainer/diagnostics/forecast_check.py",
     "trainer/diagnostics/memory_report.py",

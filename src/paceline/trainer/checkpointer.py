@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.comm.process_group import World
 from paceline.config.task import Task
-from paceline.config.update_rule import UpdateKind
-from paceline.console.formatting import plural
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
@@ -57,6 +54,7 @@ from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
 from paceline.profiling.environment import torch_build
 from paceline.run_folder.run_folder import RunFolder
+from paceline.step.update_rules import step_rule
 from paceline.trainer.local_sgd_state import is_writer, load_sites, mean_in_place, of_site, site_files
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
@@ -100,27 +98,9 @@ def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, jo
         "buffers": built.settings.train.buffers,
         "drop_last": built.settings.data.drop_last,
         "sample_seeds": built.settings.data.sample_seeds,
-        "update": _rule(built),
+        "update": step_rule(built.plan.rule).identity(built.plan, built.placed.piped),
         "compress": built.plan.compress,
     }
-
-
-def _rule(built: TrainingSetup) -> str:
-    """Return the update rule, with the layout properties that its results depend on.
-
-    PipeDream weight stashing depends on the stages; 2BW does not, because every stage has the same staleness.
-    State kept by parameter servers is the same for any number of servers.
-    """
-    piped, rule = built.placed.piped, built.plan.rule
-    if rule.has_servers:
-        return str(replace(rule, servers=1))
-    if rule.has_sites:
-        return f"{rule} of {plural(built.plan.mesh.dp_replicate, 'site')}"
-    if piped is None or rule.kind is not UpdateKind.PIPEDREAM:
-        return str(rule)
-    rounds = -(-built.plan.num_micro // built.plan.replicas)
-    blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
-    return f"{rule} in {piped.cut.num_stages} stages of {blocks} blocks, {plural(rounds, 'microbatch')} of a replica"
 
 
 class Checkpointer:

@@ -1,7 +1,7 @@
 """The state of local SGD sites in a checkpoint: their mean as the model, and what each site has of its own."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,8 +33,7 @@ def sites_of(built: TrainingSetup) -> OuterOptimizer | None:
 
 def mean_in_place(built: TrainingSetup) -> AbstractContextManager[dict[str, Tensor]]:
     """Put the mean of the sites in place of the weights, to evaluate, save or export. Yields the site's own weights."""
-    sites = sites_of(built)
-    return nullcontext({}) if sites is None else sites.together()
+    return built.step.mean_in_place()
 
 
 def is_writer(built: TrainingSetup) -> bool:

@@ -17,6 +17,7 @@ from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import at_step
 from paceline.step.result import StepResult
+from paceline.step.update_rules import step_rule
 from paceline.trainer.batch_guard import BatchGuard
 from paceline.trainer.checkpointer import Checkpointer
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
@@ -32,8 +33,6 @@ from paceline.trainer.random_access_reading import whole_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
 from paceline.trainer.step_logger import StepLogger
-
-_KEPT = 256  # batches; a server's batches hold no samples
 
 
 class Loop:
@@ -191,10 +190,10 @@ class Loop:
         try:
             yield
         except NonFiniteError as error:
-            served = self.built.plan.rule.has_servers
-            world = self.built.world if not (served or self.built.step.lag) else World.alone()
+            world = World.alone() if self.built.step.results_differ else self.built.world
             given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
-            given = whole_batch(given, self.built) if served else given
+            if not step_rule(self.built.plan.rule).traits.reads_samples:
+                given = whole_batch(given, self.built)
             raise name_inputs(error, given, world=world) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
@@ -350,4 +349,4 @@ class Loop:
 
 def kept_batches(built: TrainingSetup) -> int:
     """Return for how many steps the loop keeps the batch: until none of its gradients can still prove non-finite."""
-    return _KEPT if built.plan.rule.has_servers else 2 + built.step.lag
+    return built.step.kept_batches

@@ -17,7 +17,6 @@ from paceline.comm.process_group import World
 from paceline.config.job_reference import file_name
 from paceline.config.loading import as_toml
 from paceline.config.secret_settings import holds_secret
-from paceline.config.update_rule import UpdateKind
 from paceline.console.formatting import plural
 from paceline.data.dataset_properties import DatasetProperties, find_facts, looked_at, read_again, refuse_other_data
 from paceline.data.order.cursor import Cursor
@@ -30,13 +29,13 @@ from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.environment_owner import attempt_folder
 from paceline.parallel.batchnorm.running_statistics import norms_with_statistics
-from paceline.parallel.data_parallel.module_buffers import buffer_notes
 from paceline.planner.layout.local_sgd_checks import never_meet
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVES, make_sinks
 from paceline.run_folder.plan_file import write_decided
 from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
     Checkpointer,
     began_as,
@@ -209,7 +208,7 @@ class Session:
         return feed_for(
             self.built.data,
             settings,
-            cut=cut_for(plan, settings, self.built.worlds.data, reads=not plan.rule.has_servers),
+            cut=cut_for(plan, settings, self.built.worlds.data, reads=step_rule(plan.rule).traits.reads_samples),
             cursor=cursor,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
@@ -313,10 +312,7 @@ class Session:
         lines += never_meet(self.ready.plan.rule, total_steps=loop.total_steps)
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.built.model)):
-            rule = self.ready.plan.rule
-            lines.append(
-                buffer_notes(settings.train.buffers, is_race=rule.kind is UpdateKind.HOGWILD, has_sites=rule.has_sites)
-            )
+            lines.append(step_rule(self.ready.plan.rule).buffer_note(settings.train.buffers))
         micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
         lines += evaluation_notes(
             self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.step.batch_mismatch import misfit_of_batch
-from paceline.step.frozen_parameters import FrozenParameters
+from paceline.step.loss.batch_mismatch import misfit_of_batch
+from paceline.step.loss.frozen_parameters import FrozenParameters
 from paceline.step.loss.mean_or_sum_probe import gives_mean
 from paceline.step.loss.model_loss import DIVISOR, OwnLoss
 from paceline.torch_internals.scalars import as_number
