@@ -292,11 +292,3 @@ def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
     parts = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * largest
     return norm
-
-
-def named_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[list[list[str]]]:
-    """Return the FQNs in each parameter group of each optimizer; `names` maps `id(parameter)` to FQN."""
-    return [
-        [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]

@@ -17,7 +17,6 @@ from paceline.checkpoint.files.checkpoint_folder import (
     load,
     mark_best,
     newest_good,
-    pointed_checkpoint,
     prune,
     step_name,
     was_saved,
@@ -356,8 +355,3 @@ def _write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
     if built.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
-
-
-def best_path(folder: Path) -> Path | None:
-    """Return the checkpoint that is marked as best, if there is one."""
-    return pointed_checkpoint(folder, BEST)
