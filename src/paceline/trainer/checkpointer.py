@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from paceline.checkpoint.collective_write import write_checkpoint
 from paceline.checkpoint.consolidate import consolidate
@@ -25,7 +27,7 @@ from paceline.checkpoint.files.hf_folder import WEIGHTS, digest_files, seal
 from paceline.checkpoint.files.manifest import amend_state
 from paceline.checkpoint.lr_schedule_state import describe_saved, describe_schedules
 from paceline.checkpoint.optimizer_state import Shares, group_names, optimizer_scalars, own_state
-from paceline.checkpoint.pipedream_state import load_stash, stash_files
+from paceline.checkpoint.pipedream_state import Files, StashedWeightsState
 from paceline.checkpoint.resume_checks import check_identity, record_settings
 from paceline.checkpoint.state_dict_view import list_model
 from paceline.checkpoint.tensor_bytes import weights_digest
@@ -53,8 +55,9 @@ from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
 from paceline.profiling.environment import torch_build
 from paceline.run_folder.run_folder import RunFolder
+from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.update_rules import step_rule
-from paceline.trainer.local_sgd_state import is_writer, load_sites, mean_in_place, of_site, site_files
+from paceline.trainer.local_sgd_state import SitesState, is_writer, mean_in_place, sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -102,6 +105,47 @@ def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, jo
     }
 
 
+class RuleState(Protocol):
+    """What an update rule adds to a checkpoint."""
+
+    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+        """Return this rank's files and JSON state with the rule's own; `own` are the weights this rank trains on.
+
+        Every rank calls this.
+        """
+
+    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+        """Return the checkpoint as this rank sees it; `is_same`: it is of the same rule."""
+
+    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+        """Load the rule's own state. Every rank calls this."""
+
+
+class NoRuleState:
+    """The state of a rule that adds nothing to a checkpoint."""
+
+    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+        """Return the files and the state as they are."""
+        return files, state
+
+    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+        """Return the checkpoint as it is."""
+        return loaded
+
+    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+        """Load nothing."""
+
+
+def rule_state(built: TrainingSetup) -> RuleState:
+    """Return what the run's update rule adds to a checkpoint."""
+    sites = sites_of(built)
+    if sites is not None:
+        return SitesState(built=built, sites=sites)
+    if isinstance(built.step, PipeDreamStep):
+        return StashedWeightsState(step=built.step, weights=built.weights, rank=built.world.rank)
+    return NoRuleState()
+
+
 class Checkpointer:
     """A writer of one run's checkpoints. Each rank writes what it alone holds, then rank 0 writes the manifest."""
 
@@ -134,12 +178,10 @@ class Checkpointer:
         place = dict(feed.state())
         with mean_in_place(self._built) as own:
             files, state = files_of(trained_of(self._built))
-            files, state = site_files(self._built, files, state, own)
-            older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
+            files, state = rule_state(self._built).extend(files, {**state, "stash": None}, own)
             held, owed = held_files(self._built.placed.reducer)
-            files |= {**older, **held}
+            files |= held
             state |= {
-                "stash": stash,
                 "held_back": owed,
                 "cursor": cursor.as_json(),
                 "feed": place,
@@ -302,11 +344,11 @@ def _restore(
         problems.append(error)
     raise_all(problems)
     same = loaded.state["identity"].get("update") == identity["update"]
-    mine = of_site(loaded, built, is_same=same)
+    of_rule = rule_state(built)
+    mine = of_rule.view(loaded, is_same=same)
     load_update(mine, trained, began=began_as(loaded), now=identity)
     load_grid(built.grid, loaded.state.get("grid", {}))
-    load_stash(loaded, built.step, built.weights, is_same=same)
-    load_sites(mine, built, is_same=same)
+    of_rule.load(mine, is_same=same)
     if loaded.state["identity"].get("compress") == identity["compress"]:
         load_held(loaded, built.placed.reducer, world=built.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
