@@ -15,6 +15,7 @@ from paceline import __version__
 from paceline.console.formatting import did_you_mean, shorten_line
 from paceline.console.output import flush, print_line, replace_closed
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
+from paceline.plugins import resolve
 
 _HELP = """\
 usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
@@ -128,10 +129,12 @@ def _run(words: list[str]) -> int:
             f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
         )
     own, settings = split_settings(with_value(words[1:], "--resume", "newest"))
-    options = _options(verb, VERBS[verb].options, own)
-    if settings and not VERBS[verb].takes_settings:
+    row = VERBS[verb]
+    kind = resolve(row.options) if isinstance(row.options, str) else row.options
+    options = _options(verb, kind, own)
+    if settings and not row.takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
-    code, value, text = VERBS[verb].run(options, settings)
+    code, value, text = resolve(row.run)(options, settings)
     as_json = getattr(options, "json", False)
     if as_json and (value is not None or text):
         print_line(json.dumps(_plain(value), indent=1, default=str))

@@ -79,6 +79,11 @@ class Faults:
     def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int) -> None:
         self._mine = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
 
+    @property
+    def has_any(self) -> bool:
+        """True if a fault is due on this rank."""
+        return bool(self._mine)
+
     def fire(self, point: str, *, step: int) -> Fault | None:
         """Inject the fault due here, if any; `nan` is returned for the caller to act on."""
         fault = self._mine.get((point, step)) if self._mine else None

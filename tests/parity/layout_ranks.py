@@ -20,7 +20,7 @@ from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.launch.launcher import EXACT_KERNELS
 from paceline.trainer.run import Run
-from paceline.trainer.session import Session
+from paceline.trainer.session import open_session
 
 SETTINGS = {
     "train.steps": 3,
@@ -46,7 +46,7 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
     )
     run = Run.worker(task)
     assert run._ready is not None
-    session = run._session = Session(run._ready, world=world, target=run)
+    session = run._session = open_session(run._ready, world=world, target=run)
     begun = session.loop.cursor.samples
     losses = [run.step(batch).loss for batch in run.batches()]
     answer: dict[str, Any] = {"begun": begun, "losses": losses, "samples": session.loop.cursor.samples}

@@ -1,7 +1,6 @@
 """A deep model's replay by few blocks against the whole one: the same bytes, kind by kind."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ import paceline as pl
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.settings import Settings
 from paceline.measured_planning import depth_extrapolation as deep
-from paceline.measured_planning import helper_process as beside
 from paceline.measured_planning.memory_replay import replay
-from paceline.measured_planning.profile.truncated_model import blocks_of, built_once
+from paceline.measured_planning.profile.truncated_model import built_once
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
 WIDE: dict[str, Any] = {"width": 2048, "heads": 16, "length": 64, "vocabulary": 256}
@@ -214,24 +211,3 @@ def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
 
     assert largest(True) == 2048 * 2560
     assert largest(False) == 64
-
-
-def test_half_of_it_is_done_by_a_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=14)
-    monkeypatch.setattr(deep, "tells_of_all", lambda *_: True)
-    given, seen = (ready.settings, ready.plan, (14,)), list[int]()
-
-    def heard(job: pl.Job, *rest: Any, **more: Any) -> Any:
-        with FakeExecutionMode():
-            seen.append(len(blocks_of(job.model())))
-        return replay(job, *rest, **more)
-
-    monkeypatch.setattr(beside, "can_fork", lambda: True)
-    with beside.start_helper(partial(deep.DepthExtrapolation, ready.job, ready.settings)) as helper:
-        monkeypatch.setattr(deep, "replay", heard)
-        assert helper is not None
-        found = deep.DepthExtrapolation(ready.job, ready.settings, helper).replay(*given)
-        assert seen == [4]
-        helper.leave()
-        assert deep.DepthExtrapolation(ready.job, ready.settings, helper).replay(*given) == found
-        assert seen == [4, 4, 5]

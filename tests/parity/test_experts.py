@@ -12,9 +12,10 @@ from paceline.errors import LayoutError
 from paceline.parallel.expert_parallel import expert_parallel as experts
 from paceline.parallel.expert_parallel import token_dispatch as experts_route
 from paceline.parallel.expert_parallel.discovery import expert_ranges, find_experts
-from paceline.parallel.expert_parallel.expert_parallel import RemoteExpert, expert_parts, split_experts
+from paceline.parallel.expert_parallel.expert_parallel import RemoteExpert, split_experts
 from paceline.parallel.expert_parallel.expert_parallel_check import check_experts
 from paceline.parallel.expert_parallel.token_dispatch import combine, dispatch, plan_route
+from paceline.parallel.module_access.shard_spec import ShardSpec
 from tests.parity.axes import (
     MIXTRAL,
     Listed,
@@ -29,6 +30,22 @@ from tests.parity.axes import (
     train_experts,
     transformer,
 )
+
+
+def expert_parts(model: nn.Module, *, rank: int, ranks: int, experts: str | None = None) -> dict[str, ShardSpec]:
+    """Return the parts that `split_experts` would leave a rank, for a model that is still whole (e.g. on meta)."""
+    parts: dict[str, ShardSpec] = {}
+    for one in find_experts(model, pattern=experts):
+        ranges = expert_ranges(one.count, ranks=ranks)
+        for name, parameter in one.module.named_parameters():
+            fqn = f"{one.name}.{name}"
+            if one.listed is None:
+                parts[fqn] = ShardSpec.of_ranges(parameter.shape, dim=0, ranges=[ranges[rank]])
+            else:
+                start, stop = ranges[rank]
+                mine = start <= int(name.removeprefix(f"{one.listed}.").split(".")[0]) < stop
+                parts[fqn] = ShardSpec.all_of(parameter.shape) if mine else ShardSpec.none_of(parameter.shape)
+    return parts
 
 
 @pytest.mark.parametrize(

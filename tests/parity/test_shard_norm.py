@@ -17,7 +17,7 @@ from paceline.config.settings import Settings, Train
 from paceline.parallel.gradients.grad_norm import joint_norm
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
-from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.placement import ParallelizedModel
 from paceline.trainer.setup import optimizers as updates
 
 

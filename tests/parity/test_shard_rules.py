@@ -1,6 +1,7 @@
 """The job's optimizer on shares: its groups, its state, and rules that are not right on rows."""
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,14 +11,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
-from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.row_shards import RowShard, cut_rows, shares_of
 from paceline.parallel.sharding.shardability_check import merge_equal_groups
-from paceline.parallel.sharding.sharded_optimizer import shared_optimizers, try_optimizer_factory
+from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
 from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.torch_internals.private_api import JointScaler
 from tests.matrix.page import patterns, stands
+
+
+def shared_optimizers(
+    factory: Callable[[Any], Any],
+    named: Sequence[NamedParameter],
+    shares: Sequence[RowShard],
+    *,
+    layout: str,
+    exact: bool = False,
+) -> list[Optimizer]:
+    """Return the job's optimizers over shares that are cut by rows.
+
+    Raises:
+        JobError, LayoutError: the factory or an update rule does not support it.
+    """
+    rules = try_optimizer_factory(factory, named)
+    rules.refuse_rows(layout=layout, exact=exact)
+    return rules.on(shares)
 
 
 class Unplaced(nn.Module):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.comm.process_group import World
 from paceline.errors import UsageError
 from paceline.launch.launcher import LaunchRequest, start
-from paceline.parallel.initialization.deferred_init import build_parts, defer_init, fill_model, whole_start
+from paceline.parallel.initialization.deferred_init import Wanted, defer_init, fill_model, whole_start
 from paceline.parallel.initialization.init_tape import Unrecordable
 from paceline.parallel.initialization.meta_model import described, named_tensors, record, tensor_bytes
 from paceline.parallel.module_access.shard_spec import ShardSpec
@@ -24,6 +25,16 @@ from tests.parity.start_worker import MODELS, SEED, plain
 from tests.zoo import JOBS
 
 NEAR, FAR = 1 << 10, 1 << 40
+
+
+def build_parts(
+    build: Callable[[], nn.Module], *, seed: int, world: World, wanted: Wanted, limit_bytes: int
+) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
+    """Return the model, filled with tensors that this rank holds whole, this rank's parts of all tensors, and notes."""
+    made = defer_init(build, seed=seed, world=world, limit_bytes=limit_bytes)
+    values, notes = made.values(wanted(made.model))
+    fill_model(made.model, values)
+    return made.model, values, (*made.notes, *notes)
 
 
 def digest(tensors: Any) -> str:

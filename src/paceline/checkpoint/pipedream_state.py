@@ -1,6 +1,7 @@
 """Checkpointing of weight stashing: the older weights that a pipeline without flush still needs."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,37 +17,42 @@ from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 
 STASH = "stash.safetensors"
+Files = dict[str, list[Writable]]
 
 
-def stash_files(
-    step: object, weights: ShardedTensors, *, rank: int
-) -> tuple[dict[str, list[Writable]], dict[str, Any] | None]:
-    """Return this rank's older weights, named `updates ago/FQN`, and where the last batches ended.
+@dataclass(frozen=True, kw_only=True)
+class StashedWeightsState:
+    """What weight stashing adds to a checkpoint: this rank's older weights, and where the last batches ended."""
 
-    Return nothing for another kind of step.
-    """
-    if not isinstance(step, PipeDreamStep):
-        return {}, None
-    found: list[Writable] = []
-    for number, kept in step.versions.saved().items():
-        for name, tensor in kept.items():
-            key = f"{step.versions.newest - number}/{name}"
-            parts = weights.parts(name)
-            found += owned_shards(key, dtype=tensor.dtype, find=partial(Tensor.detach, tensor), parts=parts, rank=rank)
-    return ({rank_file(STASH, rank): found} if found else {}), step.place()
+    step: PipeDreamStep
+    weights: ShardedTensors
+    rank: int
 
+    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+        """Add the older weights, named `updates ago/FQN`, and the places."""
+        step, found = self.step, list[Writable]()
+        for number, kept in step.versions.saved().items():
+            for name, tensor in kept.items():
+                key = f"{step.versions.newest - number}/{name}"
+                parts, find = self.weights.parts(name), partial(Tensor.detach, tensor)
+                found += owned_shards(key, dtype=tensor.dtype, find=find, parts=parts, rank=self.rank)
+        return files | ({rank_file(STASH, self.rank): found} if found else {}), state | {"stash": step.place()}
 
-def load_stash(loaded: OpenCheckpoint, step: object, weights: ShardedTensors, *, is_same: bool) -> None:
-    """Load the older weights; after another update rule (not `is_same`) the history starts empty.
+    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+        """Return the checkpoint as it is."""
+        return loaded
 
-    Every rank calls this.
+    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+        """Load the older weights; after another update rule (not `is_same`) the history starts empty.
 
-    Raises:
-        CheckpointError: a tensor is not what was written.
-    """
-    if isinstance(step, PipeDreamStep):
+        Every rank calls this.
+
+        Raises:
+            CheckpointError: a tensor is not what was written.
+        """
         place = loaded.state.get("stash") if is_same else None
         stored = loaded.files.get(STASH, StoredTensors([]))
+        step, weights = self.step, self.weights
         kept = on_all_ranks(weights.world, lambda: {} if place is None else _kept(step, stored, weights))
         step.begin(loaded.step, ends=[] if place is None else place["ends"], kept=kept)
 

@@ -1,25 +1,10 @@
-"""The table of verbs: the options of each, and the few lines that call it and say what to print."""
+"""The table of verbs: the options of each, and the name of the function that runs it, imported when it runs."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-
-from paceline.commands import ckpt as ckpt_verbs
-from paceline.commands import config as config_verb
-from paceline.commands import new as new_verb
-from paceline.commands import plan as plan_verb
-from paceline.commands import simulate as simulate_verb
-from paceline.commands import train as train_verb
-from paceline.commands.common.execution import CommandResult, RunOptions, failure_result
-from paceline.commands.compare_layouts import compare_layouts, refuse_mixed
-from paceline.commands.evaluate import evaluate
-from paceline.commands.report import report
-from paceline.commands.verify import verify
-from paceline.console.formatting import plural
-from paceline.errors import UsageError
 
 Printed = tuple[int, Any, str]
 _Job = Annotated[str, tyro.conf.Positional]
@@ -28,10 +13,14 @@ _Run = Annotated[str | None, tyro.conf.Positional]
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """One row: options, whether settings may follow, and the call."""
+    """One row: options, the function that runs the verb, and whether settings may follow.
 
-    options: type
-    run: Callable[[Any, list[str]], Printed]
+    `run` names a function of the options and the settings that returns what to print. `options` is a class, or names
+    one in the verb's own module.
+    """
+
+    options: type | str
+    run: str
     takes_settings: bool = False
 
 
@@ -60,21 +49,6 @@ class Starting:
     """Check what can be checked, start nothing."""
     json: bool = False
     """The answer for a script."""
-
-    def common(self) -> RunOptions:
-        """As the verbs take them."""
-        return RunOptions(
-            ranks=self.ranks,
-            layout=self.layout,
-            update=self.update,
-            compress=self.compress,
-            device=self.device,
-            config=self.config,
-            run_dir=self.run_dir,
-            faults=self.faults,
-            dry_run=self.dry_run,
-            quiet=self.json,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,124 +157,21 @@ class CkptOptions:
     json: bool = False
 
 
-def _new(options: NewOptions, _: list[str]) -> Printed:
-    path = new_verb.new(options.name)
-    text = f"wrote {path}\nnext:\n  paceline train {path} --ranks 2\n  paceline verify {path} --layout ddp --ranks 2"
-    return 0, {"path": str(path)}, text
-
-
-def _train(options: TrainOptions, settings: list[str]) -> Printed:
-    allow = [name for name in options.allow.split(",") if name]
-    if options.resume is not None and not options.resume.strip():
-        raise UsageError("--resume is empty: an unset variable?", hint="--resume alone resumes the newest run")
-    resume = "" if options.resume == "newest" else options.resume
-    answer = train_verb.train(
-        options.job,
-        common=options.common(),
-        overrides=settings,
-        resume=resume,
-        allow=allow,
-        evaluate_first=options.evaluate_first,
-    )
-    if options.dry_run:
-        return 0, answer.value, "\n".join(f"{k}: {v}" for k, v in (answer.value or {}).items())
-    answer = failure_result(answer)
-    if not answer.tells:
-        return answer.exit_code, None, ""
-    value = {**_summary(answer), **(train_verb.came_to(answer) if options.json else {})}
-    return answer.exit_code, value, answer.screen or (f"run: {answer.run}" if answer.run.name else "")
-
-
-def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
-    answer = verify(
-        options.job, common=options.common(), overrides=settings, steps=options.steps, against=options.against
-    )
-    answer = failure_result(answer)
-    if not answer.tells:
-        return answer.exit_code, None, ""
-    return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
-
-
-def _plan(options: plan_verb.PlanOptions, settings: list[str]) -> Printed:
-    answer = failure_result(plan_verb.plan_from_options(options, settings))
-    return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
-
-
-def _simulate(options: simulate_verb.SimulateOptions, settings: list[str]) -> Printed:
-    found = simulate_verb.simulate_from_options(options, settings)
-    return found.exit_code, found.value, found.text
-
-
-def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
-    common = RunOptions(ranks=options.ranks, layout=options.layout, quiet=options.json)
-    answer = failure_result(evaluate(options.run, split=options.split, best=options.best, common=common))
-    if not answer.tells:
-        return answer.exit_code, None, ""
-    if answer.exit_code:
-        return answer.exit_code, _summary(answer), answer.screen
-    value = answer.value
-    lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
-    of = ", its average (ema)" if value["average"] else ""
-    lines.append(f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
-    return 0, value, "\n".join(lines)
-
-
-def _config(options: ConfigOptions, settings: list[str]) -> Printed:
-    rows = config_verb.config(options.job, file=options.config, overrides=settings)
-    width = max(len(row.name) for row in rows)
-    return 0, rows, "\n".join(f"{row.name:<{width}}  {row.value!s:<24} {row.origin}" for row in rows)
-
-
-def _report(options: ReportOptions, _: list[str]) -> Printed:
-    path = report(options.run, page=options.page)
-    return 0, {"report": str(path)}, str(path)
-
-
-def _compare(options: CompareOptions, settings: list[str]) -> Printed:
-    if options.layouts:
-        return _compare_layouts(options, settings)
-    refuse_mixed(options.runs, settings)
-    from paceline.commands.compare import compare  # brings numpy, which no other verb waits for
-
-    found = compare(*options.runs, page=options.page)
-    return found.exit_code, asdict(found), found.text
-
-
-def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
-    if len(options.runs) != 1:
-        raise UsageError(f"--layouts goes with one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
-    common = RunOptions(
-        ranks=options.ranks,
-        device=options.device,
-        config=options.config,
-        run_dir=options.run_dir,
-        dry_run=options.dry_run,
-        quiet=options.json,
-    )
-    found = compare_layouts(
-        options.runs[0],
-        layouts=options.layouts,
-        common=common,
-        overrides=settings,
-        steps=options.steps,
-        page=options.page,
-    )
-    return found.exit_code, asdict(found), found.text
-
-
-def _summary(answer: CommandResult) -> Mapping[str, Any]:
-    return {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds, **answer.keys}
-
-
 VERBS: dict[str, Verb] = {
-    "new": Verb(options=NewOptions, run=_new),
-    "train": Verb(options=TrainOptions, run=_train, takes_settings=True),
-    "verify": Verb(options=VerifyOptions, run=_verify, takes_settings=True),
-    "plan": Verb(options=plan_verb.PlanOptions, run=_plan, takes_settings=True),
-    "simulate": Verb(options=simulate_verb.SimulateOptions, run=_simulate, takes_settings=True),
-    "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
-    "compare": Verb(options=CompareOptions, run=_compare, takes_settings=True),
-    "report": Verb(options=ReportOptions, run=_report),
-    "ckpt": Verb(options=CkptOptions, run=ckpt_verbs.answer),
-    "config": Verb(options=ConfigOptions, run=_config, takes_settings=True),
+    "new": Verb(options=NewOptions, run="paceline.commands.new:answer"),
+    "train": Verb(options=TrainOptions, run="paceline.commands.train:answer", takes_settings=True),
+    "verify": Verb(options=VerifyOptions, run="paceline.commands.verify:answer", takes_settings=True),
+    "plan": Verb(
+        options="paceline.commands.plan:PlanOptions", run="paceline.commands.plan:answer", takes_settings=True
+    ),
+    "simulate": Verb(
+        options="paceline.commands.simulate:SimulateOptions",
+        run="paceline.commands.simulate:answer",
+        takes_settings=True,
+    ),
+    "evaluate": Verb(options=EvaluateOptions, run="paceline.commands.evaluate:answer"),
+    "compare": Verb(options=CompareOptions, run="paceline.commands.compare:answer", takes_settings=True),
+    "report": Verb(options=ReportOptions, run="paceline.commands.report:answer"),
+    "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:answer"),
+    "config": Verb(options=ConfigOptions, run="paceline.commands.config:answer", takes_settings=True),
 }

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+from paceline.commands.command_table import CompareOptions, Printed
 from paceline.commands.common.execution import RunOptions
-from paceline.commands.compare_layouts import LayoutComparison, compare_layouts, page_line
+from paceline.commands.compare_layouts import LayoutComparison, compare_layouts, page_line, refuse_mixed
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.reporting.run_comparison import (
     ComparedRun,
@@ -206,3 +207,34 @@ def _lines(sides: list[ComparedRun], parted: list[LossDivergence]) -> list[str]:
     for title, rows in groups:
         found += [title, *(line(name, row) for name, row in rows)]
     return found
+
+
+def answer(options: CompareOptions, settings: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    if options.layouts:
+        return _compare_layouts(options, settings)
+    refuse_mixed(options.runs, settings)
+    found = compare(*options.runs, page=options.page)
+    return found.exit_code, asdict(found), found.text
+
+
+def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
+    if len(options.runs) != 1:
+        raise UsageError(f"--layouts goes with one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
+    common = RunOptions(
+        ranks=options.ranks,
+        device=options.device,
+        config=options.config,
+        run_dir=options.run_dir,
+        dry_run=options.dry_run,
+        quiet=options.json,
+    )
+    found = compare_layouts(
+        options.runs[0],
+        layouts=options.layouts,
+        common=common,
+        overrides=settings,
+        steps=options.steps,
+        page=options.page,
+    )
+    return found.exit_code, asdict(found), found.text

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.commands.command_table import ConfigOptions, Printed
 from paceline.config.job_reference import JobRef, job_defaults, parse_jobref
 from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, default_of, known_settings, merge, read_asked
 from paceline.config.secret_settings import HIDDEN, holds_secret
@@ -63,3 +64,10 @@ def _by_job(ref: JobRef, asked: RequestedSettings) -> dict[str, Any]:
             f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)
         ) from error
     return found
+
+
+def answer(options: ConfigOptions, settings: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    rows = config(options.job, file=options.config, overrides=settings)
+    width = max(len(row.name) for row in rows)
+    return 0, rows, "\n".join(f"{row.name:<{width}}  {row.value!s:<24} {row.origin}" for row in rows)

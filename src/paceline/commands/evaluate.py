@@ -5,7 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from paceline.checkpoint.files.checkpoint_folder import BEST, pointed_checkpoint
-from paceline.commands.common.execution import CommandResult, RunOptions, execute
+from paceline.commands.command_table import EvaluateOptions, Printed
+from paceline.commands.common.execution import CommandResult, RunOptions, execute, failure_result
 from paceline.config.auto_layout_word import AUTO
 from paceline.config.job_reference import parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
@@ -93,3 +94,18 @@ def as_evaluated(task: Task, common: RunOptions) -> Task:
         if name not in idle and not (name.startswith("place.") and text != task.layout)
     }
     return replace(task, layout=text, ranks=ranks, settings=settings)
+
+
+def answer(options: EvaluateOptions, _: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    common = RunOptions(ranks=options.ranks, layout=options.layout, quiet=options.json)
+    ended = failure_result(evaluate(options.run, split=options.split, best=options.best, common=common))
+    if not ended.tells:
+        return ended.exit_code, None, ""
+    if ended.exit_code:
+        return ended.exit_code, ended.summary(), ended.screen
+    value = ended.value
+    lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
+    of = ", its average (ema)" if value["average"] else ""
+    lines.append(f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
+    return 0, value, "\n".join(lines)

@@ -3,6 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
+from paceline.commands.command_table import NewOptions, Printed
 from paceline.console.formatting import did_you_mean
 from paceline.errors import UsageError
 
@@ -31,3 +32,10 @@ def new(name: str, *, folder: Path | None = None) -> Path:
     except OSError as error:
         raise UsageError(f"{target} can't be written: {error.strerror}.", hint="cd to a folder you may write") from None
     return target
+
+
+def answer(options: NewOptions, _: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    path = new(options.name)
+    text = f"wrote {path}\nnext:\n  paceline train {path} --ranks 2\n  paceline verify {path} --layout ddp --ranks 2"
+    return 0, {"path": str(path)}, text

@@ -13,8 +13,17 @@ from typing import Annotated, Any
 
 import tyro
 
+from paceline.commands.command_table import Printed
 from paceline.commands.common.config_as_job import as_job
-from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.common.execution import (
+    CommandResult,
+    RunOptions,
+    execute,
+    failure_result,
+    make_task,
+    read_answer,
+    with_run,
+)
 from paceline.commands.compare_layouts import page_line
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
@@ -248,3 +257,9 @@ def _corrected(fleet: Cluster) -> Iterator[str]:
         said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
         if said:
             yield f"{what} are corrected by what runs here took beside their forecast: {said}"
+
+
+def answer(options: PlanOptions, settings: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    ended = failure_result(plan_from_options(options, settings))
+    return ended.exit_code, ended.summary() if ended.value is None else ended.value, ended.screen

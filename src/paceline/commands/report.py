@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from paceline.commands.command_table import Printed, ReportOptions
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import refuse_place
 from paceline.reporting.run_report import write_report
@@ -21,3 +22,9 @@ def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
     except UsageError as error:
         raise UsageError(error.what, hint="--page FILE writes it elsewhere") from None
     return write_report(folder, to=to)
+
+
+def answer(options: ReportOptions, _: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    path = report(options.run, page=options.page)
+    return 0, {"report": str(path)}, str(path)

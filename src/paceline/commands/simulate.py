@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from paceline.commands.command_table import Printed
 from paceline.commands.common.config_as_job import as_job, is_config
 from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
 from paceline.commands.compare_layouts import page_line
@@ -230,3 +231,9 @@ def _of_job(
     else:
         best = estimate_named(forecast, layout, micro_batch_size=micro)
     return _Found(forecast=forecast, estimate=best, assumed=assumed)
+
+
+def answer(options: SimulateOptions, settings: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    found = simulate_from_options(options, settings)
+    return found.exit_code, found.value, found.text

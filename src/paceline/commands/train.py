@@ -6,10 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of
-from paceline.commands.common.execution import CommandResult, RunOptions, answer_of, execute, make_task, with_run
+from paceline.commands.command_table import Printed, TrainOptions
+from paceline.commands.common.execution import (
+    CommandResult,
+    RunOptions,
+    answer_of,
+    execute,
+    failure_result,
+    make_task,
+    run_options,
+    with_run,
+)
 from paceline.config.auto_layout_word import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
-from paceline.errors import ExitCode, raise_all
+from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.reporting.run_history import json_or_none, read_history
 from paceline.run_folder.run_folder import RunFolder
 
@@ -67,3 +77,26 @@ def came_to(answer: CommandResult) -> dict[str, Any]:
     if answer.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:
         found["digest"] = weights.get("digest")
     return found
+
+
+def answer(options: TrainOptions, settings: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    allow = [name for name in options.allow.split(",") if name]
+    if options.resume is not None and not options.resume.strip():
+        raise UsageError("--resume is empty: an unset variable?", hint="--resume alone resumes the newest run")
+    resume = "" if options.resume == "newest" else options.resume
+    ended = train(
+        options.job,
+        common=run_options(options),
+        overrides=settings,
+        resume=resume,
+        allow=allow,
+        evaluate_first=options.evaluate_first,
+    )
+    if options.dry_run:
+        return 0, ended.value, "\n".join(f"{k}: {v}" for k, v in (ended.value or {}).items())
+    ended = failure_result(ended)
+    if not ended.tells:
+        return ended.exit_code, None, ""
+    value = {**ended.summary(), **(came_to(ended) if options.json else {})}
+    return ended.exit_code, value, ended.screen or (f"run: {ended.run}" if ended.run.name else "")

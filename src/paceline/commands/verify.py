@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.command_table import Printed, VerifyOptions
+from paceline.commands.common.execution import (
+    CommandResult,
+    RunOptions,
+    execute,
+    failure_result,
+    make_task,
+    read_answer,
+    run_options,
+    with_run,
+)
 from paceline.config.auto_layout_word import AUTO, is_auto
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
@@ -90,3 +100,14 @@ def _refuse_rounding(task: Task) -> None:
         cause="each difference would be that rounding, and a mistake could hide in it",
         hint=f"--layout {rest}, which is the same but for that rounding",
     )
+
+
+def answer(options: VerifyOptions, settings: list[str]) -> Printed:
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    ended = verify(
+        options.job, common=run_options(options), overrides=settings, steps=options.steps, against=options.against
+    )
+    ended = failure_result(ended)
+    if not ended.tells:
+        return ended.exit_code, None, ""
+    return ended.exit_code, ended.summary() if ended.value is None else ended.value, ended.screen

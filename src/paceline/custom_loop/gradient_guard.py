@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
-from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.row_shards import RowShard
 from paceline.parallel.sharding.unit_guard import in_the_loss
 from paceline.torch_internals.private_api import disabled_torch_function, in_backward, make_wrapper_tensor

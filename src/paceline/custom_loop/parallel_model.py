@@ -17,7 +17,7 @@ from paceline.errors import JobError, LayoutError, NonFiniteError, UsageError, r
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.gradients.grad_norm import joint_norm
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
 from paceline.planner.layout.mesh import layout_label

@@ -25,6 +25,7 @@ from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.parallelize import parallelize
+from paceline.parallel.placement import PlacementRequest
 from paceline.parallel.trace_example_forward import Found
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import Mesh, mesh_of
@@ -102,8 +103,7 @@ def _place(
     if begun.is_whole:
         broadcast_initial(model, world=here)
     every = [replace(member, parameter=_without_memory(member.parameter)) for member in trainable_parameters(model)]
-    placed = parallelize(
-        model,
+    request = PlacementRequest(
         asked=asked,
         worlds=worlds,
         example=None if example is None else _Example(model=model, given=example),
@@ -113,7 +113,7 @@ def _place(
         rows=begun.rows,
         late=begun.late,
     )
-    return PlacedModel(model=model, placed=placed, worlds=worlds, asked=asked, every=every)
+    return PlacedModel(model=model, placed=parallelize(model, request), worlds=worlds, asked=asked, every=every)
 
 
 def _build_sound(build: Callable[[], nn.Module]) -> nn.Module:

@@ -25,7 +25,7 @@ from paceline.parallel.initialization.safetensors_loading import SafetensorsFold
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
 from paceline.parallel.module_access.tensor_access import copy_into
-from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.placement import ParallelizedModel
 
 OPTIMIZER, OPTIONS = "optimizer", "options.json"
 

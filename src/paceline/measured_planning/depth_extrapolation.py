@@ -1,16 +1,13 @@
 """Depth extrapolation: a deep model's step from replays with few blocks per stage, exact and much faster."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 from paceline.config.settings import Settings
 from paceline.config.update_rule import UpdateKind
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import is_out_of_memory
-from paceline.measured_planning.helper_process import Helper, NoAnswer
 from paceline.measured_planning.memory_replay import StageMemory, replay
 from paceline.measured_planning.profile.sample_batches import FEW, plan_of
 from paceline.measured_planning.profile.truncated_model import largest_of_each, with_blocks
@@ -24,7 +21,6 @@ from paceline.schedule.registry import schedule_named
 
 _KEPT = 4  # blocks of a stage: two at each end see what comes before and after the chain
 _WORTH = 0.7  # of the blocks of a whole replay
-FEWEST = int((2 * _KEPT + 1) / _WORTH) + 1  # blocks, of which a replay of few, and one of one more, is worth it
 _Run = tuple[list[MemoryTimeline], list[StageMemory]]
 
 
@@ -40,12 +36,11 @@ class _Way:
 class DepthExtrapolation:
     """A job as a chain of equal blocks, of which few may represent all; answers are cached.
 
-    Its model is built on memory without numbers (`built_once`). A `helper` has a chain of the same job.
+    Its model is built on memory without numbers (`built_once`).
     """
 
     job: Job
     settings: Settings
-    helper: Helper | None = None
 
     @cached_property
     def largest(self) -> int:
@@ -55,18 +50,12 @@ class DepthExtrapolation:
     @cached_property
     def tells(self) -> bool:
         """Return whether few of its blocks represent all of them."""
-        with suppress(NoAnswer):
-            return bool(self._begun("told")())
         try:
             return tells_of_all(self.job, self.settings)
         except Exception as error:  # the whole replay says what there is to say
             if is_out_of_memory(error):
                 raise
             return False
-
-    def told(self) -> bool:
-        """Return `tells`, as a method that a helper process can call."""
-        return self.tells
 
     def replay(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> list[StageMemory]:
         """Return the result of `replay` for these blocks per stage, extrapolated if that is exact and cheaper.
@@ -96,15 +85,8 @@ class DepthExtrapolation:
     def _carried_on(
         self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int], way: _Way
     ) -> list[StageMemory] | None:
-        """Return the extrapolated result; None if few blocks are not enough. A helper runs the deeper replays."""
-        depths = _depths(way)
-        half = (len(depths) + 1) // 2 if self.helper else len(depths)
-        far = self._begun("runs", settings, plan, depths[half:]) if depths[half:] else list
-        runs = self.runs(settings, plan, depths[:half])
-        try:
-            runs += far()
-        except NoAnswer:
-            runs += self.runs(settings, plan, depths[half:])
+        """Return the extrapolated result; None if few blocks are not enough."""
+        runs = self.runs(settings, plan, _depths(way))
         return _joined([run for run in runs if run], blocks, way) if all(runs) else None
 
     def runs(self, settings: Settings, plan: ExecutionPlan, every: Sequence[tuple[int, ...]]) -> list[_Run | None]:
@@ -115,17 +97,6 @@ class DepthExtrapolation:
             run = None if short is None else replay(short[0], _cut(settings, depths), plan, journals=journals)
             found.append(None if run is None else (journals, run))
         return found
-
-    def _begun(self, name: str, *given: Any) -> Callable[[], Any]:
-        """Start a call in the helper, and return a function that waits for its answer."""
-
-        def nobody() -> Any:
-            raise NoAnswer
-
-        try:
-            return nobody if self.helper is None else self.helper.begin(name, *given)
-        except NoAnswer:
-            return nobody
 
 
 def tells_of_all(job: Job, settings: Settings) -> bool:

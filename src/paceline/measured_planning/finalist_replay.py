@@ -10,7 +10,6 @@ from paceline.config.update_rule import parse_update
 from paceline.errors import DataError, LayoutError, PacelineError, as_refused
 from paceline.launch.failures.oom_detection import is_out_of_memory
 from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
-from paceline.measured_planning.helper_process import Helper
 from paceline.measured_planning.memory_replay import StageMemory, shorten_plan
 from paceline.measured_planning.split_trial import refuse_parts
 from paceline.planner.advice.recommendations import PlanRow
@@ -44,13 +43,12 @@ class CandidateChecker:
 
     ready: PreparedJob
     real: PreparedJob
-    helper: Helper | None = None
     known: dict[str, CheckedCandidate] = field(default_factory=dict)
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @cached_property
     def chain(self) -> DepthExtrapolation:
-        return DepthExtrapolation(self.ready.job, self.ready.settings, self.helper)
+        return DepthExtrapolation(self.ready.job, self.ready.settings)
 
     def replayed(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
         """Return the replay of this estimate on a device of the forecast's machines."""

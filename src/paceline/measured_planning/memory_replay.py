@@ -31,6 +31,7 @@ from paceline.profiling.model_tracing.memory_tracker import (
 )
 from paceline.schedule.registry import schedule_named
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
+from paceline.step.update_rules import step_rule
 from paceline.torch_internals.dispatch_modes import fake_process_group
 from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import preserve_rng
@@ -115,7 +116,7 @@ def _stage(
         hollow.holds = True
         shares = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        given = _batches(built, plan, 2 if plan.rule.has_servers else kept_batches(built))
+        given = _batches(built, plan, kept_batches(built) if step_rule(plan.rule).traits.reads_samples else 2)
         first = _first(plan)
         if warm:
             built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])

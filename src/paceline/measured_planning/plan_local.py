@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import JobError, PacelineError, as_refused, user_line
 from paceline.launch.failures.oom_detection import is_out_of_memory, only_new
-from paceline.measured_planning.depth_extrapolation import FEWEST
-from paceline.measured_planning.helper_process import Helper, NoAnswer
 from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import truncate_depth
@@ -78,10 +75,8 @@ class PlannedLayouts:
 
 
 @only_new()
-def profile_for_plan(ready: PreparedJob, *, most_ranks: int, helper: Helper | None = None) -> ProfiledJob:
+def profile_for_plan(ready: PreparedJob, *, most_ranks: int) -> ProfiledJob:
     """Return the job's profile, found without a device and without the model's memory.
-
-    A `helper` starts on what the replay of a deep model will need.
 
     Raises:
         PacelineError: the job can't be run even so.
@@ -90,9 +85,6 @@ def profile_for_plan(ready: PreparedJob, *, most_ranks: int, helper: Helper | No
     try:
         ready, notes = forecast_job(ready)
         depths = truncate_depth(ready.job)[1]
-        if helper is not None and sum(depths) >= FEWEST:
-            with suppress(NoAnswer):
-                helper.begin("told")
         facts = profile_model(ready.job, ready.settings, most_ranks=most_ranks)
     except PacelineError:
         raise

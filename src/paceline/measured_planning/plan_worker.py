@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,10 @@ from paceline.config.task import Task
 from paceline.console.formatting import format_size, plural
 from paceline.filesystem.atomic_files import write_json
 from paceline.measured_planning.choose_layout import decide, decide_named
-from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
 from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
-from paceline.measured_planning.helper_process import Helper, start_helper
 from paceline.measured_planning.plan_cache import store_plan
 from paceline.measured_planning.plan_local import LocalMachineRequest, PlannedLayouts, chosen_here, profile_for_plan
-from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
+from paceline.measured_planning.profile.probe_job import grid_of
 from paceline.measured_planning.timing import timing_cache as timed_here
 from paceline.planner.advice.asked_layouts import NamedLayouts
 from paceline.planner.advice.numeric_options import numerics_options, option_lines
@@ -39,18 +36,11 @@ def plan(payload: Mapping[str, Any]) -> int:
     """Write the answer to the run folder. If the cluster is this machine's own ranks, every rank calls this."""
     task = Task.from_json(payload)
     ready = prepare(task)
-    alone = nullcontext() if "here" in task.options else start_helper(partial(_chain_of, ready))
-    with alone as helper:
-        _plan(task, ready, helper)
+    _plan(task, ready)
     return 0
 
 
-def _chain_of(ready: PreparedJob) -> DepthExtrapolation:
-    """Return the object that a helper process serves."""
-    return DepthExtrapolation(forecast_job(ready)[0].job, ready.settings)
-
-
-def _plan(task: Task, ready: PreparedJob, helper: Helper | None) -> None:
+def _plan(task: Task, ready: PreparedJob) -> None:
     names = list(task.options.get("layouts", ()))
     began = time.monotonic()
     write_doing(Path(task.run), "what the model computes and holds is found out, and which layouts can have it")
@@ -59,7 +49,7 @@ def _plan(task: Task, ready: PreparedJob, helper: Helper | None) -> None:
         began = time.monotonic()  # what it has taken was given for it
     else:
         fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
-        learnt = profile_for_plan(ready, most_ranks=fleet.ranks, helper=helper)
+        learnt = profile_for_plan(ready, most_ranks=fleet.ranks)
         forecast = CostModel(facts=learnt.facts, fleet=fleet)
         found = PlannedLayouts(learnt=learnt, forecast=forecast, grid=grid, options=())
     if found is not None:
@@ -67,7 +57,7 @@ def _plan(task: Task, ready: PreparedJob, helper: Helper | None) -> None:
         write_doing(Path(task.run), f"layouts of {plural(ranks, 'rank')} are searched, and the best replayed")
         until = began + _MOST_SECONDS
         decided = partial(_judged, layouts=names) if names else _decided
-        found, advice, seen = decided(found, helper=helper, until=until)
+        found, advice, seen = decided(found, until=until)
         answer = _answer(advice, seen, found)
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
         answer["others"] = found.others
@@ -87,11 +77,9 @@ def write_job_profile(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _decided(
-    chosen: PlannedLayouts, *, helper: Helper | None, until: float
-) -> tuple[PlannedLayouts, Advice, dict[str, CheckedCandidate]]:
+def _decided(chosen: PlannedLayouts, *, until: float) -> tuple[PlannedLayouts, Advice, dict[str, CheckedCandidate]]:
     """Replay the recommended layout, which fits, and as many other rows as time allows."""
-    rehearsal = CandidateChecker(ready=chosen.learnt.ready, real=chosen.learnt.real, helper=helper)
+    rehearsal = CandidateChecker(ready=chosen.learnt.ready, real=chosen.learnt.real)
     found = decide(
         rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost, others=True
     )
@@ -99,12 +87,12 @@ def _decided(
 
 
 def _judged(
-    chosen: PlannedLayouts, *, layouts: Sequence[str], helper: Helper | None, until: float
+    chosen: PlannedLayouts, *, layouts: Sequence[str], until: float
 ) -> tuple[PlannedLayouts, NamedLayouts, dict[str, CheckedCandidate]]:
     """Return the named layouts with their timings; the recommended one is replayed, and others as time allows."""
     ready = chosen.learnt.ready
     found, seen = decide_named(
-        CandidateChecker(ready=ready, real=chosen.learnt.real, helper=helper),
+        CandidateChecker(ready=ready, real=chosen.learnt.real),
         chosen.forecast,
         layouts,
         until=max(until, time.monotonic() + _OF_NAMED),

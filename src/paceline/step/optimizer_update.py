@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, NonFiniteError
+from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.gradients.grad_norm import joint_norm
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.step.result import StepResult
@@ -20,17 +21,13 @@ Norm = Callable[[], Tensor]
 _EXACT_ENOUGH = 4
 
 
-def _nothing() -> None:
-    return None
-
-
 class Ema:
     """An exponential moving average (Polyak and Juditsky, 1992) of the weights that this rank holds.
 
     `settle` is called after the weights have been swapped with the average.
     """
 
-    def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = _nothing) -> None:
+    def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = do_nothing) -> None:
         self.decay = decay
         self.names = list(live)
         self.live = list(live.values())
@@ -79,7 +76,7 @@ class OptimizerUpdate:
         skip_nonfinite: bool,
         ema: Ema | None,
         norm: Norm | None = None,
-        spread: Callable[[], None] = _nothing,
+        spread: Callable[[], None] = do_nothing,
         on_update: Callable[[int], object] | None = None,
         on_empty: str = "stop",
     ) -> None:
@@ -93,7 +90,7 @@ class OptimizerUpdate:
         self._check = check_finite
         self._skip = skip_nonfinite
         self._joint_norm = norm
-        self._spread = spread
+        self._after_update = [] if spread is do_nothing else [spread]
         self._on_update = on_update
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has advanced since
 
@@ -227,7 +224,8 @@ class OptimizerUpdate:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
-        self._spread()
+        for follow_up in self._after_update:
+            follow_up()
         if self._on_update is not None:
             with torch.no_grad():
                 self._on_update(step)
@@ -294,11 +292,3 @@ def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
     parts = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * largest
     return norm
-
-
-def named_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[list[list[str]]]:
-    """Return the FQNs in each parameter group of each optimizer; `names` maps `id(parameter)` to FQN."""
-    return [
-        [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]

@@ -1,10 +1,10 @@
 """The components that one replica needs to run a step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,17 +13,40 @@ from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormWeights
-from paceline.parallel.build_reducer import do_nothing
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
+from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.shared_memory.rng_turns import ALONE, Turns
 from paceline.torch_internals.rng import RandomStreams
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Turns(Protocol):
+    """A policy for when a microbatch may run."""
+
+    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return the context for a forward and its loss, entered after `seed()`."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context for a backward."""
+
+
+class _Alone:
+    """The turns of a single replica, which never waits."""
+
+    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
+        seed()
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ALONE: Turns = _Alone()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +95,11 @@ class StepContext:
     def meets(self) -> bool:
         """True if a forward or backward waits for other replicas; all must then run equally many microbatches."""
         return self.rounds is not None or self.reducer.meets
+
+    @cached_property
+    def watched_buffers(self) -> Sequence[BufferPolicy]:
+        """The policy of the buffers, if the model has buffers that the policy watches."""
+        return [self.buffers] if self.buffers.watches else []
 
     @contextmanager
     def weightless(self) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from torch import Tensor
 
 from paceline.errors import JobError
 from paceline.launch.failures.failure_record import annotate_progress
@@ -74,6 +76,23 @@ class SynchronousStep:
         """The bytes that this rank has sent to others; None under ZeRO-3, where torch gathers units by itself."""
         worlds = self.parts.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.every.traffic.sent_bytes
+
+    @property
+    def kept_batches(self) -> int:
+        """The number of batches to keep until none of their gradients can still prove non-finite."""
+        return 2 + self.lag
+
+    @property
+    def results_differ(self) -> bool:
+        """True if ranks see the result of a step at different times, so that no rank may wait for another there."""
+        return bool(self.lag)
+
+    def mean_in_place(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """Return a context with the weights to evaluate, save or export; it yields what this rank trains on instead.
+
+        It yields nothing if those are the weights of the model.
+        """
+        return nullcontext({})
 
     def lateness(self) -> Sequence[Mapping[str, Any]] | None:
         """Return the gradient staleness (`events.Staleness`) of each worker that this process reports for.
@@ -149,9 +168,9 @@ class SynchronousStep:
 
     def _settle_buffers(self, joint: StepReduction) -> None:
         """Settle buffers: on a CPU by the reduced flag, on a GPU by this rank's own flag, since reading would wait."""
-        buffers = self.parts.buffers
-        on_host = self.parts.world.device.type == "cpu"
-        buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
+        agreed = joint.agreed() if self.parts.world.device.type == "cpu" else None
+        for buffers in self.parts.watched_buffers:
+            buffers.settle(changed=buffers.changed() if agreed is None else agreed.buffers_changed)
 
 
 def writes_to(name: str, *, trains: bool = True) -> JobError:

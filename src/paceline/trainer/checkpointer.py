@@ -3,10 +3,11 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from paceline.checkpoint.collective_write import write_checkpoint
 from paceline.checkpoint.consolidate import consolidate
@@ -18,7 +19,6 @@ from paceline.checkpoint.files.checkpoint_folder import (
     load,
     mark_best,
     newest_good,
-    pointed_checkpoint,
     prune,
     step_name,
     was_saved,
@@ -27,7 +27,7 @@ from paceline.checkpoint.files.hf_folder import WEIGHTS, digest_files, seal
 from paceline.checkpoint.files.manifest import amend_state
 from paceline.checkpoint.lr_schedule_state import describe_saved, describe_schedules
 from paceline.checkpoint.optimizer_state import Shares, group_names, optimizer_scalars, own_state
-from paceline.checkpoint.pipedream_state import load_stash, stash_files
+from paceline.checkpoint.pipedream_state import Files, StashedWeightsState
 from paceline.checkpoint.resume_checks import check_identity, record_settings
 from paceline.checkpoint.state_dict_view import list_model
 from paceline.checkpoint.tensor_bytes import weights_digest
@@ -44,8 +44,6 @@ from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.comm.process_group import World
 from paceline.config.task import Task
-from paceline.config.update_rule import UpdateKind
-from paceline.console.formatting import plural
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
@@ -57,7 +55,9 @@ from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
 from paceline.profiling.environment import torch_build
 from paceline.run_folder.run_folder import RunFolder
-from paceline.trainer.local_sgd_state import is_writer, load_sites, mean_in_place, of_site, site_files
+from paceline.step.pipedream.pipedream_step import PipeDreamStep
+from paceline.step.update_rules import step_rule
+from paceline.trainer.local_sgd_state import SitesState, is_writer, mean_in_place, sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -100,27 +100,50 @@ def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, jo
         "buffers": built.settings.train.buffers,
         "drop_last": built.settings.data.drop_last,
         "sample_seeds": built.settings.data.sample_seeds,
-        "update": _rule(built),
+        "update": step_rule(built.plan.rule).identity(built.plan, built.placed.piped),
         "compress": built.plan.compress,
     }
 
 
-def _rule(built: TrainingSetup) -> str:
-    """Return the update rule, with the layout properties that its results depend on.
+class RuleState(Protocol):
+    """What an update rule adds to a checkpoint."""
 
-    PipeDream weight stashing depends on the stages; 2BW does not, because every stage has the same staleness.
-    State kept by parameter servers is the same for any number of servers.
-    """
-    piped, rule = built.placed.piped, built.plan.rule
-    if rule.has_servers:
-        return str(replace(rule, servers=1))
-    if rule.has_sites:
-        return f"{rule} of {plural(built.plan.mesh.dp_replicate, 'site')}"
-    if piped is None or rule.kind is not UpdateKind.PIPEDREAM:
-        return str(rule)
-    rounds = -(-built.plan.num_micro // built.plan.replicas)
-    blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
-    return f"{rule} in {piped.cut.num_stages} stages of {blocks} blocks, {plural(rounds, 'microbatch')} of a replica"
+    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+        """Return this rank's files and JSON state with the rule's own; `own` are the weights this rank trains on.
+
+        Every rank calls this.
+        """
+
+    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+        """Return the checkpoint as this rank sees it; `is_same`: it is of the same rule."""
+
+    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+        """Load the rule's own state. Every rank calls this."""
+
+
+class NoRuleState:
+    """The state of a rule that adds nothing to a checkpoint."""
+
+    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+        """Return the files and the state as they are."""
+        return files, state
+
+    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+        """Return the checkpoint as it is."""
+        return loaded
+
+    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+        """Load nothing."""
+
+
+def rule_state(built: TrainingSetup) -> RuleState:
+    """Return what the run's update rule adds to a checkpoint."""
+    sites = sites_of(built)
+    if sites is not None:
+        return SitesState(built=built, sites=sites)
+    if isinstance(built.step, PipeDreamStep):
+        return StashedWeightsState(step=built.step, weights=built.weights, rank=built.world.rank)
+    return NoRuleState()
 
 
 class Checkpointer:
@@ -155,12 +178,10 @@ class Checkpointer:
         place = dict(feed.state())
         with mean_in_place(self._built) as own:
             files, state = files_of(trained_of(self._built))
-            files, state = site_files(self._built, files, state, own)
-            older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
+            files, state = rule_state(self._built).extend(files, {**state, "stash": None}, own)
             held, owed = held_files(self._built.placed.reducer)
-            files |= {**older, **held}
+            files |= held
             state |= {
-                "stash": stash,
                 "held_back": owed,
                 "cursor": cursor.as_json(),
                 "feed": place,
@@ -323,11 +344,11 @@ def _restore(
         problems.append(error)
     raise_all(problems)
     same = loaded.state["identity"].get("update") == identity["update"]
-    mine = of_site(loaded, built, is_same=same)
+    of_rule = rule_state(built)
+    mine = of_rule.view(loaded, is_same=same)
     load_update(mine, trained, began=began_as(loaded), now=identity)
     load_grid(built.grid, loaded.state.get("grid", {}))
-    load_stash(loaded, built.step, built.weights, is_same=same)
-    load_sites(mine, built, is_same=same)
+    of_rule.load(mine, is_same=same)
     if loaded.state["identity"].get("compress") == identity["compress"]:
         load_held(loaded, built.placed.reducer, world=built.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
@@ -376,8 +397,3 @@ def _write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
     if built.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
-
-
-def best_path(folder: Path) -> Path | None:
-    """Return the checkpoint that is marked as best, if there is one."""
-    return pointed_checkpoint(folder, BEST)

@@ -1,8 +1,8 @@
 """The state of local SGD sites in a checkpoint: their mean as the model, and what each site has of its own."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,7 @@ def sites_of(built: TrainingSetup) -> OuterOptimizer | None:
 
 def mean_in_place(built: TrainingSetup) -> AbstractContextManager[dict[str, Tensor]]:
     """Put the mean of the sites in place of the weights, to evaluate, save or export. Yields the site's own weights."""
-    sites = sites_of(built)
-    return nullcontext({}) if sites is None else sites.together()
+    return built.step.mean_in_place()
 
 
 def is_writer(built: TrainingSetup) -> bool:
@@ -43,68 +42,70 @@ def is_writer(built: TrainingSetup) -> bool:
     return sites is None or sites.number == 0
 
 
-def site_files(
-    built: TrainingSetup, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]
-) -> tuple[Files, dict[str, Any]]:
-    """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
-    sites = sites_of(built)
-    if sites is None:
-        return files, state
-    found = files if sites.number == 0 else {}
-    rank = built.site.rank
-    stem = OPTIMIZER.partition(".")[0]
-    found = found | {_of(sites.number, name): rows for name, rows in files.items() if name.startswith(stem)}
-    found[_of(sites.number, rank_file(OWN, rank))] = [
-        row for name, tensor in own.items() for row in _pieces(built, name, name, tensor)
-    ]
-    if sites.number == 0:
-        rows = [
-            row
-            for fragment in sites.fragments
-            for what, name, tensor in fragment.saved()
-            for row in _pieces(built, f"{what}/{name}", name, tensor)
+@dataclass(frozen=True, kw_only=True)
+class SitesState:
+    """What sites add to a checkpoint: their own weights and optimizers, and the weights all have agreed on."""
+
+    built: TrainingSetup
+    sites: OuterOptimizer
+
+    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+        """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
+        built, sites = self.built, self.sites
+        found = files if sites.number == 0 else {}
+        rank = built.site.rank
+        stem = OPTIMIZER.partition(".")[0]
+        found = found | {_of(sites.number, name): rows for name, rows in files.items() if name.startswith(stem)}
+        found[_of(sites.number, rank_file(OWN, rank))] = [
+            row for name, tensor in own.items() for row in _pieces(built, name, name, tensor)
         ]
-        found[rank_file(OUTER, rank)] = rows
-    each = sites.peers.gather_json({name: state[name] for name in _ITS_OWN})
-    due = [fragment.due for fragment in sites.fragments]
-    return {name: rows for name, rows in found.items() if rows}, state | {"sites": each, "due": due}
+        if sites.number == 0:
+            rows = [
+                row
+                for fragment in sites.fragments
+                for what, name, tensor in fragment.saved()
+                for row in _pieces(built, f"{what}/{name}", name, tensor)
+            ]
+            found[rank_file(OUTER, rank)] = rows
+        each = sites.peers.gather_json({name: state[name] for name in _ITS_OWN})
+        due = [fragment.due for fragment in sites.fragments]
+        return {name: rows for name, rows in found.items() if rows}, state | {"sites": each, "due": due}
 
+    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+        """Return the checkpoint as this rank's site sees it.
 
-def of_site(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> OpenCheckpoint:
-    """Return the checkpoint as this rank's site sees it; after another rule (not `is_same`) all sites start equal."""
-    sites = sites_of(built)
-    if sites is None or not is_same:
-        return loaded
-    prefix = _of(sites.number, "")
-    files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
-    return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.number])
+        After another rule (not `is_same`) all sites start equal.
+        """
+        sites = self.sites
+        if not is_same:
+            return loaded
+        prefix = _of(sites.number, "")
+        files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
+        return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.number])
 
+    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+        """Load this site's own weights and the weights that all sites agreed on. Every rank must call this.
 
-def load_sites(loaded: OpenCheckpoint, built: TrainingSetup, *, is_same: bool) -> None:
-    """Load this site's own weights and the weights that all sites agreed on. Every rank must call this.
+        Raises:
+            CheckpointError: a tensor is not what was written.
+        """
+        built, sites = self.built, self.sites
+        if not is_same:
+            sites.begin()
+            return
+        stored = loaded.files.get(OWN, StoredTensors([]))
+        own = on_all_ranks(built.site, lambda: {name: _read(stored, name, name, built) for name in stored})
+        sites.restore({name: tensor for name, tensor in own.items() if tensor is not None}, step=loaded.step)
+        outer = loaded.files.get(OUTER, StoredTensors([]))
 
-    Raises:
-        CheckpointError: a tensor is not what was written.
-    """
-    sites = sites_of(built)
-    if sites is None:
-        return
-    if not is_same:
-        sites.begin()
-        return
-    stored = loaded.files.get(OWN, StoredTensors([]))
-    own = on_all_ranks(built.site, lambda: {name: _read(stored, name, name, built) for name in stored})
-    sites.restore({name: tensor for name, tensor in own.items() if tensor is not None}, step=loaded.step)
-    outer = loaded.files.get(OUTER, StoredTensors([]))
+        def find(what: str, name: str) -> Tensor | None:
+            return _read(outer, f"{what}/{name}", name, built)
 
-    def find(what: str, name: str) -> Tensor | None:
-        return _read(outer, f"{what}/{name}", name, built)
+        def restore() -> None:
+            for fragment, due in zip(sites.fragments, loaded.state["due"], strict=True):
+                fragment.restore(find, due=due)
 
-    def restore() -> None:
-        for fragment, due in zip(sites.fragments, loaded.state["due"], strict=True):
-            fragment.restore(find, due=due)
-
-    on_all_ranks(built.site, restore)
+        on_all_ranks(built.site, restore)
 
 
 def _of(site: int, name: str) -> str:

@@ -3,8 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 from paceline.comm.process_group import World
 from paceline.data.loader import BatchLoader
@@ -17,6 +17,7 @@ from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import at_step
 from paceline.step.result import StepResult
+from paceline.step.update_rules import step_rule
 from paceline.trainer.batch_guard import BatchGuard
 from paceline.trainer.checkpointer import Checkpointer
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
@@ -32,8 +33,6 @@ from paceline.trainer.random_access_reading import whole_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
 from paceline.trainer.step_logger import StepLogger
-
-_KEPT = 256  # batches; a server's batches hold no samples
 
 
 class Loop:
@@ -65,13 +64,16 @@ class Loop:
         self.stopping = False
         self.reason = ""
         self._is_read_out = False
+        self._is_on_cpu = built.world.device.type == "cpu"
         self._saver = saver
         self._pulse = pulse
         self._faults = faults
+        self._faults_before_step = [faults] if faults.has_any else []
         self._stop = stop
         self._length = length
         self._before = before
         self.against = against
+        self._forecast_checks = [against] if against.is_on else []
         self._target = on_eval_target
         self._heard = StepLogger(built=built, feed=feed, stream=stream, progress=progress)
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
@@ -80,6 +82,7 @@ class Loop:
         self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
         self._judge = BestMetricTracker(built.job, progress)
         self.anew = self._judge.anew
+        self._is_ended_early = self._judge.is_over
         self._evaluator = Evaluator(built)
         self._shared = SharedMetrics(built.world)
         self._began = self._checked = cursor.step
@@ -105,8 +108,10 @@ class Loop:
         self._beat()
         while True:
             began = time.perf_counter()
-            with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
+            try:
                 given = next(batches)
+            except BaseException:
+                self._raise_explained(step=self.cursor.step + 1)
             self._heard.clock.data += time.perf_counter() - began
             yield given
             if self.stopping or self.is_over():
@@ -122,25 +127,37 @@ class Loop:
 
     def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
         """Run one optimizer step and what follows it. With `is_shown`, any rank may read its result immediately."""
-        with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
+        number = self.cursor.step + 1
+        try:
             result = self._step(given)
             if is_shown:
                 self.built.step.flush_reports()
             return result
+        except BaseException:
+            self._raise_explained(step=number)
+
+    def _raise_explained(self, *, step: int) -> NoReturn:
+        """Raise the current exception again, with the number of its step and, if memory ran out, with what is held."""
+        with at_step(step), naming_memory(self.built, self._before):
+            raise
 
     def _step(self, given: StepInput) -> StepResult:
         self._handout.check(given)
         self._stop.renew()
-        self._faults.fire("step", step=self.cursor.step + 1)
+        for faults in self._faults_before_step:
+            faults.fire("step", step=self.cursor.step + 1)
         self.built.step.step = self.cursor.step
-        with self.against.timing():
+        with ExitStack() as timing:
+            for check in self._forecast_checks:
+                timing.enter_context(check.timing())
             result = self._run(given)
         self.cursor = given.batch.after
         self._handout.stepped()
         for note in [*given.notes, *self.built.step.new_notes()]:
             self.stream.emit(Note(text=note))
         self._heard.record(result, cursor=self.cursor)
-        self.against.report_when_ready(step=self.cursor.step, over=self.is_over())
+        for check in self._forecast_checks:
+            check.report_when_ready(step=self.cursor.step, over=self.is_over())
         self._after()
         return result
 
@@ -173,10 +190,10 @@ class Loop:
         try:
             yield
         except NonFiniteError as error:
-            served = self.built.plan.rule.has_servers
-            world = self.built.world if not (served or self.built.step.lag) else World.alone()
+            world = World.alone() if self.built.step.results_differ else self.built.world
             given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
-            given = whole_batch(given, self.built) if served else given
+            if not step_rule(self.built.plan.rule).traits.reads_samples:
+                given = whole_batch(given, self.built)
             raise name_inputs(error, given, world=world) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
@@ -306,6 +323,7 @@ class Loop:
 
     def _improves(self, event: EvalDone) -> bool:
         verdict = self._judge.hear(event)
+        self._is_ended_early = self._judge.is_over
         for note in verdict.notes:
             self.stream.emit(note)
         if verdict.ends:
@@ -314,7 +332,7 @@ class Loop:
 
     def is_over(self) -> bool:
         """Return True once the run has reached its length or early stopping has ended it."""
-        return self._judge.is_over or self._length.reached(
+        return self._is_ended_early or self._length.reached(
             self.cursor, tokens=self.progress.tokens, total=self.total_steps
         )
 
@@ -325,10 +343,10 @@ class Loop:
     def _beat(self, *, phase: str = "step") -> None:
         if self._pulse is not None:
             last = self._heard.last
-            loss = last.loss if last is not None and self.built.world.device.type == "cpu" else 0.0
+            loss = last.loss if last is not None and self._is_on_cpu else 0.0
             self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
 
 
 def kept_batches(built: TrainingSetup) -> int:
     """Return for how many steps the loop keeps the batch: until none of its gradients can still prove non-finite."""
-    return _KEPT if built.plan.rule.has_servers else 2 + built.step.lag
+    return built.step.kept_batches

@@ -54,7 +54,7 @@ from paceline.trainer.script_restart import (
     script_to_start,
     threads_of,
 )
-from paceline.trainer.session import Session
+from paceline.trainer.session import Session, open_session
 from paceline.trainer.setup.build_training_setup import job_layer
 from paceline.trainer.setup.prepare import PreparedJob, held_folder, is_worker, join_world, prepare, with_folder
 
@@ -162,7 +162,7 @@ class Run:
                 raise WorkerFinished(run_worker(ready))
             world = join_world(ready)
             self._hold = held_folder(ready.task, world=world)
-            self._session = Session(ready, world=world, target=self)
+            self._session = open_session(ready, world=world, target=self)
         except BaseException as error:
             self._let_go()
             self._leave_hook(error)

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from paceline.comm.process_group import World
 from paceline.config.job_reference import file_name
 from paceline.config.loading import as_toml
 from paceline.config.secret_settings import holds_secret
-from paceline.config.update_rule import UpdateKind
 from paceline.console.formatting import plural
 from paceline.data.dataset_properties import DatasetProperties, find_facts, looked_at, read_again, refuse_other_data
+from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
 from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
@@ -30,13 +30,13 @@ from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.environment_owner import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
-from paceline.parallel.data_parallel.module_buffers import buffer_notes
 from paceline.planner.layout.local_sgd_checks import never_meet
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVES, make_sinks
 from paceline.run_folder.plan_file import write_decided
 from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
     Checkpointer,
     began_as,
@@ -60,7 +60,7 @@ from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.forecast_lookup import can_be_foretold, find_forecast
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, naming_memory
 from paceline.trainer.loop import Loop
-from paceline.trainer.setup.build_training_setup import build_training_setup
+from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, Progress, format_interval, length_of
 from paceline.trainer.setup.job_data import cut_for, feed_for
 from paceline.trainer.setup.prepare import PreparedJob, as_first_cut
@@ -69,50 +69,26 @@ from paceline.trainer.setup.prepare import PreparedJob, as_first_cut
 class Session:
     """Everything one rank holds between joining and leaving the process group."""
 
-    def __init__(self, ready: PreparedJob, *, world: World, target: Any = None) -> None:
-        self.world = world
-        self._began = time.monotonic()
-        folder, self._resume = world.share_json([ready.task.run, goes_on(ready.task)])
-        self.run = RunFolder(Path(folder))
-        start = Path(self._resume or "")
-        self._start = start if start.name.startswith("step-") else None
-        if ready.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
-            ready = as_first_cut(ready, folder=self.run.path, world=world)
-        if self._resume is not None:
-            begun = run_of(self._start) if self._start is not None else self.run
-            ready = as_first_cut(ready, folder=begun.path, world=world)
+    def __init__(
+        self,
+        *,
+        ready: PreparedJob,
+        world: World,
+        run: RunFolder,
+        built: TrainingSetup,
+        feed: BatchLoader,
+        stream: EventBus,
+        loop: Loop,
+        began: float,
+    ) -> None:
         self.ready = ready
-        self._before = MemoryBaseline.now()
-        with naming_memory(None, self._before):
-            self.built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
-        self._before = self._before.built()
-        self._forecast = self._foretold()
-        loaded, events = self._found()
-        self._facts = self._look_at_data()
-        self.identity = run_identity(self.built, **_told(self._facts), job=file_name(ready.task.job))
-        cursor = Cursor()
-        if loaded is not None:
-            cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
-            events += self._branched(loaded)
-            changes = note_changes(loaded.state.get("settings"), ready.settings)
-            events += [Note(text=text, level="warning") for text in changes]
-        self._feed = self._make_feed(cursor)
-        self.stream = self._make_stream()
-        self.loop = self._make_loop(cursor, loaded, target)
-        if ready.task.verb == "train":
-            self.built.step.parts.contract.ask_mean()
-            refuse_short(self.built.update.schedules, total_steps=self.loop.total_steps)
-            refuse_large_batch(self.built.plan, num_samples=self._feed.num_samples)
-            events += self._notes_of_schedules() if not cursor.step else []
-        self._announce(cursor, loaded, events)
-
-    def _notes_of_schedules(self) -> list[Note]:
-        batch, samples = self.ready.plan.global_batch_size, self._feed.num_samples
-        drop_last = self.ready.settings.data.drop_last
-        epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
-        schedules, total = self.built.update.schedules, self.loop.total_steps
-        found = schedules_in_epochs(schedules, total_steps=total, epoch_steps=epoch_steps)
-        return [Note(text=text, level="warning") for text in found]
+        self.world = world
+        self.run = run
+        self.built = built
+        self.stream = stream
+        self.loop = loop
+        self._feed = feed
+        self._began = began
 
     def finish(self) -> int:
         """Save, consolidate the final weights, and return the exit code."""
@@ -157,6 +133,94 @@ class Session:
         self.built.close()
         self.world.close()
 
+
+def open_session(ready: PreparedJob, *, world: World, target: Any = None) -> Session:
+    """Build what the task asks for, resume it from its checkpoint, and announce the run. Every rank calls this.
+
+    Raises:
+        PacelineError: something is not possible as requested.
+    """
+    began = time.monotonic()
+    folder, resume = world.share_json([ready.task.run, goes_on(ready.task)])
+    run = RunFolder(Path(folder))
+    start = Path(resume or "")
+    given = start if start.name.startswith("step-") else None
+    if ready.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
+        ready = as_first_cut(ready, folder=run.path, world=world)
+    if resume is not None:
+        begun = run_of(given) if given is not None else run
+        ready = as_first_cut(ready, folder=begun.path, world=world)
+    before = MemoryBaseline.now()
+    with naming_memory(None, before):
+        built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+    opening = _Opening(
+        ready=ready, world=world, run=run, built=built, resume=resume, start=given, before=before.built()
+    )
+    return opening.session(target, began=began)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opening:
+    """A session that is being opened. `start` is the checkpoint that the user asked for."""
+
+    ready: PreparedJob
+    world: World
+    run: RunFolder
+    built: TrainingSetup
+    resume: str | None
+    start: Path | None
+    before: MemoryBaseline
+
+    def session(self, target: Any, *, began: float) -> Session:
+        """Load the checkpoint, and return the session, which is announced."""
+        ready = self.ready
+        forecast = self._foretold()
+        loaded, events = self._found()
+        facts = self._look_at_data()
+        identity = run_identity(self.built, **_told(facts), job=file_name(ready.task.job))
+        cursor = Cursor()
+        if loaded is not None:
+            cursor = restore(loaded, built=self.built, identity=identity, allow=ready.task.allow)
+            events += self._branched(loaded)
+            changes = note_changes(loaded.state.get("settings"), ready.settings)
+            events += [Note(text=text, level="warning") for text in changes]
+        feed = self._make_feed(cursor, facts)
+        stream = self._make_stream()
+        saver = Checkpointer(
+            built=self.built,
+            folder=self.run.checkpoints,
+            identity=identity,
+            names=[member.name for member in self.built.named],
+            begun_from=loaded,
+        )
+        check = ForecastCheck(forecast=forecast, built=self.built, before=self.before, stream=stream)
+        loop = self._make_loop(cursor, loaded, target, feed=feed, stream=stream, saver=saver, check=check)
+        session = Session(
+            ready=ready,
+            world=self.world,
+            run=self.run,
+            built=self.built,
+            feed=feed,
+            stream=stream,
+            loop=loop,
+            began=began,
+        )
+        if ready.task.verb == "train":
+            self.built.step.parts.contract.ask_mean()
+            refuse_short(self.built.update.schedules, total_steps=loop.total_steps)
+            refuse_large_batch(self.built.plan, num_samples=feed.num_samples)
+            events += self._notes_of_schedules(feed, loop) if not cursor.step else []
+        self._announce(cursor, loaded, events, feed=feed, loop=loop, forecast=forecast)
+        return session
+
+    def _notes_of_schedules(self, feed: BatchLoader, loop: Loop) -> list[Note]:
+        batch, samples = self.ready.plan.global_batch_size, feed.num_samples
+        drop_last = self.ready.settings.data.drop_last
+        epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
+        schedules, total = self.built.update.schedules, loop.total_steps
+        found = schedules_in_epochs(schedules, total_steps=total, epoch_steps=epoch_steps)
+        return [Note(text=text, level="warning") for text in found]
+
     def _foretold(self) -> FallbackLayout | None:
         """Return the forecast that rank 0 finds for this run, shared with all ranks."""
         if not can_be_foretold(self.ready):
@@ -173,13 +237,13 @@ class Session:
         return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
 
     def _found(self) -> tuple[OpenCheckpoint | None, list[Event]]:
-        if self._resume is None:
+        if self.resume is None:
             return None, []
-        return find_checkpoint(self.run.checkpoints, asked=self._start, world=self.world)
+        return find_checkpoint(self.run.checkpoints, asked=self.start, world=self.world)
 
     def _branched(self, loaded: OpenCheckpoint) -> list[Event]:
         """Set aside what this run saved after the older checkpoint that it resumes from."""
-        goes_back = self._start is not None and loaded.is_in(self.run.checkpoints)
+        goes_back = self.start is not None and loaded.is_in(self.run.checkpoints)
         if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
             return []
         with as_checkpoint_error("what comes after it,", self.run.checkpoints):
@@ -204,18 +268,18 @@ class Session:
         refuse_other_data(*by_rank, samples=samples, name="train_data", is_same=is_same)
         return facts
 
-    def _make_feed(self, cursor: Cursor) -> Any:
+    def _make_feed(self, cursor: Cursor, facts: DatasetProperties | None) -> BatchLoader:
         plan, settings = self.ready.plan, self.ready.settings
         return feed_for(
             self.built.data,
             settings,
-            cut=cut_for(plan, settings, self.built.worlds.data, reads=not plan.rule.has_servers),
+            cut=cut_for(plan, settings, self.built.worlds.data, reads=step_rule(plan.rule).traits.reads_samples),
             cursor=cursor,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
             shards=settings.data.shards,
             agree=self.world.gather_json if self.world.world_size > 1 else None,
-            facts=self._facts,
+            facts=facts,
         )
 
     def _make_stream(self) -> EventBus:
@@ -230,34 +294,38 @@ class Session:
             stream.emit(Note(text=note))
         return stream
 
-    def _make_loop(self, cursor: Cursor, loaded: OpenCheckpoint | None, target: Any) -> Loop:
+    def _make_loop(
+        self,
+        cursor: Cursor,
+        loaded: OpenCheckpoint | None,
+        target: Any,
+        *,
+        feed: BatchLoader,
+        stream: EventBus,
+        saver: Checkpointer,
+        check: ForecastCheck,
+    ) -> Loop:
         settings, task = self.ready.settings, self.ready.task
         if loaded is not None:
             place = loaded.state["feed"]
-            self._feed.restore({k: v for k, v in place.items() if k != "order" or "order" not in task.allow})
+            feed.restore({k: v for k, v in place.items() if k != "order" or "order" not in task.allow})
         extra = loaded.state.get("extra", {}) if loaded else {}
-        length = length_of(settings, epoch_samples=self._feed.num_samples)
+        length = length_of(settings, epoch_samples=feed.num_samples)
         faults = parse_faults(task.faults)
         raise_all(refuse_idle_faults(faults, ranks=task.ranks, steps=self._total_steps(length)))
         return Loop(
             built=self.built,
-            feed=self._feed,
-            saver=Checkpointer(
-                built=self.built,
-                folder=self.run.checkpoints,
-                identity=self.identity,
-                names=[member.name for member in self.built.named],
-                begun_from=loaded,
-            ),
-            stream=self.stream,
+            feed=feed,
+            saver=saver,
+            stream=stream,
             pulse=self._make_pulse(),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
             length=length,
             cursor=cursor,
             progress=Progress.from_json(extra),
-            before=self._before,
-            against=ForecastCheck(forecast=self._forecast, built=self.built, before=self._before, stream=self.stream),
+            before=self.before,
+            against=check,
             on_eval_target=target,
         )
 
@@ -270,19 +338,28 @@ class Session:
         patience = self.ready.settings.train.timeout_seconds
         return Pulse(folder / f"pulse-{self.world.rank}", patience=patience) if folder else None
 
-    def _announce(self, cursor: Cursor, loaded: OpenCheckpoint | None, events: Sequence[Event]) -> None:
+    def _announce(
+        self,
+        cursor: Cursor,
+        loaded: OpenCheckpoint | None,
+        events: Sequence[Event],
+        *,
+        feed: BatchLoader,
+        loop: Loop,
+        forecast: FallbackLayout | None,
+    ) -> None:
         if not self.world.is_main or self.ready.task.verb == "evaluate":  # evaluation leaves the run's records alone
             return
         task, plan = self.ready.task, self.ready.plan
         private = holds_secret(self.ready.asked.values)
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked), private=private)
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
-        write_decided(self.run.path, {**plan.as_json(), **self._planned()})
+        write_decided(self.run.path, {**plan.as_json(), **self._planned(forecast)})
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
         for event in events:
-            self.stream.emit(event)
-        self.stream.emit(
+            loop.stream.emit(event)
+        loop.stream.emit(
             RunStarted(
                 run_id=str(self.run.path),
                 job=task.job,
@@ -290,22 +367,24 @@ class Session:
                 ranks=plan.processes,
                 attempt=task.attempt,
                 resumed_from=cursor.step if loaded else None,
-                total_steps=self.loop.total_steps,
-                banner=self._banner(cursor, loaded),
+                total_steps=loop.total_steps,
+                banner=self._banner(cursor, loaded, feed=feed, loop=loop),
             )
         )
 
-    def _planned(self) -> dict[str, Any]:
-        found = {"auto": self.ready.task.options.get("auto"), "forecast": self._forecast and self._forecast.as_json()}
+    def _planned(self, forecast: FallbackLayout | None) -> dict[str, Any]:
+        found = {"auto": self.ready.task.options.get("auto"), "forecast": forecast and forecast.as_json()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _banner(self, cursor: Cursor, loaded: OpenCheckpoint | None) -> tuple[str, ...]:
-        settings, loop = self.ready.settings, self.loop
+    def _banner(
+        self, cursor: Cursor, loaded: OpenCheckpoint | None, *, feed: BatchLoader, loop: Loop
+    ) -> tuple[str, ...]:
+        settings = self.ready.settings
         parameters = self._parameters()
         lines = [f"run: {self.run.path}", f"model: {plural(parameters, 'trainable parameter')}", *self.ready.plan.notes]
-        samples = self._feed.num_samples
+        samples = feed.num_samples
         lines += [] if samples is None else [f"data: {plural(samples, 'sample')} an epoch"]
-        lines += [*self._feed.notes, *self.built.notes]
+        lines += [*feed.notes, *self.built.notes]
         when = f"save {format_interval(loop.save_every, total=loop.total_steps)}"
         if self.ready.job.eval_data is not None:
             when = f"evaluate {format_interval(loop.eval_every, total=loop.total_steps)}, {when}"
@@ -313,11 +392,8 @@ class Session:
         lines += never_meet(self.ready.plan.rule, total_steps=loop.total_steps)
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.built.model)):
-            rule = self.ready.plan.rule
-            lines.append(
-                buffer_notes(settings.train.buffers, is_race=rule.kind is UpdateKind.HOGWILD, has_sites=rule.has_sites)
-            )
-        micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
+            lines.append(step_rule(self.ready.plan.rule).buffer_note(settings.train.buffers))
+        micro, goes_on = self.ready.plan.micro_batch_size, self.resume is not None
         lines += evaluation_notes(
             self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on
         )
@@ -331,7 +407,7 @@ class Session:
         )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
-        if loaded is None and self._resume is not None:
+        if loaded is None and self.resume is not None:
             lines.append("resumed: nothing had been saved, the run begins at its first step")
         if loaded is not None:
             own = loaded.is_in(self.run.checkpoints)

@@ -21,6 +21,7 @@ class StepLogger:
         self.last: StepResult | None = None
         self.stops = False
         self._built = built
+        self._update = built.update
         self._feed = feed
         self._stream = stream
         self._progress = progress
@@ -50,7 +51,7 @@ class StepLogger:
             result, self._cursor = self._under_way.popleft()
             agreed = result.agreed
             agreed.check_counts()
-            self._built.update.refuse_empty(step=result.step, loss=agreed.loss, counts=agreed.counts)
+            self._update.refuse_empty(step=result.step, loss=agreed.loss, counts=agreed.counts)
             if self.last is None:
                 refuse_unknown_metrics(self._built.job, terms=result.terms)
             self.last = result

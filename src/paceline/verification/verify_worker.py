@@ -19,6 +19,7 @@ from paceline.data.source import refuse_no_batch
 from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
 from paceline.profiling.environment import code_facts
+from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.trainer.setup.build_training_setup import TrainingSetup, begun_whole
 from paceline.trainer.setup.job_data import JobData
@@ -69,10 +70,10 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
-    rule = ready.plan.rule
-    if rungs[0].finding.verdict != DIFFERENT and rule.has_servers:
+    verified = step_rule(ready.plan.rule).traits.verified
+    if rungs[0].finding.verdict != DIFFERENT and verified == "replayed":
         rungs += _served(ready, world, steps, rungs[0].finding, errands)
-    elif rungs[0].finding.verdict != DIFFERENT and (rule.is_stashed or rule.has_sites or ready.plan.wire.is_on):
+    elif rungs[0].finding.verdict != DIFFERENT and (verified == "freely" or ready.plan.wire.is_on):
         rungs += _freely(ready, world, steps, rungs[0].finding, scale)
     elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)

@@ -12,6 +12,7 @@ from traceback import format_exception
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import was_saved
+from paceline.commands.command_table import Starting
 from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested
 from paceline.commands.common.option_checks import misfit_parameters, parameters_of_object, unusable_run_dir
 from paceline.commands.common.resume_command import command_again, command_with
@@ -76,6 +77,22 @@ class RunOptions:
     """Of `open_job_file`, where the job is an object of Python."""
 
 
+def run_options(options: Starting) -> RunOptions:
+    """Return the options of a verb's command line in the form that all verbs take."""
+    return RunOptions(
+        ranks=options.ranks,
+        layout=options.layout,
+        update=options.update,
+        compress=options.compress,
+        device=options.device,
+        config=options.config,
+        run_dir=options.run_dir,
+        faults=options.faults,
+        dry_run=options.dry_run,
+        quiet=options.json,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
     """How a verb ended."""
@@ -98,6 +115,10 @@ class CommandResult:
     def failure(self) -> Failure | None:
         """The first one of processes that were started here."""
         return None if self.outcome is None else self.outcome.failure
+
+    def summary(self) -> dict[str, Any]:
+        """Return the keys of `--json` that every verb has."""
+        return {"exit_code": self.exit_code, "run": str(self.run), "seconds": self.seconds, **self.keys}
 
 
 def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str]) -> Task:

@@ -55,6 +55,11 @@ class BufferPolicy:
         self._told = False
         self.begin()
 
+    @property
+    def watches(self) -> bool:
+        """True if there is a buffer to watch; the set is fixed when the run is built."""
+        return bool(self._watched)
+
     def begin(self) -> None:
         """Take the buffers' current values as the start of a step: earlier writes don't count as a forward's."""
         self._versions = self._now()

@@ -69,22 +69,6 @@ def split_experts(
     return PlacedExperts(parts=parts, names=held, modules=tuple(one.name for one in found), _undo=undo)
 
 
-def expert_parts(model: nn.Module, *, rank: int, ranks: int, experts: str | None = None) -> dict[str, ShardSpec]:
-    """Return the parts that `split_experts` would leave a rank, for a model that is still whole (e.g. on meta)."""
-    parts: dict[str, ShardSpec] = {}
-    for one in find_experts(model, pattern=experts):
-        ranges = expert_ranges(one.count, ranks=ranks)
-        for name, parameter in one.module.named_parameters():
-            fqn = f"{one.name}.{name}"
-            if one.listed is None:
-                parts[fqn] = ShardSpec.of_ranges(parameter.shape, dim=0, ranges=[ranges[rank]])
-            else:
-                start, stop = ranges[rank]
-                mine = start <= int(name.removeprefix(f"{one.listed}.").split(".")[0]) < stop
-                parts[fqn] = ShardSpec.all_of(parameter.shape) if mine else ShardSpec.none_of(parameter.shape)
-    return parts
-
-
 def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
     parts: dict[str, ShardSpec] = {}
     for name in one.stacked:

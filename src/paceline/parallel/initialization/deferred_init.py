@@ -180,16 +180,6 @@ def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
     return model
 
 
-def build_parts(
-    build: Callable[[], nn.Module], *, seed: int, world: World, wanted: Wanted, limit_bytes: int
-) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
-    """Return the model, filled with tensors that this rank holds whole, this rank's parts of all tensors, and notes."""
-    made = defer_init(build, seed=seed, world=world, limit_bytes=limit_bytes)
-    values, notes = made.values(wanted(made.model))
-    fill_model(made.model, values)
-    return made.model, values, (*made.notes, *notes)
-
-
 def fill_model(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Put whole values into a model without memory; ties, types and attributes of its tensors stay."""
     old = named_tensors(model)

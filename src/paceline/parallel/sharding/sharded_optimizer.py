@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.sharding.row_shards import RowShard
 from paceline.parallel.sharding.shardability_check import (
     FIELDS,
     built_again,
@@ -136,24 +135,6 @@ def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[Named
             _refuse_hooked(optimizer)
             refuse_unmoved(optimizer)
     return ShardedOptimizerFactory(pairs=pairs, optimizers=optimizers)
-
-
-def shared_optimizers(
-    factory: Callable[[Pairs], Any],
-    named: Sequence[NamedParameter],
-    shares: Sequence[RowShard],
-    *,
-    layout: str,
-    exact: bool = False,
-) -> list[Optimizer]:
-    """Return the job's optimizers over shares that are cut by rows.
-
-    Raises:
-        JobError, LayoutError: the factory or an update rule does not support it.
-    """
-    rules = try_optimizer_factory(factory, named)
-    rules.refuse_rows(layout=layout, exact=exact)
-    return rules.on(shares)
 
 
 def _moved(optimizer: Optimizer, local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> Optimizer:

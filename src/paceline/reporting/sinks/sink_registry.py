@@ -1,7 +1,6 @@
 """Where events can go, by name, or `"my.pkg:Thing"` for one of your own."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.console.formatting import did_you_mean
@@ -135,8 +134,3 @@ def _make(name: str, run: RunFolder) -> Sink:
         sink: Sink = resolve(name)(run)
         return sink
     return SINKS[name](run)
-
-
-def sink_path(run: RunFolder) -> Path:
-    """Where TensorBoard's files are."""
-    return run.path / "tb"

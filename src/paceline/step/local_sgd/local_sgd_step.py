@@ -7,8 +7,11 @@ without waiting, several steps per message, and are read `lag` steps later.
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from paceline.step.forward_backward import ForwardBackward
 from paceline.step.local_sgd.message_batching import MessageBatcher
@@ -78,6 +81,10 @@ class LocalStep(SynchronousStep):
     def settle(self) -> None:
         """Wait until no all-reduce between sites is in flight."""
         self.sites.arrive()
+
+    def mean_in_place(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """Put the mean of the sites in place of the weights; yield the site's own weights."""
+        return self.sites.together()
 
     def lateness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""

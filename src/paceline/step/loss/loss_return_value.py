@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.step.batch_mismatch import misfit_of_batch
-from paceline.step.frozen_parameters import FrozenParameters
+from paceline.step.loss.batch_mismatch import misfit_of_batch
+from paceline.step.loss.frozen_parameters import FrozenParameters
 from paceline.step.loss.mean_or_sum_probe import gives_mean
 from paceline.step.loss.model_loss import DIVISOR, OwnLoss
 from paceline.torch_internals.scalars import as_number
@@ -36,7 +36,7 @@ class LossContract:
         self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
         self._accepted = _accepted_names(model)
         self._forward = model.forward
-        self._frozen = FrozenParameters(model)
+        self._checks_after_forward = FrozenParameters(model).checks
         self._asks_mean = False
         self.note = ""
 
@@ -94,7 +94,8 @@ class LossContract:
         try:
             return self._output(model, batch)
         finally:  # a pipeline stage leaves the forward by an exception
-            self._frozen.refuse_thawed()
+            for check in self._checks_after_forward:
+                check()
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
         if self._job.forward is None:

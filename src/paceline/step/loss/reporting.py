@@ -55,7 +55,8 @@ class LossReporter:
 
     def send(self, joint: StepReduction) -> None:
         """Start the all-reduce of the vector, with the flag for changed buffers."""
-        joint.flag(BUFFERS, float(self._parts.buffers.changed()))
+        for buffers in self._parts.watched_buffers:
+            joint.flag(BUFFERS, float(buffers.changed()))
         joint.start()
 
     def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:

@@ -41,6 +41,7 @@ from paceline.step.result import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 
+_KEPT_BATCHES = 256  # they hold no samples
 _LOOK_SECONDS = 0.5
 _TAKE, _WAIT, _DONE = "take", "wait", "done"
 
@@ -96,6 +97,9 @@ class ServerStep(SynchronousStep):
         if not self._is_spread:
             self._spread()
             self._is_spread = True
+
+    kept_batches = _KEPT_BATCHES
+    results_differ = True
 
     def lateness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of each worker."""

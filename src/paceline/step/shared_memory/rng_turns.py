@@ -9,38 +9,13 @@ own replica's forward, as with one replica per process, whichever replica ran in
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
 
 from paceline.torch_internals.dispatch_modes import RandomOpDetector
 from paceline.torch_internals.rng import get_states, host_states, set_states
-
-
-class Turns(Protocol):
-    """A policy for when a microbatch may run."""
-
-    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
-        """Return the context for a forward and its loss, entered after `seed()`."""
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context for a backward."""
-
-
-class _Alone:
-    """The turns of a single replica, which never waits."""
-
-    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
-        seed()
-        return nullcontext()
-
-    def backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-ALONE: Turns = _Alone()
 
 
 class HostRandomness(Enum):

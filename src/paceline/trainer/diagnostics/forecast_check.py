@@ -38,6 +38,11 @@ class ForecastCheck:
         self._looked: CpuTimes | None = None
         self._told: ForecastChecked | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """True if there is a forecast to compare with."""
+        return self._forecast is not None
+
     @contextmanager
     def timing(self) -> Iterator[None]:
         """Time one step; on a GPU with CUDA events, so that nothing synchronises."""

@@ -14,33 +14,34 @@ from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import ThreadWorld, thread_worlds
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateKind
 from paceline.console.output import print_line
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.batchnorm.sync_batchnorm import synchronise
-from paceline.parallel.build_reducer import do_nothing
 from paceline.parallel.compression.build_codec import compression_notes
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
-from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, shared_gpu
+from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
-from paceline.parallel.parallelize import ParallelizedModel, parallelize, parallelize_thread_replica
+from paceline.parallel.parallelize import parallelize, parallelize_thread_replica
+from paceline.parallel.placement import ParallelizedModel, PlacementRequest
 from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import DATA, Mesh
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.replica_context import StepContext
-from paceline.step.shared_memory.rng_turns import ALONE, HostRngTurns
+from paceline.step.replica_context import ALONE, StepContext
+from paceline.step.shared_memory.rng_turns import HostRngTurns
+from paceline.step.step_rule import StepRequest
 from paceline.step.synchronous import SynchronousStep
+from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.torch_internals.rng import RandomStreams, seed_all, stream_key
 from paceline.trainer.checks.check_job import check_job
@@ -51,7 +52,6 @@ from paceline.trainer.checks.parallel_checks import UNTRIED, can_be_tried, conte
 from paceline.trainer.checks.parameter_server_job_checks import among_servers
 from paceline.trainer.setup.initial_model import InitialModel, begin_whole, build_initial_model
 from paceline.trainer.setup.job_data import JobData
-from paceline.trainer.setup.make_step import make_step
 from paceline.trainer.setup.optimizers import learn_rules, make_update
 from paceline.trainer.train_mode import put_into_training
 
@@ -169,27 +169,23 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     check_compatibility(job, settings, plan)
     plan = among_servers(plan, servers=world.world_size)
     worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
-    own = _own(plan, settings, MeshGroups.for_local_sgd_site(world, mesh=plan.mesh) if plan.rule.has_sites else worlds)
+    rule = step_rule(plan.rule)
+    own = _own(plan, settings, rule.groups(worlds, plan=plan))
     site = own[0].every if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
-    check_job(job, models[0], takes_sparse=plan.rule.has_servers)
+    check_job(job, models[0], takes_sparse=rule.traits.takes_sparse)
     refuse_foreign(models[0], plan)
     named = [trainable_parameters(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *put_into_training(models)]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
     notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
-    shared = SharedModel(models[0], world=world) if plan.rule.kind is UpdateKind.HOGWILD else None
+    shared = rule.share_model(models[0], world=world)
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted, data = NonPersistentBuffers(models[0]), JobData(job, settings)
     contracts = [LossContract(job=job, model=model, asks=not world.is_imagined) for model in models]
     if len(own) > 1:
-        exact = settings.train.exact
-        placed = [
-            parallelize_thread_replica(model, named=members, home=named[0], world=each.every, exact=exact)
-            for model, members, each in zip(models, named, own, strict=True)
-            if isinstance(each.every, ThreadWorld)
-        ]
+        placed = _placed_threads(models, named, own, exact=settings.train.exact)
     else:
         placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules, data)]
         notes += begun[0].late.notes if begun[0].late is not None else []
@@ -201,6 +197,9 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         _parts(settings, model, each, one, contract, update, turns)
         for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
     ]
+    request = StepRequest(
+        plan=plan, parts=parts, placed=placed[0], mirror=mirror, turns=turns, shared=shared, replicas=worlds.replicate
+    )
     return TrainingSetup(
         job=job,
         settings=settings,
@@ -213,13 +212,28 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         weights=placed[0].weights if mirror is None else ShardedTensors(world=world, held=all_of(models[0])),
         kept=placed[0].kept if mirror is None else ShardedTensors(world=world, held=all_shares(named[0])),
         placed=placed[0],
-        step=make_step(plan, parts, placed[0], mirror, turns, shared, replicas=worlds.replicate),
+        step=rule.make_step(request),
         grid=placed[0].grid,
         notes=tuple(notes),
         given=given,
         unlisted=unlisted,
         data=data,
     )
+
+
+def _placed_threads(
+    models: Sequence[nn.Module],
+    named: Sequence[Sequence[NamedParameter]],
+    own: Sequence[MeshGroups],
+    *,
+    exact: bool,
+) -> list[ParallelizedModel]:
+    """Return the placements of replicas that are threads of this process."""
+    return [
+        parallelize_thread_replica(model, named=members, home=named[0], world=each.every, exact=exact)
+        for model, members, each in zip(models, named, own, strict=True)
+        if isinstance(each.every, ThreadWorld)
+    ]
 
 
 def begun_whole(job: Job, settings: Settings) -> Callable[[], nn.Module]:
@@ -251,7 +265,8 @@ def _placed(
 ) -> ParallelizedModel:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
-    whole = [member.name for member in trainable_parameters(model)] if plan.rule.has_servers else whole
+    if not step_rule(plan.rule).traits.divides_parameters:
+        whole = [member.name for member in trainable_parameters(model)]
     device = worlds.every.device
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
@@ -264,8 +279,7 @@ def _placed(
     untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
     for note in (UNTRIED.format(axis) for axis in untried):
         print_line(note) if begun.late is None else begun.late.notes.append(note)
-    return parallelize(
-        model,
+    request = PlacementRequest(
         asked=plan.asked,
         worlds=worlds,
         example=example,
@@ -279,6 +293,7 @@ def _placed(
         late=begun.late,
         compress=plan.wire,
     )
+    return parallelize(model, request)
 
 
 def _parts(

@@ -14,15 +14,16 @@ from paceline.comm.process_group import World
 from paceline.config.settings import Settings
 from paceline.errors import raise_all
 from paceline.job import Job
-from paceline.parallel.build_reducer import do_nothing
+from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.gradients.grad_norm import joint_norm
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
-from paceline.parallel.parallelize import ParallelizedModel
+from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.step.optimizer_update import Ema, Norm, OptimizerUpdate, gradient_values
+from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import JointScaler
 from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
 
@@ -70,7 +71,7 @@ def make_update(
     given = given_options(optimizers)
     schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
     raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
-    fp16 = settings.train.precision == "fp16"
+    fp16, traits = settings.train.precision == "fp16", step_rule(plan.rule).traits
     update = OptimizerUpdate(
         named=placed.named,
         optimizers=optimizers,
@@ -81,8 +82,8 @@ def make_update(
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         on_empty=settings.train.on_empty,
         ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
-        norm=None if plan.rule.is_stashed else _norm(placed, settings, world=world),
-        spread=do_nothing if plan.rule.has_servers else placed.spread,
+        norm=_norm(placed, settings, world=world) if traits.measures_joint_norm else None,
+        spread=placed.spread if traits.spreads_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, given

@@ -61,7 +61,7 @@ def reducer_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The way parameters are divided: the ZeRO stage (0: not at all), and what was done to them before.
+    """The way parameters are divided over the data-parallel ranks, and what was done to them before.
 
     `base`: the parts of the whole that the parameters already are, empty if each is whole. `hollow`: the parameters
     of other pipeline stages, None without a pipeline. `without`: experts, which are not divided. `whole`: parameters
@@ -70,7 +70,6 @@ class Sharding:
 
     asked: Layout
     how: PlacementSettings
-    stage: int
     data: DataGroups
     grid: FixedPointGrid | None
     base: Parts
@@ -80,19 +79,49 @@ class Sharding:
     rows: DeferredRows | None
 
 
-def partition_parameters(model: nn.Module, *, named: Sequence[NamedParameter], by: Sharding) -> Partition:
-    """Divide the parameters over the data-parallel ranks; at ZeRO stage 0 each rank keeps all of them.
+def replicate(named: Sequence[NamedParameter], by: Sharding) -> Partition:
+    """Keep all parameters on each data-parallel rank, and add their gradients over all of them."""
+    leaves = [member.parameter for member in named]
+    reducer = reducer_of(named, by.data.all, by.grid, compress=by.data.compress)
+    return Partition(
+        named=named, parts=by.base, tensors={}, reducer=reducer, spread=do_nothing, settle=do_nothing, leaves=leaves
+    )
+
+
+def divide_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding, *, stage: int) -> Partition:
+    """Divide the optimizer state, and at ZeRO stage 2 the gradients, over the data-parallel ranks.
 
     Raises:
         LayoutError: a parameter can't be cut.
     """
-    if not by.stage:
-        leaves = [member.parameter for member in named]
-        reducer = reducer_of(named, by.data.all, by.grid, compress=by.data.compress)
-        return Partition(
-            named=named, parts=by.base, tensors={}, reducer=reducer, spread=do_nothing, settle=do_nothing, leaves=leaves
+    parts = by.base or None
+    return _partition(
+        shard_zero12(stage=stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=by.whole)
+    )
+
+
+def divide_fully(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Partition:
+    """Divide parameters, gradients and optimizer state over the data-parallel ranks.
+
+    Raises:
+        LayoutError: a parameter can't be cut.
+    """
+    return _partition(
+        shard_fully(
+            model,
+            named=named,
+            data=by.data,
+            grid=by.grid,
+            parts=by.base or None,
+            asked=fsdp_options(model, asked=by.asked, how=by.how),
+            hollow=by.hollow,
+            without=by.without,
+            rows=by.rows,
         )
-    sharded = _fully(model, named, by) if by.stage == 3 else _in_rows(model, named, by)
+    )
+
+
+def _partition(sharded: Sharded) -> Partition:
     return Partition(
         named=sharded.shares,
         parts=sharded.parts,
@@ -101,27 +130,6 @@ def partition_parameters(model: nn.Module, *, named: Sequence[NamedParameter], b
         spread=sharded.spread,
         settle=sharded.settle,
         leaves=sharded.sources,
-    )
-
-
-def _fully(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Sharded:
-    return shard_fully(
-        model,
-        named=named,
-        data=by.data,
-        grid=by.grid,
-        parts=by.base or None,
-        asked=fsdp_options(model, asked=by.asked, how=by.how),
-        hollow=by.hollow,
-        without=by.without,
-        rows=by.rows,
-    )
-
-
-def _in_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Sharded:
-    parts = by.base or None
-    return shard_zero12(
-        stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=by.whole
     )
 
 

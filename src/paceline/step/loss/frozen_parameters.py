@@ -1,5 +1,7 @@
 """A check that parameters frozen when the run was built stay frozen, because no optimizer holds them."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from paceline.errors import JobError
@@ -15,6 +17,11 @@ class FrozenParameters:
             for leaf, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad
         ]
+
+    @property
+    def checks(self) -> list[Callable[[], None]]:
+        """The checks that each step runs: none if the model has no frozen parameter."""
+        return [self.refuse_thawed] if self._held else []
 
     def refuse_thawed(self) -> None:
         """Raise if one of these parameters is trainable now.

@@ -1,0 +1,114 @@
+"""The rule of a parameter server: workers push gradients, servers hold weights."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.comm.process_group import World
+from paceline.console.formatting import plural
+from paceline.errors import JobError, LayoutError, PacelineError, raise_all
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
+from paceline.parallel.data_parallel.module_buffers import buffer_notes
+from paceline.parallel.module_access.parameters import trainable_parameters
+from paceline.parallel.pipeline.pipeline_model import PipelineModel
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.step.parameter_server.model_state import row_tables
+from paceline.step.parameter_server.parameter_server_step import ServerStep
+from paceline.step.replica_context import StepContext
+from paceline.step.step_rule import RuleTraits, StepRequest
+from paceline.step.synchronous import SynchronousStep
+
+_TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
+_WANT_WHOLE = ("weight_decay", "momentum")  # torch's momentum of sparse rows is sparse, which no checkpoint holds
+
+
+class ParameterServerRule:
+    """The rule of `--update ps`, for the servers; workers are processes of their own."""
+
+    traits = RuleTraits(
+        reads_samples=False, takes_sparse=True, divides_parameters=False, spreads_updates=False, verified="replayed"
+    )
+
+    def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
+        """Return all groups: the servers hold one set of weights together."""
+        return worlds
+
+    def share_model(self, model: nn.Module, *, world: World) -> None:
+        """Return nothing: each server has its own parameters."""
+
+    def make_step(self, request: StepRequest) -> SynchronousStep:
+        """Return a server's step."""
+        plan, parts = request.plan, request.parts[0]
+        refuse_served(parts, plan)
+        return ServerStep(
+            parts,
+            rule=plan.rule,
+            shares=plan.replicas,
+            micro_batch_size=plan.micro_batch_size,
+            spread=request.placed.spread,
+        )
+
+    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
+        """Return the rule of one server: the state is the same for any number."""
+        return str(replace(plan.rule, servers=1))
+
+    def buffer_note(self, policy: str) -> str:
+        """Return the line on the policy."""
+        return buffer_notes(policy, is_race=False, has_sites=False)
+
+
+def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
+    """Raise for what the model has that a parameter server does not support.
+
+    Raises:
+        LayoutError, JobError, Problems
+    """
+    found: list[PacelineError] = []
+    names = [name for name, _ in norms_with_statistics(parts.model)]
+    if names:
+        found.append(
+            LayoutError(
+                f"--update ps: {names[0]} keeps running statistics.",
+                cause="each worker would have its own, and the server, which is saved and evaluated, none",
+                hint="LayerNorm or GroupNorm in its place, or --update sync",
+            )
+        )
+    tensors = len(trainable_parameters(parts.model))
+    if plan.rule.servers > tensors:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {plan.rule.servers} servers, "
+                f"and the model has {plural(tensors, 'parameter')}.",
+                cause="each parameter is one server's, whole",
+                hint=f"--update ps,servers={max(1, tensors)}",
+            )
+        )
+    raise_all([*found, *_sparse(parts)])
+
+
+def _sparse(parts: StepContext) -> list[PacelineError]:
+    """Return errors for optimizers of sparse tables that need whole gradients, since only the read rows are pushed."""
+    found: list[PacelineError] = []
+    tables, groups = row_tables(parts.model), _groups(parts)
+    for member in [member for member in parts.update.named if member.name in tables]:
+        optimizer, group = groups.get(id(member.parameter), (None, {}))
+        whole = next((f" with {option}" for option in _WANT_WHOLE if group.get(option)), "")
+        if optimizer is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or whole):
+            kind = f"{type(optimizer).__name__}{whole}"
+            found.append(
+                JobError(
+                    f"{tables[member.name] or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
+                    cause="sparse=True pushes the rows that a share has read, and no others",
+                    hint="torch.optim.SparseAdam or plain SGD for this table, or sparse=False",
+                )
+            )
+    return found
+
+
+def _groups(parts: StepContext) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
+    """Return each parameter's optimizer and param group on this rank."""
+    every = [(optimizer, group) for optimizer in parts.update.optimizers for group in optimizer.param_groups]
+    return {id(parameter): (optimizer, group) for optimizer, group in every for parameter in group["params"]}

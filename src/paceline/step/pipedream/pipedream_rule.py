@@ -1,0 +1,90 @@
+"""The rules of PipeDream and 2BW: a pipeline that is never flushed, with weight stashing."""
+
+from torch import nn
+
+from paceline.comm.mesh_groups import MeshGroups
+from paceline.comm.process_group import World
+from paceline.config.update_rule import UpdateKind
+from paceline.console.formatting import plural
+from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
+from paceline.parallel.data_parallel.module_buffers import buffer_notes
+from paceline.parallel.pipeline.pipeline_model import PipelineModel
+from paceline.parallel.placement import ParallelizedModel
+from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.pipedream_checks import stash_of
+from paceline.step.pipedream.pipedream_step import PipeDreamStep
+from paceline.step.replica_context import StepContext
+from paceline.step.step_rule import RuleTraits, StepRequest
+from paceline.step.synchronous import SynchronousStep
+
+
+class WeightStashingRule:
+    """The rules of `--update pipedream` and `--update 2bw`."""
+
+    traits = RuleTraits(measures_joint_norm=False, verified="freely")
+
+    def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
+        """Return all groups: all ranks have the same weights."""
+        return worlds
+
+    def share_model(self, model: nn.Module, *, world: World) -> None:
+        """Return nothing: each process has its own model."""
+
+    def make_step(self, request: StepRequest) -> SynchronousStep:
+        """Return the step of this rank's stage; without stages, the synchronous step."""
+        plan, piped = request.plan, request.placed.piped
+        if piped is None:
+            return SynchronousStep(request.parts[0])
+        _refuse_stashed(request.parts[0], request.placed, piped, plan)
+        rounds = -(-plan.num_micro // plan.replicas)
+        return PipeDreamStep(request.parts[0], piped=piped, stash=stash_of(plan.rule, plan.mesh), rounds=rounds)
+
+    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
+        """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
+        if piped is None or plan.rule.kind is not UpdateKind.PIPEDREAM:
+            return str(plan.rule)
+        rounds = -(-plan.num_micro // plan.replicas)
+        blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
+        of_replica = f"{plural(rounds, 'microbatch')} of a replica"
+        return f"{plan.rule} in {piped.cut.num_stages} stages of {blocks} blocks, {of_replica}"
+
+    def buffer_note(self, policy: str) -> str:
+        """Return the line on the policy."""
+        return buffer_notes(policy, is_race=False, has_sites=False)
+
+
+def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan) -> None:
+    """Raise if the model has something that pipeline stages with weight stashing cannot support.
+
+    Raises:
+        LayoutError, Problems
+    """
+    found: list[PacelineError] = []
+    for name, ranks in sorted(piped.ties.items())[:1]:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",
+                cause="its gradients come at different times on each, and its copies would part",
+                hint="a model whose weights are not tied over stages, or --update sync",
+            )
+        )
+    for name in placed.hooked[:1]:
+        found.append(
+            LayoutError(
+                f"--update {plan.update} puts weights of other times in the place of {name}, and the hook on it would "
+                "never be called.",
+                cause="register_hook or register_post_accumulate_grad_hook on a parameter in model=",
+                hint="the same in loss= or optimizer=, or --update sync",
+            )
+        )
+    names = [name for name, _ in norms_with_statistics(parts.model)]
+    if names:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {names[0]} keeps running statistics.",
+                cause="they would be of microbatches in another order, on weights of several times",
+                hint="LayerNorm or GroupNorm in its place, or --update sync",
+            )
+        )
+    raise_all(found)
