@@ -1,4 +1,4 @@
-"""The table of verbs: the options of each, and the few lines that call it and say what to print."""
+"""The table of verbs: each verb's options, its call, and what it prints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +28,7 @@ _Run = Annotated[str | None, tyro.conf.Positional]
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """One row: options, whether settings may follow, and the call."""
+    """One row of the table: the options, whether settings may follow, and the call."""
 
     options: type
     run: Callable[[Any, list[str]], Printed]
@@ -37,7 +37,7 @@ class Verb:
 
 @dataclass(frozen=True, kw_only=True)
 class Starting:
-    """Options of verbs that start processes."""
+    """The options shared by the verbs that start processes."""
 
     job: _Job
     ranks: int | None = None
@@ -62,7 +62,7 @@ class Starting:
     """The answer for a script."""
 
     def common(self) -> RunOptions:
-        """As the verbs take them."""
+        """Return these options in the form that the verbs take."""
         return RunOptions(
             ranks=self.ranks,
             layout=self.layout,

@@ -1,4 +1,4 @@
-"""`compare` of runs, and of what `pl.record` wrote; or of layouts of one job."""
+"""The `compare` verb: runs, recordings of `pl.record`, or layouts of one job."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ from paceline.verification.fingerprints.fingerprint import Recording, has_record
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What was found; these are the keys of `--json`."""
+    """The result of `compare`; the fields are the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -66,12 +66,12 @@ def compare(
     device: str = "auto",
     page: str | Path | None = None,
 ) -> Compared | LayoutComparison:
-    """Runs side by side, each against the first; recordings, to the first step and parameter where they part.
+    """Compare runs side by side, each with the first; recordings up to the first step and parameter that differ.
 
-    With `layouts` one job, `"job.py"`, in each of them: a few steps on the same samples, one after another.
+    With `layouts`, run one job (`"job.py"`) in each layout: a few steps on the same samples, one after another.
 
     Raises:
-        UsageError: fewer than two, or a folder that is neither a run nor a recording; settings that are wrong.
+        UsageError: fewer than two runs, a folder that is neither a run nor a recording, or wrong settings.
     """
     if layouts:
         common = RunOptions(ranks=ranks, device=device, run_dir=None if run_dir is None else str(run_dir))
@@ -177,7 +177,7 @@ def _answer(
 
 
 def _replicas(path: Path) -> list[str]:
-    """Whether the ranks of the run that differs are at least like one another."""
+    """Return lines that say whether the ranks of the differing run at least agree with one another."""
     try:
         ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
     except UsageError as error:

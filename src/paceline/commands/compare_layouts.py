@@ -1,4 +1,4 @@
-"""`compare JOB --layouts A B C`: each layout in a run of its own, on the same samples in the same microbatches."""
+"""`compare JOB --layouts A B C`: one run per layout, on the same samples in the same microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +23,13 @@ ENTRY = "paceline.measured_planning.timing.layout_benchmark:measure"
 _REFUSED, _FAILED = "refused", "failed"
 _THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
 _WARM = 1  # steps that are not timed
-_BESIDE = 5  # steps that a rank may take beside those that are timed: to watch a schedule, to look at memory
+_BESIDE = 5  # further steps that a rank may take: to watch a schedule, to measure memory
 _PROOF = "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """What was found; these are the keys of `--json`."""
+    """The result of `compare --layouts`; the fields are the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -48,10 +48,10 @@ def compare_layouts(
 ) -> LayoutComparison:
     """Run each layout for a few steps and set them side by side; verdicts are of the losses, against the first.
 
-    A layout that the job can't have is a row with the reason.
+    A layout that does not fit the job becomes a row with the reason.
 
     Raises:
-        PacelineError, Problems: what can be seen before a process starts, of all layouts at once.
+        PacelineError, Problems: whatever can be checked before a process starts, for all layouts at once.
     """
     tasks, refused = _tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
@@ -90,7 +90,7 @@ def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence
 
 
 def _proof(measured: Sequence[Measured], job: str) -> str:
-    """What the verdicts are worth, and the line to type for more."""
+    """Return the line that says what the verdicts cover, and the command for a full proof."""
     ran = [each for each in measured if each.losses]
     others = [each for each in ran[1:] if each.name != "single"]
     if not others:
@@ -104,7 +104,7 @@ def _proof(measured: Sequence[Measured], job: str) -> str:
 def _tasks(
     job: str, layouts: Sequence[str], common: RunOptions, overrides: Sequence[str], steps: int
 ) -> tuple[dict[str, Task], dict[str, Measured]]:
-    """What to run, and the rows of layouts that can't be had with these ranks."""
+    """Return the tasks to run, and a row for each layout that does not fit these ranks."""
     problems: list[PacelineError] = []
     if len(layouts) < 2:
         problems.append(UsageError(f"compare needs two layouts, got {len(layouts)}.", hint="--layouts single ddp"))
@@ -158,7 +158,7 @@ def _task(job: str, name: str, common: RunOptions, overrides: Sequence[str], ste
 
 
 def _replicas(task: Task) -> int:
-    """The layout with most replicas runs first: its microbatches are then everybody's."""
+    """Return the replica count. The layout with most replicas runs first: all others use its microbatch size."""
     layout = parse_layout(task.layout)
     return task.ranks if layout.kind is LayoutKind.THREADS else mesh_of(layout, ranks=task.ranks, problems=[]).replicas
 
@@ -241,12 +241,12 @@ def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
 
 
 def page_line(page: Path, *, over: bool) -> str:
-    """Where the page is, and what is no longer there."""
+    """Return the page's path, and say so if it replaced an earlier page."""
     return f"{page} (over the one that was there; --page FILE keeps both)" if over else str(page)
 
 
 def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
-    """Words that belong to the other half of `compare`.
+    """Refuse arguments that belong to the other form of `compare`.
 
     Raises:
         UsageError, LayoutError

@@ -1,4 +1,4 @@
-"""`evaluate`."""
+"""The `evaluate` verb."""
 
 import os
 from contextlib import suppress
@@ -30,8 +30,8 @@ def evaluate(
 ) -> CommandResult:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
 
-    Without a layout it is the run's own, where the ranks are as many: what was trained so can be evaluated so. The
-    ranks' logs lie outside of the run, which nothing changes until the metrics are there.
+    Without `layout` the run's own is used, if the number of ranks is the same. The ranks' logs lie outside of the run;
+    nothing in the run changes until the metrics are there.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
@@ -57,20 +57,20 @@ def evaluate(
         answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
         if answer.exit_code:
             if answer.failure is not None:
-                aside.keep()  # what is said of the failure names its logs
+                aside.keep()  # the failure message names these logs
             return answer
         value = read_json(aside.path / ANSWER) if (aside.path / ANSWER).exists() else None
     if value is not None:
-        with suppress(OSError):  # the disk may only be read
+        with suppress(OSError):  # the disk may be read-only
             write_json(folder.path / ANSWER, value)
     return replace(answer, value=value)
 
 
 def as_evaluated(task: Task, common: RunOptions) -> Task:
-    """Return the task in the layout and on the ranks that are asked for, without settings that are of training alone.
+    """Return the task for the requested layout and ranks, without the settings that only training uses.
 
     Raises:
-        LayoutError, Problems: no layout, or one that these ranks can't have.
+        LayoutError, Problems: not a layout, or one that does not fit these ranks.
     """
     if common.layout is None:
         ranks = common.ranks or task.ranks

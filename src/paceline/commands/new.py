@@ -1,4 +1,4 @@
-"""`new`."""
+"""The `new` verb."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +10,7 @@ EXAMPLES = {"text": "text.py", "digits": "digits_cnn.py", "hf": "hf_llama.py"}
 
 
 def new(name: str, *, folder: Path | None = None) -> Path:
-    """Write an example job into `folder`; an existing file is left alone.
+    """Write an example job into `folder`; never overwrite a file.
 
     Raises:
         UsageError: no such example, or the file exists.

@@ -1,4 +1,4 @@
-"""`plan`."""
+"""The `plan` verb."""
 
 import math
 import os
@@ -34,12 +34,12 @@ from paceline.run_folder.plan_file import NAME, read_advice, read_doing
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
 _LIFE_SECONDS = 10.0
-_CALIBRATION_SECONDS = 60.0  # the probe and layouts that are timed, where nobody says how long
+_CALIBRATION_SECONDS = 60.0  # probe plus timed layouts, if `--seconds` is not given
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Which layouts of a job fit, how fast, and why the others do not."""
+    """Find which layouts of a job fit, how fast they are, and why the others do not fit."""
 
     job: Annotated[str, tyro.conf.Positional]
     cluster: str = "here"
@@ -69,7 +69,7 @@ class PlanOptions:
 
 
 def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandResult:
-    """As it was typed."""
+    """Run `plan` with the options of the command line."""
     common = RunOptions(
         ranks=options.ranks,
         layout=options.layout,
@@ -96,16 +96,16 @@ def plan(
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
 ) -> CommandResult:
-    """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
+    """Return the layouts of a job that fit a cluster, their predicted memory and time, and why the others do not fit.
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
-    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. What is here is probed once, and layouts
-    are timed for at most so many `seconds`: by default what the probe leaves of a minute. `layouts` are judged in place
-    of a search, and told apart from the first; `against` is another plan.json to be told apart from. `page` is an HTML
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is probed once; then
+    layouts are timed for at most `seconds`, by default a minute less the probe's time. `layouts` replaces the search:
+    each one is judged and compared with the first. `against` is another plan.json to compare with. `page` is an HTML
     file to write.
 
     Raises:
-        UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
+        UsageError, Problems: a cluster or a setting that can't be read, all problems at once.
     """
     common = common or RunOptions()
     named = [*layouts, *([common.layout] if common.layout else [])]
@@ -148,7 +148,7 @@ def plan(
 
 
 def _read_before(path: Path) -> dict[str, Any]:
-    """Return an earlier plan, which recommends something."""
+    """Return an earlier plan.json; it must recommend a layout."""
     found = read_advice(path)
     row_named(found)
     return found
@@ -166,7 +166,7 @@ def _executed(task: Task, common: RunOptions) -> CommandResult:
 
 @contextmanager
 def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
-    """Say now and then on standard error what the plan in this folder is doing, and for how long it has run."""
+    """Report on standard error now and then what the plan in this folder is doing, and for how long it has run."""
     over, began = Event(), time.monotonic()
 
     def tell() -> None:
@@ -183,7 +183,11 @@ def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
 
 
 def refuse_ranks(common: RunOptions, fleet: Cluster, *, cluster: str) -> None:
-    """Raises: UsageError, of another number than the cluster has."""
+    """Refuse a `--ranks` that differs from the cluster's number of ranks.
+
+    Raises:
+        UsageError: the numbers differ.
+    """
     if common.ranks not in (None, fleet.ranks):
         raise UsageError(
             f"--ranks {common.ranks} with --cluster {cluster}, which has {fleet.ranks:,}.",
@@ -193,7 +197,7 @@ def refuse_ranks(common: RunOptions, fleet: Cluster, *, cluster: str) -> None:
 
 
 def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
-    """What is wrong with the words, before anything runs."""
+    """Refuse layouts that can't be parsed, before anything runs."""
     problems: list[PacelineError] = []
     if layouts and len(named) > len(layouts):
         problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
@@ -211,7 +215,7 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
 
 
 def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
-    """That none of them can be had of so many ranks, whatever the model; else what can't is told beside what can."""
+    """Refuse the layouts if none fits this number of ranks, whatever the model; otherwise the plan reports each one."""
     problems = list[PacelineError]()
     for name in named:
         try:
@@ -230,7 +234,7 @@ def _refuse_seconds(seconds: float | None) -> None:
 
 
 def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-    """What a probe found of this machine; where a launcher has started the ranks, they find it themselves."""
+    """Return what a probe measured on this machine; ranks of a joined world measure it themselves."""
     joined = detect(os.environ)
     if joined is not None:
         local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
@@ -243,7 +247,7 @@ def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = tim
 
 
 def _corrected(fleet: Cluster) -> Iterator[str]:
-    """That runs here have changed the forecast, and by how much."""
+    """Yield lines that say how far runs on this machine have corrected the forecast."""
     for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
         said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
         if said:

@@ -1,4 +1,4 @@
-"""`simulate`."""
+"""The `simulate` verb."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """One step of a planned layout on virtual time, on any number of ranks, and what failures leave of a run."""
+    """Simulate one step of a planned layout on virtual time, on any number of ranks, and the goodput under failures."""
 
     job: Annotated[str, tyro.conf.Positional]
     """A job; or a plan.json, or the folder of one."""
@@ -72,7 +72,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What was found; `value` are the keys of `--json`."""
+    """The result of `simulate`; `value` holds the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -82,7 +82,7 @@ class Simulation:
 
 
 def simulate_from_options(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
-    """As it was typed."""
+    """Run `simulate` with the options of the command line."""
     common = RunOptions(
         ranks=options.ranks,
         device=options.device,
@@ -119,13 +119,13 @@ def simulate(
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
 ) -> Simulation:
-    """A step of the recommended layout, or of `layout`, on virtual time: what its seconds go to, and its rate.
+    """Simulate a step of the recommended layout, or of `layout`, on virtual time; return its parts and its rate.
 
-    `job` is a job, or a plan.json. With `failures`, the mean time between two of one device (`"50000 h"`), what they
-    leave of a run with a checkpoint `every` so many steps, and at the best distance.
+    `job` is a job, or a plan.json. `failures` is the mean time between failures of one device (`"50000 h"`): with it,
+    the goodput is forecast for a checkpoint every `every` steps and for the best interval.
 
     Raises:
-        UsageError, LayoutError, Problems: a cluster, a layout or a number that can't be.
+        UsageError, LayoutError, Problems: a cluster, a layout or a number that is not valid.
     """
     if layout is not None:
         parse_layout(layout)
@@ -156,7 +156,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What is to be simulated; `assumed` are lines on what was not given."""
+    """The inputs of a simulation; `assumed` holds lines about values that were not given."""
 
     forecast: CostModel
     estimate: Estimate
@@ -186,7 +186,7 @@ def _simulation(
 
 
 def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
-    """What a plan says of the step, where that is not its closed forms' alone."""
+    """Yield what the plan's correction adds to the step, if the plan used more than its closed forms."""
     if abs(ratio - 1) > _SMALL:
         rest = "; what follows is of that step" if has_more else ""
         took = format_precise_duration(seconds)

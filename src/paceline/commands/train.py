@@ -1,4 +1,4 @@
-"""`train`."""
+"""The `train` verb."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,9 +25,9 @@ def train(
     allow: Sequence[str] = (),
     evaluate_first: bool = False,
 ) -> CommandResult:
-    """Train `job`; `resume=""` goes on with its newest run, a path with that one.
+    """Train `job`; `resume=""` resumes its newest run, a path resumes that run.
 
-    With the layout `auto` it is planned first, and falls back to a layout that needs less where memory is short.
+    With the layout `auto` the job is planned first; if memory runs out, it falls back to a layout that needs less.
     """
     common = common or RunOptions()
     raise_all(refuse_unknown_allowances(tuple(allow)))
@@ -54,7 +54,7 @@ def train(
 
 
 def came_to(answer: CommandResult) -> dict[str, Any]:
-    """Of a run that ended whole: its last step, its last evaluation and, where it was written, the weights' digest."""
+    """Return the last step, the last evaluation and (if written) the weights' digest of a run that ended whole."""
     run = RunFolder(answer.run)
     latest = pointed_checkpoint(run.checkpoints, LATEST)
     if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:

@@ -1,4 +1,4 @@
-"""`verify`."""
+"""The `verify` verb."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ def verify(
     steps: int = 3,
     against: str = "single",
 ) -> CommandResult:
-    """Check the layout against one process on this job; exit code 4 where they differ."""
+    """Compare the layout with one process on this job; exit code 4 if they differ."""
     common = common or RunOptions()
     if steps < 1:
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
@@ -52,7 +52,7 @@ def verify(
 
 
 def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[RunOptions, Sequence[str]]:
-    """With the layout that train would take, and its microbatches.
+    """Return the options and settings with the layout and microbatch size that `auto` would choose for training.
 
     Raises:
         RunError: the plan failed.
@@ -69,7 +69,7 @@ def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[Run
 
 
 def _refuse_race(update: UpdateRule, job: str) -> None:
-    """What has no one right answer has none to be held against."""
+    """Refuse an update rule whose result depends on timing: it has no single right answer to compare with."""
     if update.kind is UpdateKind.HOGWILD:
         raise UsageError(
             "verify has no verdict on hogwild: what comes of a race differs from run to run, and each is right.",
@@ -79,7 +79,7 @@ def _refuse_race(update: UpdateRule, job: str) -> None:
 
 
 def _refuse_rounding(task: Task) -> None:
-    """What rounds at every use otherwise than one process has no floor to be held against."""
+    """Refuse settings that round differently from one process at every use: no noise floor exists for them."""
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return

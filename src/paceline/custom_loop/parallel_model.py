@@ -1,4 +1,4 @@
-"""A model that `pl.place` has placed: gradients, optimizers and files over its parts, for any loop."""
+"""A model placed by `pl.place`: gradients, optimizers and files over its parts, for any loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,12 +60,12 @@ class PlacedModel:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in known]
 
     def optimizer(self, factory: Factory) -> Any:
-        """What `factory` makes of (name, parameter) pairs, over this rank's parts: torch's own optimizer, or several.
+        """Build `factory`'s optimizers from (name, parameter) pairs over this rank's parts; they are torch's own.
 
-        Its `step()` puts the ranks' gradients together first. May be called again for other parameters.
+        Their `step()` reduces the gradients first. May be called again for other parameters.
 
         Raises:
-            JobError, LayoutError: no optimizer, a parameter twice, or a rule that is not right on parts.
+            JobError, LayoutError: no optimizer, a parameter used twice, or an update rule that needs whole tensors.
         """
         made, several = self._made(factory)
         raise_all(unfit_optimizers(made))
@@ -81,7 +81,7 @@ class PlacedModel:
     def backward(
         self, loss: Tensor, *, count: Tensor | float | None = None, last: bool = False, retain_graph: bool = False
     ) -> None:
-        """Run backward for this model's parameters alone; what else the loss went through gets no gradient.
+        """Run backward for this model's parameters alone; anything else that the loss depends on gets no gradient.
 
         Args:
             loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; what
@@ -102,27 +102,27 @@ class PlacedModel:
             self._veil.hide()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all parameters down to this norm; returns the norm that they had."""
+        """Scale all gradients down to this norm, and return the norm before scaling."""
         with self._together():
             norm = self._norm()
             nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named], max_norm, norm)
         return norm
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, the same on every rank; every rank calls this."""
+        """Return the norm of the whole gradient, the same on every rank; every rank calls this."""
         with self._together():
             return self._norm()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each gradient that there is, put together; every rank calls this.
+        """Reduce the gradients and return this rank's part of each; every rank calls this.
 
-        What is changed in place is what `step()` works with. Under ddp each is whole, else this rank's rows or pieces.
+        In-place changes affect `step()`. Under ddp each is whole, otherwise it is this rank's rows or pieces.
         """
         with self._together():
             return {m.name: m.parameter.grad for m in self._placed.named if m.parameter.grad is not None}
 
     def whole(self) -> Mapping[str, Tensor]:
-        """All weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
+        """Return all weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
         weights = self._placed.weights
         return {name: weights.whole(name, weights.mine[name].tensor) for name in weights.names}
 
@@ -146,7 +146,7 @@ class PlacedModel:
         self._placed.spread()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._veil.show()
         for module in self._copies:
             vars(module).pop("__deepcopy__", None)
@@ -154,7 +154,7 @@ class PlacedModel:
         self._placed.close()
 
     def _open(self, count: Tensor | float | None) -> None:
-        """Begin a step, or go on with it."""
+        """Begin a step, or continue the open one."""
         dropped = self._veil.show()
         names = {*dropped.gone, *dropped.zeroed}
         asked = self._taken or {m.name for m in self._placed.named}
@@ -196,7 +196,7 @@ class PlacedModel:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """With the gradients put together and in their places."""
+        """Reduce the gradients for the duration of the block, and hide them again afterwards."""
         self._finish()
         yield
         if self._is_apart:
@@ -209,14 +209,14 @@ class PlacedModel:
         return joint_norm(gradients, worlds=[self.world])
 
     def _updated(self) -> None:
-        """An optimizer has made its step."""
+        """Record that an optimizer has made its step."""
         self._has_stepped = True
         self._placed.spread()
         if self._is_apart:
             self._veil.hide(is_over=True)
 
     def _finish(self) -> None:
-        """Put the gradients together, once a step, and in their places."""
+        """Reduce the gradients once per step, and put them in place."""
         if not self._has_begun:
             raise UsageError(
                 "there was no backward since the last step.",
@@ -234,7 +234,7 @@ class PlacedModel:
         self._drop(dropped)
 
     def _drop(self, dropped: ReplacedGradients) -> None:
-        """What the user has thrown away is no gradient of this step."""
+        """Drop the gradients that the user has set to None or to zero."""
         gone, zeroed = set(dropped.gone), set(dropped.zeroed)
         for member in self._placed.named if gone or zeroed else ():
             if member.name in gone:
@@ -297,7 +297,7 @@ class PlacedModel:
 
 
 def _refuse_copy(*_: Any) -> Any:
-    """In the place of a module's `__deepcopy__`."""
+    """Refuse `copy.deepcopy`; this replaces a module's `__deepcopy__`."""
     raise LayoutError(
         "a placed model can't be copied where ranks hold parts of its weights: nothing would put the copy's together.",
         cause="copy.deepcopy, as torch.optim.swa_utils.AveragedModel does",

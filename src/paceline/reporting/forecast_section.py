@@ -1,4 +1,4 @@
-"""What was forecast of a run, and what its first steps took, for its page."""
+"""The forecast of a run and the measurements of its first steps, for the run's page."""
 
 from html import escape
 from typing import Any
@@ -16,11 +16,11 @@ _MEASURED = "measured"
 
 
 def show_foretold(history: History) -> str:
-    """Bytes and seconds side by side, with what each is of; nothing where nothing was forecast."""
+    """Show forecast and measured bytes and seconds side by side; return '' if nothing was forecast."""
     event = history.last_of("Foretold")
     try:
         return _section(event) if event else ""
-    except (KeyError, TypeError, ValueError):  # a line that a kill has torn, or of another version
+    except (KeyError, TypeError, ValueError):  # a line that was cut off by a kill, or written by another version
         return ""
 
 

@@ -1,4 +1,4 @@
-"""A plan as a page: what each layout holds against the device's limit, what its step goes to, and its schedule."""
+"""A plan as a page: each layout's memory against the device's limit, the parts of its step, and its schedule."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -24,16 +24,16 @@ _GOES = "by the closed forms, of the busiest rank"
 
 
 def write_plan(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
-    """The page; it loads nothing."""
+    """Write the page, which loads nothing from the network."""
     write_text(to, plan_page(answer, job=job))
     return to
 
 
 def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
-    """Of an answer to `plan`, or of a plan.json.
+    """Return the page of an answer to `plan`, or of a plan.json.
 
     Raises:
-        UsageError: it does not say what it is of.
+        UsageError: the plan does not state its model or its cluster.
     """
     forecast = forecast_of(answer)
     told = [row for row in answer["plans"] if "settings" in row]

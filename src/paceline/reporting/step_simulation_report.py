@@ -1,4 +1,4 @@
-"""A step on virtual time as a picture, alone or on a page with its parts."""
+"""A simulated step as a picture, alone or on a page with the parts of its time."""
 
 import math
 import re
@@ -22,12 +22,12 @@ from paceline.reporting.svg.charts import Curve, chart
 from paceline.schedule.program_svg import draw
 
 WORDS = {**SPENT_ON, "bubble": "waiting in the pipeline", BORDERS: "messages between stages"}
-_SMALL = 1e-4  # of a step, what is not shown
-_LEAST = 24  # microbatches that a picture has at most, and two for each stage
+_SMALL = 1e-4  # the fraction of a step below which a part is not shown
+_LEAST = 24  # microbatches that a picture shows at most; two per stage at least
 
 
 def timeline_svg(forecast: CostModel, *, candidate: Candidate) -> tuple[str, int]:
-    """One pipeline from its first forward to its last backward, and how many microbatches of it are drawn."""
+    """Draw one pipeline from its first forward to its last backward; return the SVG and its number of microbatches."""
     micro = forecast.num_micro(candidate)
     shown = min(micro, max(_LEAST, 2 * candidate.pp))
     batch = (
@@ -40,7 +40,7 @@ def timeline_svg(forecast: CostModel, *, candidate: Candidate) -> tuple[str, int
 
 
 def timeline_section(forecast: CostModel, *, candidate: Candidate) -> str:
-    """The picture with its heading; it scrolls where there is no room."""
+    """Return the picture with its heading; it scrolls if the window is too narrow."""
     svg, shown = timeline_svg(forecast, candidate=candidate)
     wide = re.sub(r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', svg, count=1)
     micro = forecast.num_micro(candidate)
@@ -54,7 +54,7 @@ def timeline_section(forecast: CostModel, *, candidate: Candidate) -> str:
 
 
 def parts_bars(found: CandidateSimulation) -> str:
-    """A mean rank's seconds on virtual time, under them those of the closed forms, which are the busiest rank's."""
+    """Draw the mean rank's seconds on virtual time, and below them the closed forms' seconds for the busiest rank."""
     rows = [
         ("on virtual time, a mean rank", found.seconds),
         ("closed forms, the busiest", found.estimate.seconds.parts),
@@ -66,7 +66,7 @@ def parts_bars(found: CandidateSimulation) -> str:
 
 
 def lines_of(found: CandidateSimulation, forecast: CostModel) -> Iterator[str]:
-    """For the screen: the step, what it goes to, its rate, and what the closed forms say."""
+    """Yield the lines for the screen: the step, its parts, its rate, and the closed forms' numbers."""
     step, facts = found.step_seconds, forecast.facts
     yield f"{found.estimate.candidate} on {forecast.fleet}, {plural(found.ranks, 'rank')}: {format_precise_duration(step)} a step"
     if not found.estimate.fits:
@@ -90,7 +90,7 @@ def _read(number: float) -> str:
 def write_step(
     forecast: CostModel, found: CandidateSimulation, kept: FailureForecast | None, *, job: str, to: Path
 ) -> Path:
-    """The page, or the timeline alone where the name ends in `.svg`; it loads nothing."""
+    """Write the page, or the timeline alone if the name ends in `.svg`; it loads nothing from the network."""
     candidate = found.estimate.candidate
     if to.suffix == ".svg":
         write_text(to, timeline_svg(forecast, candidate=candidate)[0])
@@ -123,7 +123,7 @@ def _numbers(found: CandidateSimulation, forecast: CostModel, kept: FailureForec
 
 
 def _failures(kept: FailureForecast | None) -> str:
-    """What is useful, over the distance between checkpoints."""
+    """Draw the goodput over the interval between checkpoints."""
     if kept is None:
         return ""
     least = max(1, math.ceil(kept.hazard.write_seconds / kept.step_seconds))

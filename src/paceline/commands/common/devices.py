@@ -1,4 +1,4 @@
-"""What a command says of ranks and devices, beside what this machine has and what a launcher has started."""
+"""Checks of the requested ranks and devices against this machine and the launcher's world."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ _MOST_RANKS_PER_CORE = 64
 
 
 def choose_device(text: str, problems: list[PacelineError]) -> str:
-    """`cpu` or `cuda`, as asked for or as this machine has it."""
+    """Return `cpu` or `cuda`: the requested device, or for `auto` the one that this machine has."""
     if text not in ("auto", "cpu", "cuda"):
         hint = "--device auto | cpu | cuda"
         problems.append(
@@ -28,7 +28,7 @@ def choose_device(text: str, problems: list[PacelineError]) -> str:
 
 
 def choose_ranks(asked: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]) -> int:
-    """How many: as asked for, as a launcher has started, or as there are GPUs."""
+    """Return the number of ranks: as requested, as a launcher started, or one per GPU."""
     if asked is not None and asked < 1:
         problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
         return 1
@@ -64,7 +64,7 @@ def _other_world(asked: int, joined: JoinedWorld) -> UsageError:
 def refuse_missing_backend(asked: str) -> list[PacelineError]:
     """Refuse a backend that this build of torch lacks, before a rank is started to find out.
 
-    Only torch knows. Another process asks it: what decides kernels has to be set in ranks before torch is there.
+    Only torch knows, so another process asks it: variables that select kernels must be set before torch is imported.
     """
     if asked in ("auto", "gloo"):
         return []
@@ -73,11 +73,11 @@ def refuse_missing_backend(asked: str) -> list[PacelineError]:
         told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
         return refuse_backend(asked, json.loads(told.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return []  # then the ranks say it
+        return []  # the ranks report it instead
 
 
 def refuse_nested(joined: JoinedWorld | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
-    """Replicas as threads need a world of one process, which is rank 0."""
+    """Refuse replicas as threads unless the world is one process, and refuse faults for a rank other than 0 there."""
     beyond = [fault.rank for fault in faults if fault.rank]
     if beyond:
         problems.append(

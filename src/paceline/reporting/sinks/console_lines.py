@@ -1,4 +1,4 @@
-"""The console: the field's log line for each logged step, and one line for everything else."""
+"""The console output: one log line for each logged step, and one line for every other event."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from paceline.events import (
 
 
 def line_of(event: Event) -> str:
-    """One event as text."""
+    """Format one event as text."""
     if isinstance(event, StepDone):
         return _step(event)
     if isinstance(event, EvalDone):
@@ -61,7 +61,7 @@ def _late(told: Mapping[str, Any]) -> str:
 
 
 def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The same on every rank, while nobody adds."""
+    """Yield the counts of lost additions; every rank reports the same counts."""
     if told and "lost" in told[0]:
         yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters lost"
 
@@ -91,16 +91,16 @@ def _step(event: StepDone) -> str:
 
 
 class ConsoleSink:
-    """Prints one line per event."""
+    """A sink that prints one line per event."""
 
     def __init__(self, write: Callable[[str], object] | None = None) -> None:
         self._write = write or partial(print_line, end="")
 
     def handle(self, event: Event) -> None:
-        """Print it."""
+        """Print the event."""
         line = line_of(event)
         if line:
             self._write(f"{line}\n")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is open."""

@@ -1,4 +1,4 @@
-"""Where events can go, by name, or `"my.pkg:Thing"` for one of your own."""
+"""The sinks by name; `"my.pkg:Thing"` names a sink of the user's own."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ from paceline.run_folder.run_folder import RunFolder
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, under the run folder's `tb/`.
+    """A sink for TensorBoard scalars, written under the run folder's `tb/`.
 
-    All numbers of a step are one record: one call for each would take a third of a millisecond more.
-    Steps that an earlier attempt wrote and a resume does again are purged, or two curves would lie on one another.
+    All numbers of a step are one record: one call per number would take a third of a millisecond longer.
+    Steps of an earlier attempt that a resume repeats are purged, so that two curves never overlap.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -27,7 +27,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def handle(self, event: Event) -> None:
-        """Write its numbers."""
+        """Write the step's numbers."""
         if isinstance(event, RunStarted):
             self._open(after=event.resumed_from or 0)
         numbers = _numbers(event)
@@ -49,7 +49,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Scalars for Weights & Biases; the run's id is the folder's name. Of a step done again it keeps the first."""
+    """A sink for Weights & Biases scalars; the run's id is the folder's name. A repeated step keeps its old numbers."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run: Any = resolve("wandb:init")(
@@ -61,7 +61,7 @@ class WandbSink:
         )
 
     def handle(self, event: Event) -> None:
-        """Log its numbers."""
+        """Log the step's numbers."""
         numbers = _numbers(event)
         if numbers:
             self._run.log(numbers, step=event.step)  # type: ignore[attr-defined]
@@ -92,10 +92,10 @@ _OPTIONAL = {"tensorboard"}
 
 
 def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
-    """The sinks of one run, and notes on what is left out because it is not installed or could not start.
+    """Build the sinks of one run, and notes about sinks that are not installed or could not start.
 
     Raises:
-        UsageError: a name that is no sink, or an extra that was asked for and is missing.
+        UsageError: a name that is no sink, or a sink whose extra was requested and is not installed.
     """
     sinks: list[Sink] = []
     notes: list[str] = []
@@ -112,7 +112,7 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse what is neither a sink nor a reference to one.
+    """Refuse a name that is neither a sink nor a reference to one.
 
     Raises:
         UsageError: with a suggestion.
@@ -138,5 +138,5 @@ def _make(name: str, run: RunFolder) -> Sink:
 
 
 def sink_path(run: RunFolder) -> Path:
-    """Where TensorBoard's files are."""
+    """Return the folder of TensorBoard's files."""
     return run.path / "tb"
