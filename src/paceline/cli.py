@@ -112,10 +112,10 @@ def _check_here() -> None:
         Path.cwd()
     except OSError as error:
         raise UsageError(
-            f"the working directory of this command can't be used: {error.strerror}.",
+            f"the working directory can't be used: {error.strerror}.",
             where=os.environ.get("PWD", ""),
-            cause="it was deleted, or made anew, since the shell went there",
-            hint='cd "$PWD" where it exists again, else cd to another folder',
+            cause="it was deleted or recreated after the shell entered it",
+            hint='cd "$PWD" if it exists again, or cd to another folder',
         ) from None
 
 
@@ -171,7 +171,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
         if error.code in (0, None):
             print_line(said.getvalue(), end="")
             raise
-        what = f"these words can't be read: {' '.join(words)}" if words else f"{verb} needs a word more"
+        what = f"these arguments can't be parsed: {' '.join(words)}" if words else f"{verb} needs another argument"
         raise UsageError(f"{what}.", cause=_in_a_line(said.getvalue()), hint=f"paceline {verb} --help") from None
 
 
@@ -183,7 +183,7 @@ def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
     try:
         number(value)
     except ValueError:
-        what = "a whole number" if number is int else "a number"
+        what = "an integer" if number is int else "a number"
         return [UsageError(f"{flag} {value}: expected {what}.", hint=f"{flag} {'2' if number is int else '0.5'}")]
     return []
 

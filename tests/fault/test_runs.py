@@ -40,7 +40,7 @@ def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: in
         attempt += 1
         if ended.code == 0:
             break
-        assert "SIGKILL" in ended.err and "Go on: paceline train" in ended.err
+        assert "SIGKILL" in ended.err and "Resume: paceline train" in ended.err
     assert shop.train("cut", *WORDS, ranks=ranks).code == 0
     assert shop.digest("cut") == shop.digest("whole")
 
@@ -59,8 +59,8 @@ def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop:
     """Started on two ranks without a word about microbatches; then the printed line, on three."""
     fault = ("--faults", "kill rank=1 step=9")
     ended = shop.train("cut", *WORDS, "--train.epochs", "3", *fault, steps=12)
-    (line,) = [line for line in ended.err.splitlines() if line.startswith("Go on: ")]
-    words = shlex.split(line.removeprefix("Go on: paceline "))
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("Resume: ")]
+    words = shlex.split(line.removeprefix("Resume: paceline "))
     for name, value in (("--train.steps", "12"), ("--train.epochs", "3"), ("--job.dropout", "0.2")):
         assert words[words.index(name) + 1] == value
     assert "--faults" not in words

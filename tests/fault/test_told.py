@@ -93,12 +93,12 @@ def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
     words = ("--job.lr", "0.0", "--job.norm", "true", "--eval.every", "2")
     said = shop.train("run", *words, steps=100).out
     assert "batch norm: over microbatches of 6, which follow from the ranks" in said
-    assert "had stopped early" not in said
+    assert "stopped early" not in said
     saved = re.findall(r"saved \S+step-0*(\d+)[^|]*\| (\S+ KiB)", said)
     listed = re.findall(r"step +(\d+) +(\S+ KiB)", shop.run("ckpt", "ls", "run").out)
     assert set(listed) <= set(saved) and listed
     again = shop.train("run", *words, steps=100).out
-    assert "this run had stopped early at step 6: loss has not improved in 2 evaluations" in again
+    assert "this run stopped early at step 6: loss has not improved in 2 evaluations" in again
     assert "batch norm:" not in again
     shop.run("report", "run")
     page = (shop.path / "run" / "report.html").read_text()

@@ -392,7 +392,7 @@ def test_ones_own_link_to_a_larger_disk_is_followed(tmp_path: Path, monkeypatch:
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
     refuse_links(tmp_path / "run")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(UsageError, match="that another user made"):
+    with pytest.raises(UsageError, match="that another user created"):
         refuse_links(tmp_path / "run")
 
 
@@ -454,9 +454,7 @@ def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: py
         patch.setattr(os, "access", lambda path, mode: False)  # a folder that could not be emptied, for want of rights
         assert explain_refusal(OSError(errno.ENOTEMPTY, ""), tmp_path)[0] == said[errno.EACCES]
     assert (
-        "may only be read" in said[errno.EROFS]
-        and "quota" in said[errno.EDQUOT]
-        and "are free there" in said[errno.ENOSPC]
+        "is read-only" in said[errno.EROFS] and "quota" in said[errno.EDQUOT] and "are free there" in said[errno.ENOSPC]
     )
 
     class Full:

@@ -101,7 +101,7 @@ def test_an_average_that_is_not_there_is_refused(shop: Shop) -> None:
     assert shop.train("run", steps=2).code == 0
     ended = shop.run("ckpt", "consolidate", "run", "--average", "--to", "average")
     assert ended.code == 2
-    assert "holds no average" in ended.text
+    assert "contains no average" in ended.text
     assert not (shop.path / "average").exists()
     assert shop.run("ckpt", "consolidate", "run", "--average", "--raw", "--to", "both").code == 2
 

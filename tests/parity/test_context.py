@@ -82,7 +82,7 @@ def test_what_has_the_tokens_shape_is_cut_and_the_rest_is_not() -> None:
     batch = ({"x": 1}, torch.zeros(2, 8), torch.zeros(2, 8, 3), torch.zeros(2, 5), torch.zeros(8))
     mine = cut_batch(batch, sequence={"1": 1}, ranks=2, rank=0)
     assert [tuple(t.shape) for t in mine[1:]] == [(2, 4), (2, 4, 3), (2, 5), (8,)]
-    with pytest.raises(JobError, match="names no dimension"):
+    with pytest.raises(JobError, match="does not match"):
         cut_batch(batch, sequence={"ids": 1}, ranks=2, rank=0)
     with pytest.raises(JobError, match="differ: 1 has 8, 3 has 5"):
         cut_batch(batch, sequence={"1": 1, "3": 1}, ranks=2, rank=0)
@@ -354,7 +354,7 @@ REFUSED = [
         r"position_embeddings \(Embedding\)'s",
     ),
     (lambda: recurrent(), r"rnn \(LSTM\) can't be cut along the sequence: each position waits"),
-    (lambda: pooled(), "no output of this model has the sequence"),
+    (lambda: pooled(), "no output of this model has a sequence dimension"),
     (lambda: unshifted(), "compares a position with its neighbour"),
     (lambda: mean(), "the loss is one number, a mean over its samples"),
 ]

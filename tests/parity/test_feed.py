@@ -267,7 +267,10 @@ def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
         def __iter__(self) -> Any:
             return iter([1, 2])
 
-    for loader, word in ((DataLoader(Noisy(), batch_size=None), "whole batches"), (Own(Noisy()), "in its own way")):
+    for loader, word in (
+        (DataLoader(Noisy(), batch_size=None), "whole batches"),
+        (Own(Noisy()), "with its own __iter__"),
+    ):
         with pytest.raises(JobError, match=word):
             make_loader(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
 

@@ -200,7 +200,7 @@ BAD = {
     "a delay of 4 updates in a round of 4": ("--update", "diloco,every=4,delay=4"),
     "fragments is a whole number from 1 to 1,000": ("--update", "diloco,every=2000000,fragments=1000000"),
     "9 fragments in a round of 4": ("--update", "diloco,every=4,fragments=9"),
-    "one would never train": ("--update", "local", "--train.micro_batch_size", "8"),
+    "one site would never train": ("--update", "local", "--train.micro_batch_size", "8"),
     "--train.exact with --update local": ("--update", "local", "--train.exact"),
     "sync_bn with --update local": ("--update", "local", "--train.buffers", "sync_bn"),
     "each site would have an average of its own": ("--update", "local", "--job.ema", "true"),

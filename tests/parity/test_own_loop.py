@@ -127,13 +127,13 @@ def test_after_an_early_stop_the_words_for_the_best_weights_are_told(tmp_path: P
     made = job(best="score:max", early_stopping=2, on_eval=lambda run: {"score": next(scores)})
     trained(made, tmp_path / "a", eval_every=1, train_steps=9)
     told = [text for text in notes_of(tmp_path / "a") if "consolidated/ has the weights of step" in text]
-    assert len(told) == 1 and "step 4, the last; the best are of step 2:" in told[0]
+    assert len(told) == 1 and "step 4, the last one; the best weights are from step 2:" in told[0]
     assert told[0].endswith(f"paceline ckpt consolidate {tmp_path / 'a'} --best --to best")
     rising = iter(range(9))
     trained(
         job(best="score:max", on_eval=lambda run: {"score": next(rising)}), tmp_path / "b", eval_every=1, train_steps=2
     )
-    assert not [text for text in notes_of(tmp_path / "b") if "the best are of" in text]
+    assert not [text for text in notes_of(tmp_path / "b") if "the best weights are from" in text]
 
 
 def test_without_eval_data_a_run_has_no_evaluation_and_says_none(
@@ -146,7 +146,7 @@ def test_without_eval_data_a_run_has_no_evaluation_and_says_none(
     capsys.readouterr()
     found = pl.evaluate("run", job=given)
     told = capsys.readouterr().out
-    assert "the job: the one that was given" in told and "object:" not in told and found.samples == 8
+    assert "the job: the object that was passed" in told and "object:" not in told and found.samples == 8
 
 
 @pytest.mark.parametrize("part", [torch.zeros(3), "many", None])

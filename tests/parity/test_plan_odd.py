@@ -116,7 +116,7 @@ def test_an_operation_that_says_of_no_shapes_is_named_with_its_line(how: str, na
 
 def test_settings_that_leave_nothing_to_choose_are_refused() -> None:
     settings = replace(Settings(), train=replace(Settings().train, gradient_accumulation_steps=4))
-    with pytest.raises(UsageError, match="each layout would have other microbatches") as caught:
+    with pytest.raises(UsageError, match="each layout would have different microbatches") as caught:
         grid_of(settings, asked="paceline plan")
     assert "what plan chooses" in caught.value.cause
 

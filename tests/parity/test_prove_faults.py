@@ -70,9 +70,9 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "never divided": ("never divided by the count", "", {}),
     "divided by samples": ("wrong denominator: divided by the 16 samples instead of the count", "", {}),
     "frozen on one rank": (r"missing on rank 1: frozen, detached or skipped there \(2 of 6", "first", {"layer": "first"}),
-    "unequal start weights": ("unequal start weights on rank 1", "first.weight", {}),
+    "unequal initial weights": ("unequal initial weights on rank 1", "first.weight", {}),
     "same samples": ("data order: ranks read the same samples", r"\(data\)", {}),
-    "same samples, unseen": ("data: the right samples with other contents", r"\(data\)", {}),
+    "same samples, unseen": ("data: the right samples with different contents", r"\(data\)", {}),
     "a sample dropped": (r"data order: samples were dropped \(\[\d+\]\)", r"\(data\)", {}),
     "a sample repeated": (r"data order: samples were repeated \(\[\d+\]\)", r"\(data\)", {}),
     "augmented anew": ("other contents in microbatch 1 .*augmentation", r"\(data\)", {}),
@@ -89,13 +89,13 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clipped per rank": ("each rank's share has its own factor .*clipped per rank before the reduction", "", {}),
     "not divided by rounds": ("a factor of 2: accumulated without dividing", "", {"micro": 3}),
     "only the last microbatch": ("only the last microbatch of each rank counts: gradients overwritten", "", {"micro": 3}),
-    "not set to zero": ("the gradient of the step before is still in it", "", {}),
+    "not set to zero": ("it still contains the previous step's gradient", "", {}),
     "unused as zeros": ("its gradient is zeros on rank 0 where one process has none", "spare", {}),
     "loss logged by rank 0 alone": ("reported loss is .* not global", r"\(loss\)", {}),
     "a term's local count": (
         "loss term 'token': a mean of means: divided by each rank's own count", "", {"terms": True, "layer": "token"}
     ),
-    "wire in bf16": ("or other arithmetic", "", {}),
+    "wire in bf16": ("or different arithmetic", "", {}),
 }  # fmt: skip
 
 

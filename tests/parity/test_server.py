@@ -649,7 +649,7 @@ def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop, ki
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [("loss_over='batch'", "no worker ever has the whole batch"), ("ema=0.9", "at the pace of nobody's choice")],
+    [("loss_over='batch'", "no worker ever has the whole batch"), ("ema=0.9", "at an uncontrolled rate")],
 )
 def test_what_a_job_can_not_ask_for_is_said(shop: Shop, changed: str, said: str) -> None:
     text = f"from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n    return replace(other.make_job(), {changed})\n"
@@ -663,7 +663,7 @@ def test_a_stream_is_refused(shop: Shop) -> None:
            "    return replace(job, train_data=lambda: iter(job.train_data))\n"  # fmt: skip
     shop.write("stream.py", text)
     ended = shop.run("train", "stream.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
-    assert ended.code and "train_data is a stream, and --update ps" in ended.text, ended.text
+    assert ended.code and "train_data is a stream, but --update ps" in ended.text, ended.text
 
 
 def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:

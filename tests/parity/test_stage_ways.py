@@ -90,7 +90,7 @@ def test_parameters_read_between_blocks_and_a_counter_are_as_in_one_process() ->
         ("random", "the block blocks.3 draws from random, "),
         ("numpy", "the block blocks.1 draws from numpy.random, "),
         ("counts late", "the forward changes self.after after its first block"),
-        ("vmap", "inside of a transform of torch.func"),
+        ("vmap", "inside a torch.func"),
     ],
 )
 def test_what_a_stage_would_do_otherwise_than_one_process_is_refused(way: str, says: str) -> None:
@@ -136,7 +136,7 @@ def test_batches_of_one_row_have_shapes_without_the_weights_of_batchnorm() -> No
 def test_a_reentrant_checkpoint_in_halves_is_refused() -> None:
     block, x = _Block(), torch.ones(2, 4, requires_grad=True)
     y = block(checkpoint(block, x, use_reentrant=True))
-    with pytest.raises(LayoutError, match="use_reentrant=True, whose backward can't be had in halves"):
+    with pytest.raises(LayoutError, match="use_reentrant=True, whose backward can't be split in halves"):
         backward_input([y], [torch.ones_like(y)], [x])
 
 

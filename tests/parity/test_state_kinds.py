@@ -353,9 +353,9 @@ def test_attributes_that_training_moves_are_named_once(tmp_path: Path) -> None:
 
     trained(job(model=Moving, loss=loss), tmp_path, train_steps=4, checkpoint_every=2)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = [event["text"] for event in events if "no checkpoint has" in event.get("text", "")]
+    told = [event["text"] for event in events if "checkpoints do not contain" in event.get("text", "")]
     expected = "Moving.temperature, Moving.phase, Moving.table, Moving.recent, layer.seen, centre.mean, and a run"
-    assert len(told) == 1 and told[0].startswith(f"no checkpoint has {expected}"), told
+    assert len(told) == 1 and told[0].startswith(f"checkpoints do not contain {expected}"), told
 
 
 def test_the_zoo_s_models_keep_nothing(tmp_path: Path) -> None:
@@ -447,11 +447,11 @@ def rows_of(folder: Path) -> list[Any]:
         ({"global_batch_size": 25}, "larger than the data, 24 samples an epoch"),
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=math.nan)}, "with lr=nan in group 0"),
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=torch.tensor(math.inf))}, "with lr=inf in group 0"),
-        ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "moves another optimizer"),
+        ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "controls a different optimizer"),
         ({"lr_schedule": lambda o: 3}, "expected a schedule with step"),
         ({"model": lambda: nn.DataParallel(nn.Linear(4, 2))}, "model= gave a DataParallel"),
         ({"model": lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 2))}, "model= failed: .*process group"),
-        ({"forward": lambda model, batch: None}, "forward= gave None"),
+        ({"forward": lambda model, batch: None}, "forward= returned None"),
     ],
 )
 def test_what_is_wrong_from_the_start_is_said_at_the_start(tmp_path: Path, fields: dict[str, Any], words: str) -> None:

@@ -141,7 +141,7 @@ def test_a_plan_goes_through_its_file(tmp_path: Path) -> None:
         ('[roles]\n"a" = { role = "row", sections = [2, 0] }', "sections are sizes", ":2"),
         ('[roles]\n"a" = "row"\n[rolls]\nb = 1', "unknown table or key 'rolls'", ":3"),
         ('[roles]\n"a" = "row\n', "not TOML", "line 2"),
-        ("", "names nothing", "plan.toml"),
+        ("", "names no module", "plan.toml"),
     ],
 )
 def test_a_wrong_file_is_told_with_its_line(tmp_path: Path, text: str, says: str, line: str) -> None:
@@ -207,7 +207,7 @@ def test_bad_plans_by_name() -> None:
         roles={"model.layers.*.mlp.experts": ParameterRole(kind="local"), "model.layers.*.mlp.experts.down_proj": R}
     )
     assert "gate_up_proj is whole in a module that runs on pieces" in said(lambda: cuts_of(experts, partly, ranks=2))
-    assert "brings no tensor plan" in said(lambda: choose_plan(bed.Mlp(), ranks=2))
+    assert "has no tensor plan" in said(lambda: choose_plan(bed.Mlp(), ranks=2))
 
 
 def test_an_autograd_function_of_ones_own() -> None:
@@ -303,7 +303,7 @@ def test_a_plan_that_is_wrong_about_fused_projections_is_right_and_slow() -> Non
     for number in (1, 2):
         roles = {**right.roles, "blocks.*.qkv": ParameterRole(kind="column", fused=number)}
         notes = bed.check(bed.gpt, bed.gpt_run, plan=TensorPlan(roles=roles))
-        assert any("blocks.0.qkv" in note and "put together" in note for note in notes)
+        assert any("blocks.0.qkv" in note and "is gathered for" in note for note in notes)
 
 
 def test_a_vocabulary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

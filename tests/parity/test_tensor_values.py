@@ -67,7 +67,7 @@ def test_code_that_looks_at_values_is_planned_and_keeps_the_cut(decide: Callable
 @pytest.mark.parametrize(("decide", "reader"), [(_iterated, "amax"), (_drawn, "broadcast_tensors")])
 def test_a_loop_that_ends_by_a_value_goes_as_often_as_in_one_process(decide: Any, reader: str) -> None:
     """No rule keeps the cut there, so the layer stays whole; with made-up values it would never end."""
-    with pytest.raises(LayoutError, match="finds nothing to cut") as caught:
+    with pytest.raises(LayoutError, match="finds nothing to split") as caught:
         choose_plan(Deciding(decide), ranks=2, run=run)
     assert f"up.weight stays whole: {reader}" in caught.value.cause
 

@@ -353,8 +353,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "one model handed out twice": (lambda: ONE, {}, "gave Net twice"),
     "a part handed out twice": (lambda: nn.Sequential(ONE.first, nn.Linear(8, 4)), {}, "gave 0.weight twice"),
     "another model each time": (lambda: nn.Linear(6, 4 + next(COUNTER)), {}, "two different models"),
-    "statistics over replicas": (lambda: Net(norm=True), {"buffers": "sync_bn"}, "sync_bn does not go with"),
-    "compiled": (Net, {"compile": True}, "compile does not go with"),
+    "statistics over replicas": (lambda: Net(norm=True), {"buffers": "sync_bn"}, "sync_bn does not work with"),
+    "compiled": (Net, {"compile": True}, "compile does not work with"),
 }
 COUNTER = iter(range(100))
 

@@ -32,7 +32,7 @@ def everywhere(weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 CASES = {
-    "loss times the ranks": (lambda o, c, r: everywhere(np.full(len(c), float(r))), "a factor of 3"),
+    "loss multiplied by the ranks": (lambda o, c, r: everywhere(np.full(len(c), float(r))), "a factor of 3"),
     "divided twice": (lambda o, c, r: everywhere(np.full(len(c), 1 / r)), "1/3"),
     "one reduced twice": (lambda o, c, r: {"b.weight": np.full(len(c), float(r))}, "1 of 3: b.weight"),
     "one not reduced": (lambda o, c, r: {"a.bias": (o == 0) * 1.0}, "not reduced: rank 0"),

@@ -44,11 +44,11 @@ def test_a_cluster_as_it_is_typed(text: str, nodes: int, devices: int, name: str
         ("H100", "did you mean 'H100-80G'"),
         ("8xA100-80", "did you mean 'A100-80G'"),
         ("4x8xH100-80G@ib-nd", "did you mean 'ib-ndr'"),
-        ("8x", "no known device"),
+        ("8x", "not a known device"),
         ("", "can't be read"),
         ("here", "was not measured"),
         ("99999x9xT4", "899,991 ranks"),
-        ("999999999xT4", "a digit too many"),
+        ("999999999xT4", "one digit too many"),
         ("nowhere/cluster.toml", "does not exist"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 def test_a_file_without_a_device(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("nodes = 2\n")
-    with pytest.raises(UsageError, match="does not say which device"):
+    with pytest.raises(UsageError, match="does not name a device"):
         read_fleet(str(path))
 
 
@@ -246,7 +246,7 @@ def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="nvidia-smi does not say") as caught:
+    with pytest.raises(MachineError, match="nvidia-smi does not report") as caught:
         node_memory("cuda")
     assert "toml" in caught.value.hint
     assert node_memory("cpu") > 1 << 30

@@ -232,7 +232,7 @@ def test_an_order_of_whole_numbers_of_any_type_is_taken(order: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("async def make_job(): pass", "async and gave a coroutine"),
+        ("async def make_job(): pass", "async and returned a coroutine"),
         ("def make_job(): pass", "gave a NoneType"),
         ("job = 3", "is a int, expected a paceline.Job or a function"),
         ("make_job = 3", "is a int, expected a paceline.Job or a function"),

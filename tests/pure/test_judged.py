@@ -131,7 +131,7 @@ def test_a_plan_in_a_file_is_what_it_was() -> None:
     assert row_named(told)["layout"] == told["recommended"]
     with pytest.raises(UsageError, match="the plan has no layout ddp,remat=no"):
         row_named(told, "ddp,remat=no")
-    with pytest.raises(UsageError, match="does not say what it is of"):
+    with pytest.raises(UsageError, match="does not state its model or its cluster"):
         forecast_of({"plans": []})
 
 

@@ -43,5 +43,5 @@ def test_the_head_says_how_a_batch_became_an_update(tmp_path: Path) -> None:
 
 def test_sites_have_met_and_nothing_was_late() -> None:
     shown = told_of("diloco,every=10", {"who": "rank 0", "late": [], "sent_bytes": 3 << 20, "waited_seconds": 0.2})
-    assert "Meetings of the sites" in shown and "3.0 MiB" in shown and "200 ms" in shown
+    assert "Synchronisation of the sites" in shown and "3.0 MiB" in shown and "200 ms" in shown
     assert told_of("sync") == ""

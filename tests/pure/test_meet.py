@@ -103,7 +103,7 @@ def test_the_word_of_a_process_that_is_gone_is_not_believed(tmp_path: Path, monk
         born = (Path("/proc") / str(other.pid) / "stat").read_text().rpartition(")")[2].split()[19]
         holder = {**this_process(), "pid": other.pid, "born": born}
         (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
-        with pytest.raises(UsageError, match=f"process {other.pid} waits for the other ranks"):
+        with pytest.raises(UsageError, match=f"process {other.pid} is waiting for the other ranks"):
             meet.adopt_launcher_variables(world(0), {})
     finally:
         other.communicate(b"\n")

@@ -52,7 +52,7 @@ def test_an_option_says_what_to_type_what_it_gains_and_what_becomes_of_the_numbe
     best = advise(forecast, grid=FEW).recommended
     options = numerics_options(forecast, best, FEW)
     title, *lines = option_lines(options)
-    assert title == "not recommended, since they change the numbers; yours to permit:"
+    assert title == "not recommended, because they change the numbers; use them if you accept that:"
     for option, typed, said in zip(options, lines[::2], lines[1::2], strict=True):
         assert typed == f"  with {option.words}: {option.command}"
         ratio = best.step_seconds / option.estimate.step_seconds

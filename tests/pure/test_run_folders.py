@@ -99,7 +99,7 @@ def test_a_name_that_is_none_gets_the_one_that_was_meant(tmp_path: Path, monkeyp
         find_run("digits")
     assert found.value.hint == "runs/digits/20251125-120000-aaaa"  # the one that began last
     for empty in ("", "  "):
-        with pytest.raises(UsageError, match="the run is empty: an unset variable"):
+        with pytest.raises(UsageError, match="the run is empty: is a variable unset"):
             find_run(empty)
     with pytest.raises(UsageError, match="/dev/null is no folder, and a run is one"):
         find_run("/dev/null")
@@ -114,7 +114,7 @@ BAD: list[Any] = [
 
 def test_a_damaged_task_is_refused_in_words(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    with pytest.raises(UsageError, match="does not say what it ran"):
+    with pytest.raises(UsageError, match="does not record its job"):
         read_task(run)
     for content in ("", "{", "[" * 100_000, "\x00", *map(json.dumps, BAD)):
         run.task.write_text(content)
@@ -137,7 +137,7 @@ def test_a_run_does_not_lie_among_everything_else(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path / "home" / "work")
     named = {"~": tmp_path / "home", "above": tmp_path}.get(place, Path(place))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match="the run's files would lie among everything else there"):
+    with pytest.raises(UsageError, match="the run's files would mix with everything else there"):
         make_folder(named)
     assert sorted(tmp_path.rglob("*")) == before
     make_folder(Path())

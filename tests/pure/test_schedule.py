@@ -165,7 +165,7 @@ def test_torchs_names_and_others_spellings() -> None:
 
 
 def test_what_cannot_be_built_is_refused() -> None:
-    with pytest.raises(LayoutError, match="no pipeline schedule") as found:
+    with pytest.raises(LayoutError, match="not a pipeline schedule") as found:
         build("1f1n", ranks=2, micro=2)
     assert "1f1b" in str(found.value)
     with pytest.raises(LayoutError, match="0 microbatches"):

@@ -205,8 +205,8 @@ def test_weights_without_their_gradient() -> None:
         (Action(op=Op.FORWARD, stage=7, microbatch=0), "there is no stage 7"),
         (Action(op=Op.FORWARD, stage=1, microbatch=0), "stage 1 lies on rank 1"),
         (Action(op=Op.FORWARD, stage=0, microbatch=9), "there is no microbatch 9"),
-        (Action(op=Op.SEND_F, stage=0, microbatch=0, peer=2), "is no message"),
-        (Action(op=Op.RECV_F, stage=0, microbatch=0, peer=1), "is no message"),
+        (Action(op=Op.SEND_F, stage=0, microbatch=0, peer=2), "is not a message"),
+        (Action(op=Op.RECV_F, stage=0, microbatch=0, peer=1), "is not a message"),
     ],
     ids=str,
 )

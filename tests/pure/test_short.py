@@ -153,9 +153,9 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
     ("said", "words", "hint"),
     [
         ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
-         "shared memory.", "/dev/shm has little room, the shared memory through which data workers hand samples over: "
+         "shared memory.", "/dev/shm is small, the shared memory through which data workers pass samples: "
          "1.0 MiB of 64.0 MiB are free now", "--shm-size"),
-        ("unable to mmap 8 bytes from file </torch_7_1>: Cannot allocate memory (12)", "little room", "--shm-size"),
+        ("unable to mmap 8 bytes from file </torch_7_1>: Cannot allocate memory (12)", "/dev/shm is small", "--shm-size"),
         ("unable to write to file </torch_71_1_0>: No space left on device (28)", "/dev/shm was full", "--shm-size"),
         ("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)", "ulimit -n",
          "ulimit -n"),

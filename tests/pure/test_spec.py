@@ -133,11 +133,11 @@ def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: 
     ("text", "words"),
     [
         ("fdsp", "did you mean 'fsdp'"),
-        ("auto", "auto stands alone"),
+        ("auto", "auto can't be combined"),
         ("atuo", "did you mean 'auto'"),
         ("dp=0", "needs a count, got '0'"),
         ("dp=x", "needs a count, got 'x'"),
-        ("wide=3", "is no axis"),
+        ("wide=3", "is not an axis"),
         ("", "is no layout"),
         ("threads=0", "needs a count"),
         ("threads=2,dp=2", "for threads and for something else"),
@@ -148,7 +148,7 @@ def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: 
         ("pp=2,zero=2", "zero=2 says how dp_shard is done, and there is no dp_shard"),
         ("dp_shard=2,zero=4", "zero=4 is not known"),
         ("dp_shard=2,offload=disk", "'disk' is not known"),
-        ("pp=2,virtual=none", "no count of stages"),
+        ("pp=2,virtual=none", "not a number of stages"),
     ],
 )
 def test_layouts_that_can_not_be_had_say_so(text: str, words: str) -> None:
@@ -429,11 +429,11 @@ def test_the_dots_of_a_secret_are_no_value_of_any_option(tmp_path: Path) -> None
     file = tmp_path / "run.toml"
     file.write_text('[job]\napi_key = "•••"\n')
     for words, source in ((["--job.api_key", "•••"], None), (["--run_dir=•••"], None), ([], file)):
-        with pytest.raises(UsageError, match="stands for a secret that is not printed") as refused:
+        with pytest.raises(UsageError, match="placeholder for a hidden secret") as refused:
             read_asked(file=source, overrides=words)
         assert refused.value.exit_code == 2 and "VALUE" in refused.value.hint
     for mask in ("***", "********", "[REDACTED]", "<hidden>", "••••"):
-        with pytest.raises(UsageError, match="stands for a secret that is not printed"):
+        with pytest.raises(UsageError, match="placeholder for a hidden secret"):
             read_asked(file=None, overrides=[f"--job.token={mask}"])
     for name, value in (("job.api_key", "hush"), ("job.api_key", "*"), ("job.glob", "***"), ("job.kind", "hidden")):
         assert read_asked(file=None, overrides=[f"--{name}", value]).values == {name: value}
@@ -454,7 +454,7 @@ def test_a_module_that_is_nowhere_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("nosuchcfg", "nosuchcfg:make_job", "no.such.cfg"):
-        with pytest.raises(UsageError, match="there is no such file, folder or module") as refused:
+        with pytest.raises(UsageError, match=" no such file, folder or module") as refused:
             parse_jobref(name)
         hints = ("config.json", "transformers:", "job.py")
         assert refused.value.exit_code == 2 and all(word in refused.value.hint for word in hints)

@@ -33,9 +33,14 @@ def test_spaces_are_no_part_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("text", "what", "cause", "hint"),
     [
-        ("async", "is no update rule", "did you mean 'sync'", "--update sync"),
-        ("diloko", "is no update rule", "did you mean 'diloco'", "--update diloco"),
-        ("easgd", "is no update rule", "the rules: sync, pipedream, 2bw, hogwild, local, diloco, ps", "--update sync"),
+        ("async", "is not an update rule", "did you mean 'sync'", "--update sync"),
+        ("diloko", "is not an update rule", "did you mean 'diloco'", "--update diloco"),
+        (
+            "easgd",
+            "is not an update rule",
+            "the rules: sync, pipedream, 2bw, hogwild, local, diloco, ps",
+            "--update sync",
+        ),
         ("local,lr=0.7", "no option 'lr'", "diloco has it; those of local: every", "--update diloco,lr=0.7"),
         ("ps,stalenes=2", "no option 'stalenes'", "did you mean 'staleness'", "--update ps,staleness=2"),
         ("ps,stalenes=-2", "no option 'stalenes'", "did you mean 'staleness'", "--update ps,staleness=4"),
@@ -109,7 +114,7 @@ def test_a_table_of_rows_is_sent_to_the_servers() -> None:
     check_job(job, job.model(), takes_sparse=True)
     with pytest.raises(JobError) as caught:
         check_job(job, job.model())
-    assert "only --update ps takes rows" in caught.value.cause and "--update ps" in caught.value.hint
+    assert "only --update ps takes sparse" in caught.value.cause and "--update ps" in caught.value.hint
 
 
 def test_a_rank_that_serves_is_told() -> None:

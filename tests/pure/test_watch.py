@@ -129,7 +129,7 @@ def test_a_page_of_a_broken_run(tmp_path: Path, file: str, text: str) -> None:
 
 
 def test_a_page_of_an_empty_folder(tmp_path: Path) -> None:
-    assert "not begun" in run_page(RunFolder(tmp_path))
+    assert "not started" in run_page(RunFolder(tmp_path))
 
 
 def test_a_step_done_again_replaces_the_first(tmp_path: Path) -> None:

@@ -88,14 +88,14 @@ def verify_checkpoint(run: str | None = None) -> Verified:
         return found
     if check_consolidated(final):
         return replace(found, consolidated=str(final))
-    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} beside it does not say what was written")
+    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} next to it has no digests")
 
 
 def _verify_consolidated(folder: Path) -> Verified:
     if not (folder.parent / WEIGHTS_FILE).exists() or not check_consolidated(folder):
         raise CheckpointError(
-            f"nothing says what was written into {folder}.",
-            cause=f"{WEIGHTS_FILE}, beside it in the run's folder, is missing or from before it had digests",
+            f"{folder} can't be verified: its digests are missing.",
+            cause=f"{WEIGHTS_FILE}, next to it in the run's folder, is missing or from a version without digests",
             hint="paceline ckpt consolidate RUN --to FOLDER writes it from a checkpoint",
         )
     return Verified(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
@@ -141,11 +141,11 @@ def summarize_differences(found: Difference) -> str:
     """Return the lines for the screen: how many names of each kind differ, and the first few of them."""
     lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
     for kind, names in found.tensors.items():
-        lines.append(f"{kind}: differ in {plural(len(names), 'tensor')}: {_few(names)}")
+        lines.append(f"{kind}: {plural(len(names), 'tensor')} differ: {_few(names)}")
     for kind, alone in found.only.items():
         for number, names in zip(("first", "second"), alone, strict=True):
             lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []
-    lines += [f"not the same: {', '.join(found.state)}"] if found.state else []
+    lines += [f"different: {', '.join(found.state)}"] if found.state else []
     return "\n".join(lines if not found.is_none else [*lines, "every tensor is the same, bit for bit"])
 
 
@@ -201,7 +201,7 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
         )
     if is_mark_lost(place, BEST):
         raise CheckpointError(
-            f"{place / BEST} can't be read: which checkpoint is best is not known, and none is removed.",
+            f"{place / BEST} can't be read: the best checkpoint is not known, so none is removed.",
             where=str(place),
             hint=f"echo step-NNNNNNNN > {place / BEST} names it; without one: rm {place / BEST}",
         )
@@ -229,18 +229,23 @@ def consolidate(
         CheckpointError: there is no such good checkpoint or no average in it, or `to` exists.
     """
     if raw and average:
-        raise UsageError("--raw and --average are different weights.", hint="one of them; the average is the default")
+        raise UsageError(
+            "--raw and --average name different weights.", hint="give one of them; the average is the default"
+        )
     folder, checkpoint = find_run(run, trains=True)
     path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
     if path is None:
         kind = "best" if best else "good"
         raise CheckpointError(f"the run has no {kind} checkpoint.", where=str(folder.checkpoints))
     if to.exists():
-        raise CheckpointError(f"{to} exists and is left alone.", hint="another --to")
+        raise CheckpointError(f"{to} exists and is not overwritten.", hint="another --to")
     loaded = load(path)
     if average and AVERAGE not in loaded.files:
         raise CheckpointError(
-            f"{path.name} holds no average.", where=str(path), cause="the job has no ema=", hint="leave --average out"
+            f"{path.name} contains no average.",
+            where=str(path),
+            cause="the job has no ema=",
+            hint="leave --average out",
         )
     config = _config_of(folder.path / CONSOLIDATED / "config.json")
     with as_checkpoint_error("the consolidated weights", to):
@@ -256,7 +261,7 @@ def _config_of(given: Path) -> Any:
         return read_json(given)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{given} is not the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
+            f"{given} differs from the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
         ) from error
 
 
@@ -310,7 +315,7 @@ def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
     if options.what == "verify":
         row = verify_checkpoint(options.run)
         paths = dict.fromkeys(path for path in (row.path, row.consolidated) if path)
-        lines = [f"{path} is what was written, bit for bit" for path in paths]
+        lines = [f"{path} is intact, bit for bit" for path in paths]
         return 0, row, "\n".join([*lines, *([row.note] if row.note else [])])
     if options.what == "consolidate":
         made = consolidate(options.run, to=options.to, best=options.best, raw=options.raw, average=options.average)

@@ -192,7 +192,7 @@ def _new(options: NewOptions, _: list[str]) -> Printed:
 def _train(options: TrainOptions, settings: list[str]) -> Printed:
     allow = [name for name in options.allow.split(",") if name]
     if options.resume is not None and not options.resume.strip():
-        raise UsageError("--resume is empty: an unset variable?", hint="--resume alone resumes the newest run")
+        raise UsageError("--resume is empty: is a variable unset?", hint="--resume alone resumes the newest run")
     resume = "" if options.resume == "newest" else options.resume
     answer = train_verb.train(
         options.job,
@@ -240,7 +240,7 @@ def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
         return answer.exit_code, _summary(answer), answer.screen
     value = answer.value
     lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
-    of = ", its average (ema)" if value["average"] else ""
+    of = ", averaged weights (ema)" if value["average"] else ""
     lines.append(f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
     return 0, value, "\n".join(lines)
 
@@ -268,7 +268,7 @@ def _compare(options: CompareOptions, settings: list[str]) -> Printed:
 
 def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
     if len(options.runs) != 1:
-        raise UsageError(f"--layouts goes with one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
+        raise UsageError(f"--layouts takes one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
     common = RunOptions(
         ranks=options.ranks,
         device=options.device,

@@ -94,11 +94,11 @@ def compare(
 def _job(runs: Sequence[str | Path]) -> str:
     if len(runs) != 1:
         raise UsageError(
-            f"layouts= goes with one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+            f"layouts= takes one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
         )
     if not isinstance(runs[0], str | Path):
         raise UsageError(
-            f"compare got a {type(runs[0]).__name__}, expected where the job is.",
+            f"compare got a {type(runs[0]).__name__}, expected the path of a job.",
             cause="its processes import the job themselves",
             hint='pl.compare("job.py", layouts=["ddp", "fsdp"], ranks=2)',
         )
@@ -111,7 +111,7 @@ def _check(paths: list[Path]) -> None:
     if len(kinds) > 1 and not all(has_recording(path) for path in paths):
         lone = next(path for path in paths if not has_recording(path))
         raise UsageError(
-            f"{lone} is a run without a recording, and can't be compared with one.",
+            f"{lone} is a run without a recording, so it can't be compared with a recording.",
             hint="record both: pl.record(run.model, run.optimizers, run.folder / 'record')",
         )
 
@@ -185,7 +185,7 @@ def _replicas(path: Path) -> list[str]:
     apart = ranks_part(ranks)
     if apart is None:
         return []
-    return [f"{path}: rank {apart['rank']} leaves rank 0 at step {apart['step']}, first in {apart['parameter']}"]
+    return [f"{path}: rank {apart['rank']} diverges from rank 0 at step {apart['step']}, first in {apart['parameter']}"]
 
 
 def _lines(sides: list[ComparedRun], parted: list[LossDivergence]) -> list[str]:

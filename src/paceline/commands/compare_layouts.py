@@ -21,10 +21,10 @@ from paceline.verification.finding import FLOOR, verdict_of_distance
 
 ENTRY = "paceline.measured_planning.timing.layout_benchmark:measure"
 _REFUSED, _FAILED = "refused", "failed"
-_THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
+_THREADS = "replicas are threads: memory between steps, without activations and messages"
 _WARM = 1  # steps that are not timed
 _BESIDE = 5  # further steps that a rank may take: to watch a schedule, to measure memory
-_PROOF = "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
+_PROOF = "Verdicts compare losses with {first}. To compare gradients and weights too: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +109,18 @@ def _tasks(
     if len(layouts) < 2:
         problems.append(UsageError(f"compare needs two layouts, got {len(layouts)}.", hint="--layouts single ddp"))
     problems += [
-        UsageError(f"--layouts names {name} twice.", hint="each once")
+        UsageError(f"--layouts names {name} twice.", hint="name each layout once")
         for name in dict.fromkeys(layouts)
         if list(layouts).count(name) > 1
     ]
     if steps < _WARM + 2:
         problems.append(
-            UsageError(f"--steps {steps}: at least {_WARM + 2}, of which {_WARM} is not timed.", hint="--steps 8")
+            UsageError(
+                f"--steps {steps}: at least {_WARM + 2} are needed, because {_WARM} is not timed.", hint="--steps 8"
+            )
         )
     if common.layout is not None:
-        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+        problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
     last = steps + _BESIDE
     never = str(last + 1)
     own = [f"--train.steps={last}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
@@ -242,7 +244,7 @@ def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
 
 def page_line(page: Path, *, over: bool) -> str:
     """Return the page's path, and say so if it replaced an earlier page."""
-    return f"{page} (over the one that was there; --page FILE keeps both)" if over else str(page)
+    return f"{page} (replaced the earlier page; --page FILE keeps both)" if over else str(page)
 
 
 def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
@@ -255,5 +257,5 @@ def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
         raise UsageError(f"compare of runs takes no settings, got {settings[0]}.", hint="compare JOB --layouts A B")
     if len(runs) == 1 and runs[0].partition(":")[0].endswith(".py"):
         raise LayoutError(
-            f"compare {runs[0]} says no layouts.", hint=f"paceline compare {runs[0]} --layouts single ddp"
+            f"compare {runs[0]}: --layouts is missing.", hint=f"paceline compare {runs[0]} --layouts single ddp"
         )

@@ -35,7 +35,7 @@ def evaluate(
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
-        raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
+        raise UsageError(f"{split!r} is not a split.", hint="--split eval | test")
     folder, checkpoint = find_run(run, trains=True)
     task = replace(read_task(folder), job_handle=common.job_handle)
     if common.job_handle is None:
@@ -51,7 +51,7 @@ def evaluate(
     if not common.quiet and (joined is None or joined.rank == 0):
         print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
         given = common.job_handle is not None
-        print_line("the job: the one that was given" if given else f"the job, which this runs: {task.job}")
+        print_line("the job: the object that was passed" if given else f"the job (its code runs): {task.job}")
     with scratch_folder("evaluate") as aside:
         task = replace(task, options={**options, "answer": str(aside.path / ANSWER)})
         answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)

@@ -27,7 +27,9 @@ def new(name: str, *, folder: Path | None = None) -> Path:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"{target} exists and is left alone.", hint=f"rm {target}, or another folder") from None
+        raise UsageError(
+            f"{target} exists and is not overwritten.", hint=f"rm {target}, or use another folder"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{target} can't be written: {error.strerror}.", hint="cd to a folder you may write") from None
+        raise UsageError(f"{target} can't be written: {error.strerror}.", hint="cd to a writable folder") from None
     return target

@@ -142,7 +142,7 @@ def plan(
             write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
-    lines.append(f"all of it: {Path(task.run) / NAME}")
+    lines.append(f"full plan: {Path(task.run) / NAME}")
     code = answer.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(answer, exit_code=code, value=value, screen="\n".join(lines))
 
@@ -155,8 +155,8 @@ def _read_before(path: Path) -> dict[str, Any]:
 
 
 def _say_what_comes(*, seconds: float) -> None:
-    more = f", and layouts timed for {seconds:.0f} s at most" if seconds else ""
-    print_line(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
+    more = f", and timing layouts for at most {seconds:.0f} s" if seconds else ""
+    print_line(f"planning: profiling the model, searching, replaying the best layouts{more}", sys.stderr)
 
 
 def _executed(task: Task, common: RunOptions) -> CommandResult:
@@ -190,8 +190,8 @@ def refuse_ranks(common: RunOptions, fleet: Cluster, *, cluster: str) -> None:
     """
     if common.ranks not in (None, fleet.ranks):
         raise UsageError(
-            f"--ranks {common.ranks} with --cluster {cluster}, which has {fleet.ranks:,}.",
-            cause="a cluster says itself how many ranks there are: one a device",
+            f"--ranks {common.ranks} contradicts --cluster {cluster}, which has {fleet.ranks:,} ranks.",
+            cause="the cluster sets the number of ranks: one per device",
             hint=f"leave --ranks out, or --cluster {common.ranks}x{fleet.device.name}",
         )
 
@@ -200,9 +200,9 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
     """Refuse layouts that can't be parsed, before anything runs."""
     problems: list[PacelineError] = []
     if layouts and len(named) > len(layouts):
-        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+        problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
     problems += [
-        UsageError(f"--layouts names {name} twice.", hint="each once")
+        UsageError(f"--layouts names {name} twice.", hint="name each layout once")
         for name in dict.fromkeys(named)
         if list(layouts).count(name) > 1
     ]
@@ -229,7 +229,7 @@ def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
 
 def _refuse_seconds(seconds: float | None) -> None:
     if seconds is not None and not 0 <= seconds < math.inf:
-        what = f"--seconds {seconds:g} is no time to measure in."
+        what = f"--seconds {seconds:g} is not a valid time limit."
         raise UsageError(what, hint="--seconds 20; 0 times nothing")
 
 
@@ -251,4 +251,4 @@ def _corrected(fleet: Cluster) -> Iterator[str]:
     for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
         said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
         if said:
-            yield f"{what} are corrected by what runs here took beside their forecast: {said}"
+            yield f"{what} are corrected by the ratio of measurement to forecast in runs here: {said}"

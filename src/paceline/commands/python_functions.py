@@ -293,13 +293,13 @@ def compare(
         if idle := [name for name, value in given.items() if value]:
             raise UsageError(
                 f"pl.compare got {', '.join(idle)} without layouts.",
-                cause="runs that are there are read; nothing is started",
+                cause="comparing runs reads their folders and starts nothing",
                 hint='pl.compare(job, layouts=["ddp", "fsdp"], ranks=2), or pl.compare(RUN, RUN)',
             )
         return resolve("paceline.commands.compare:compare")(*what, page=page)  # brings numpy
     if len(what) != 1:
         raise UsageError(
-            f"layouts= goes with one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+            f"layouts= takes one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
         )
     with _common(what[0], ranks=ranks, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
         text,
@@ -347,8 +347,8 @@ def _refuse_other(job: Any) -> None:
     makes = callable(job)
     name = getattr(job, "__name__", "make_job")
     raise UsageError(
-        f"the job is a {type(job).__name__}, expected a pl.Job or the path of one.",
-        cause="a function that makes a job was given, not the job" if makes else "",
+        f"the job is a {type(job).__name__}, expected a pl.Job or a path.",
+        cause="this is the function that makes a job, not the job" if makes else "",
         hint=f"{name}()" if makes else 'pl.verify(make_job()), or pl.verify("job.py")',
     )
 
@@ -368,7 +368,7 @@ def _resumed(resume: str | Path | bool) -> str | None:
     if isinstance(resume, bool):
         return "" if resume else None
     if not str(resume).strip():
-        raise UsageError("resume is empty: an unset variable?", hint="resume=True resumes the newest run")
+        raise UsageError("resume is empty: is a variable unset?", hint="resume=True resumes the newest run")
     return str(resume)
 
 

@@ -136,15 +136,15 @@ def simulate(
         stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
     )
     if mean is None and every is not None:
-        raise UsageError("--every says nothing where nothing fails.", hint='--failures "50000 h"')
+        raise UsageError("--every has no effect without --failures.", hint='--failures "50000 h"')
     if _is_plan(Path(job)):
         if cluster is not None:
-            raise UsageError(f"{job} is a plan for a cluster of its own.", hint=f"paceline simulate {job}")
+            raise UsageError(f"{job} is a plan, which has its own cluster.", hint=f"paceline simulate {job}")
         found: _Found | CommandResult = _planned(Path(job), layout)
     elif Path(job).is_dir() and not is_config(str(job)):
         raise UsageError(
-            f"{job} is a folder without {NAME}, and no model's either.",
-            cause="a plan that did not end, or the folder of another run",
+            f"{job} is a folder without {NAME}, and it is not a model's folder.",
+            cause="a plan that did not finish, or another kind of run folder",
             hint="paceline plan job.py --run-dir planned, then paceline simulate planned",
         )
     else:
@@ -188,9 +188,9 @@ def _simulation(
 def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
     """Yield what the plan's correction adds to the step, if the plan used more than its closed forms."""
     if abs(ratio - 1) > _SMALL:
-        rest = "; what follows is of that step" if has_more else ""
+        rest = "; the lines below use that step time" if has_more else ""
         took = format_precise_duration(seconds)
-        yield f"  by what was timed for the plan it is {took}, {ratio:.2f} times as long{rest}"
+        yield f"  with the plan's timings it is {took}, {ratio:.2f} times as long{rest}"
 
 
 def _is_plan(path: Path) -> bool:

@@ -58,8 +58,9 @@ class GradientGuard:
             row.show(found)
         if found.replaced:
             raise UsageError(
-                f"the gradient of {found.replaced[0]} was replaced between backward and step, which would be lost.",
-                cause="parameter.grad = ..., before the ranks' gradients are put together",
+                f"the gradient of {found.replaced[0]} was replaced between backward and step; the "
+                "new tensor would be lost.",
+                cause="parameter.grad = ..., before the gradients are reduced over the ranks",
                 hint=f"placed.gradients()[{found.replaced[0]!r}].copy_(...)",
             )
         return found
@@ -143,20 +144,20 @@ class _Unready(Tensor):
     def _refusal(self, what: str) -> UsageError:
         if what.startswith("_amp"):
             return UsageError(
-                "pl.place has no loss scaling of fp16.",
-                cause="torch.amp.GradScaler, which looks at the gradients of each rank by itself",
+                "pl.place does not support fp16 loss scaling.",
+                cause="torch.amp.GradScaler, which inspects each rank's own gradients",
                 hint="torch.autocast(..., dtype=torch.bfloat16) around forward and loss, without a scaler",
             )
         if in_backward():
             return UsageError(
-                f"a backward that is not placed.backward reaches {self.known_as} between its backward and its step.",
-                cause="loss.backward(), which does not put the ranks' gradients together",
+                f"a backward other than placed.backward reaches {self.known_as} between its backward and its step.",
+                cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
         if self.apart:
-            why = "lies apart from the model's parameters, in parts on its ranks"
+            why = "is stored in parts on the ranks, apart from the model's parameters"
         else:
-            why = "is not put together yet: each rank has what its own samples gave"
+            why = "is not reduced yet: each rank has the gradient of its own samples"
         return UsageError(
             f"the gradient of {self.known_as} {why}.",
             cause=f"{what.strip('_')} on parameter.grad, as torch.nn.utils.clip_grad_norm_ does",

@@ -162,7 +162,7 @@ class PlacedModel:
             self._is_open = False
         elif self._is_open and names:
             raise UsageError(
-                f"the gradient of {min(names)} was thrown away, that of others was not, and another backward follows.",
+                f"the gradient of {min(names)} was dropped, that of others was not, and another backward follows.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
                 hint="zero_grad() of all of them; or step() of the others first",
             )
@@ -170,16 +170,16 @@ class PlacedModel:
             self._drop(dropped)
             if any(m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named):
                 raise UsageError(
-                    "a backward follows where the gradients of this step are put together already.",
-                    cause="clip, norm or gradients before the last backward of a step, or a step() that was left out",
-                    hint="optimizer.zero_grad() to throw them away; or clip after the last backward",
+                    "a backward follows after the gradients of this step were reduced.",
+                    cause="clip, norm or gradients before the last backward of a step, or a missing step()",
+                    hint="optimizer.zero_grad() to drop them; or clip after the last backward",
                 )
         if not self._is_open:
             self._placed.reducer.begin()
             self._is_open, self._has_begun, self._has_stepped, self._count = True, True, False, None
         elif (self._count is None) != (count is None):
             raise UsageError(
-                "one step has a backward with count= and one without.", hint="count= in all of them, or in none"
+                "one step has backwards with count= and without.", hint="count= in all backwards of a step, or in none"
             )
         if count is not None:
             own = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()
@@ -189,7 +189,7 @@ class PlacedModel:
         late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
         if late is not None:
             raise UsageError(
-                f"{late} was frozen when the model was placed, so no rank has a place for its gradient.",
+                f"{late} was frozen when the model was placed, so no rank has a buffer for its gradient.",
                 cause="requires_grad_(True) after pl.place",
                 hint="let it train in build=, and freeze it after pl.place: placed.model.layer.requires_grad_(False)",
             )
@@ -220,7 +220,7 @@ class PlacedModel:
         if not self._has_begun:
             raise UsageError(
                 "there was no backward since the last step.",
-                cause="loss.backward(), which does not put the ranks' gradients together",
+                cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
         dropped = self._veil.show()
@@ -250,7 +250,7 @@ class PlacedModel:
             return total
         if not total:
             raise NonFiniteError(
-                "the count of all ranks is 0, so there is nothing to divide by.", hint="skip the batch"
+                "the count over all ranks is 0, so the loss can't be divided by it.", hint="skip the batch"
             )
         return float(total)
 
@@ -271,7 +271,7 @@ class PlacedModel:
         for name, reason in rules.whole().items():
             raise LayoutError(
                 f"{reason}, and {layout_label(self._asked, self._worlds.mesh)} gives ranks parts of {name}.",
-                cause="the update rule looks at a whole tensor",
+                cause="the update rule needs a whole tensor",
                 hint='layout="ddp", or torch.optim.AdamW',
             )
         return rules.on(self._placed.named), several
@@ -281,7 +281,7 @@ class PlacedModel:
         for optimizer in made:
             if not isinstance(optimizer, Optimizer):
                 raise JobError(
-                    f"the factory gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
+                    f"the factory returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
                     hint="placed.optimizer(lambda named: torch.optim.AdamW(named, lr=1e-3))",
                 )
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -291,7 +291,7 @@ class PlacedModel:
                         f"{name} has an optimizer already."
                         if name
                         else "an optimizer holds a parameter that is not the model's.",
-                        hint="build the groups from the (name, parameter) pairs that the factory is given",
+                        hint="build the groups from the (name, parameter) pairs that the factory gets",
                     )
                 self._taken.add(name)
 
@@ -299,7 +299,7 @@ class PlacedModel:
 def _refuse_copy(*_: Any) -> Any:
     """Refuse `copy.deepcopy`; this replaces a module's `__deepcopy__`."""
     raise LayoutError(
-        "a placed model can't be copied where ranks hold parts of its weights: nothing would put the copy's together.",
+        "a placed model can't be copied if ranks hold parts of its weights: nothing would reduce the copy's gradients.",
         cause="copy.deepcopy, as torch.optim.swa_utils.AveragedModel does",
         hint="pl.place(build, ...) once more, and load() into it; or build().load_state_dict(placed.whole())",
     )

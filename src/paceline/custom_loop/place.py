@@ -35,9 +35,9 @@ from paceline.trainer.setup.initial_model import build_initial_model
 _HEARD = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
 
 _NEVER = {
-    "pp": "there forward and backward of microbatches are the engine's to call, not the script's",
-    "cp": "there the engine deals slices of each sequence, with labels and positions",
-    "ep": "there the engine adds the experts' gradients over other ranks than the rest",
+    "pp": "with pp the engine calls forward and backward of microbatches, not the script",
+    "cp": "with cp the engine distributes slices of each sequence, with labels and positions",
+    "ep": "with ep the engine reduces the experts' gradients over different ranks than the rest",
 }
 
 
@@ -152,7 +152,7 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     """
     asked = RequestedSettings().over(given, origin="pl.place(settings=)")
     problems: list[PacelineError] = [
-        UsageError(f"pl.place does not hear the setting {name!r}.", hint=f"one of {', '.join(_HEARD)}, or pl.Run")
+        UsageError(f"pl.place does not use the setting {name!r}.", hint=f"one of {', '.join(_HEARD)}, or pl.Run")
         for name in asked.values
         if name not in _HEARD and name.partition(".")[0] not in _HEARD
     ]

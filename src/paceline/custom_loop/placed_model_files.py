@@ -139,7 +139,7 @@ def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str
     if shares.kept.is_whole:
         return ShardSpec.all_of(value.shape)
     raise CheckpointError(
-        f"the state {key} of {kind} for {name} can't be saved: it has another shape than the part of {name} that this "
+        f"the state {key} of {kind} for {name} can't be saved: its shape differs from the part of {name} that this "
         "rank holds.",
         hint='layout="ddp"',
     )
@@ -175,7 +175,8 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
     saved, now = [plain["kind"] for plain in plains], [type(optimizer).__name__ for optimizer in optimizers]
     if saved != now:
         raise CheckpointError(
-            f"{folder} has the optimizers {saved}, here are {now}.", hint="make the same optimizers before load"
+            f"{folder} has the optimizers {saved}, but this model has {now}.",
+            hint="build the same optimizers before load",
         )
     shelf = SafetensorsFolder(folder / OPTIMIZER)
     names = {id(m.parameter): m.name for m in placed.named}
@@ -190,7 +191,9 @@ def _load_weights(shelf: SafetensorsFolder, placed: ParallelizedModel, *, listed
         {n for n in wanted if n not in there or shelf.shape(n) != wanted[n].part.shape} | (there - set(listed))
     )
     if differing:
-        raise CheckpointError(f"{folder} is another model's: {first_names(differing)} differ.", where=str(folder))
+        raise CheckpointError(
+            f"{folder} belongs to a different model: {first_names(differing)} differ.", where=str(folder)
+        )
     with torch.no_grad():
         for name, held in wanted.items():
             if held.tensor is not None and held.part.numel:

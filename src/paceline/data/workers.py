@@ -110,8 +110,8 @@ def start_workers(workers: int) -> Iterator[None]:
             process.kill()
             process.join()
         cause, hint = explain_lack(str(error)) or (
-            "the system gives this user no more processes or memory: `ulimit -u`, or the limits of the container",
-            f"a smaller number than --data.workers {workers} of each rank, or fewer ranks",
+            "a limit on this user's processes or memory: `ulimit -u`, or the limits of the container",
+            f"fewer than --data.workers {workers} per rank, or fewer ranks",
         )
         raise DataError(
             f"{plural(workers, 'data worker')} cannot be started: {error}", cause=cause, hint=hint
@@ -126,7 +126,7 @@ def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            said = str(error) if isinstance(error, RuntimeError) else "what it had read went with it"
+            said = str(error) if isinstance(error, RuntimeError) else "the data that it had read is lost"
             raise worker_died(said) from error
         yield value
 

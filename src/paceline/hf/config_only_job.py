@@ -137,8 +137,8 @@ def _called(source: str, found: Any) -> Any:
         return found()
     except Exception as error:
         raise JobError(
-            f"{source} gives no config: {type(error).__name__}: {error}.",
-            hint="a config that is made without arguments",
+            f"{source} does not return a config: {type(error).__name__}: {error}.",
+            hint="a config that can be built without arguments",
         ) from error
 
 
@@ -148,6 +148,6 @@ def _read(folder: Path) -> Any:
     except (ValueError, OSError, KeyError) as error:
         raise JobError(
             f"{folder / 'config.json'} can't be read: {str(error).splitlines()[0]}.",
-            cause="a kind of model that the installed transformers does not know, or a file that is cut off",
+            cause="a model type that the installed transformers does not know, or a truncated file",
             hint="pip install --upgrade transformers",
         ) from error

@@ -42,7 +42,7 @@ def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, leng
     """
     if tokenizer is None:
         raise JobError(
-            "the rows are text, and there is no tokenizer.",
+            "the rows are text, but there is no tokenizer.",
             cause="a job from a config, or from a folder without one",
             hint="pl.hf.job(..., tokenizer=AutoTokenizer.from_pretrained('folder'))",
         )
@@ -50,7 +50,7 @@ def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, leng
     for name in filter(None, (column, target)):
         if name not in given:
             raise JobError(
-                f"the rows have no {name!r}, they have {', '.join(map(repr, given))}.",
+                f"the rows have no column {name!r}, they have {', '.join(map(repr, given))}.",
                 hint="text='the column', target='the column of the answer'",
             )
     cut: dict[str, Any] = {"truncation": length is not None, "max_length": length}

@@ -88,7 +88,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder} has no config.json.",
-                cause="a name on the hub, or a folder without a Hugging Face model",
+                cause="this is a name on the hub, or a folder without a Hugging Face model",
                 hint=f"hf download {folder} --local-dir model, then pl.hf.job('model', ...)",
             )
         config = transformers.AutoConfig.from_pretrained(str(folder))
@@ -100,7 +100,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
             hint="pl.hf.job(LlamaConfig(...), ...), or pl.hf.job('folder', ...)",
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise JobError("the config asks for quantized weights, which have no gradient.", hint="the unquantized model")
+        raise JobError("the config has quantized weights, which have no gradient.", hint="the unquantized model")
     for part in [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}))]:
         if getattr(part, "use_cache", False):
             part.use_cache = False
@@ -134,7 +134,7 @@ def task_of(config: Any) -> str:
     for task in tasks:
         if _fits(config, task):
             return task
-    raise JobError(f"{type(config).__name__} says no task.", hint=_what_fits(config))
+    raise JobError(f"{type(config).__name__} does not imply a task.", hint=_what_fits(config))
 
 
 def _tasks_of_kind(config: Any) -> list[str]:
@@ -154,7 +154,7 @@ def class_for(config: Any, task: Any) -> Any:
     if not isinstance(task, str):
         return task
     if task not in TASKS:
-        raise JobError(f"task={task!r} is not known.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
+        raise JobError(f"task={task!r} is unknown.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
     if not _fits(config, task):
         raise JobError(
             f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.", hint=_what_fits(config)

@@ -229,7 +229,7 @@ def _wrapped(
     blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
     if compiles and not blocks and piped is not None and piped.along_graph and not repeated_blocks(model):
-        say("note: no block is compiled: stages along a graph call the model's own modules, and none repeats")
+        say("note: no block is compiled: stages along a graph call the model's own modules, none of which repeats")
     elif compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     return undos

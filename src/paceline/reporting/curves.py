@@ -34,7 +34,7 @@ def show_time(history: History) -> str:
         return ""
     seconds = [(step, value * 1e3) for step, value in history.points("time/step")]
     line = chart("time per step, ms", [Curve(name="step", points=seconds)], marks=history.marks())
-    split = split_chart("time per step by what it went to, ms", [*PARTS, "other"], rows)
+    split = split_chart("time per step by part, ms", [*PARTS, "other"], rows)
     return f'<section><h2>Where the time went</h2>{stacked_bar(shares)}<div class="charts wider">{line}{split}</div></section>'
 
 

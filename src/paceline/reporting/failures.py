@@ -69,7 +69,7 @@ def _attempt(folder: Path) -> str:
     where = f"{first['where']}, " if first.get("where") else ""
     step = f" at step {first['step']}" if isinstance(first.get("step"), int) and first["step"] else ""
     what = f"killed by {first.get('message')}" if first.get("kind") == "signal" else _named(first)
-    who = "what starts the ranks" if first["rank"] == STARTER else f"rank {first['rank']}"
+    who = "the process that starts the ranks" if first["rank"] == STARTER else f"rank {first['rank']}"
     head = f"<p><strong>Attempt {escape(number)}{step}: {escape(who)}</strong>, {escape(where + what)}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
     advice = "\n".join(str(first.get("screen") or "").splitlines()[1:])

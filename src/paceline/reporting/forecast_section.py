@@ -28,10 +28,10 @@ def _section(event: dict[str, Any]) -> str:
     measured, parts = event["measured_bytes"], {name: float(value) for name, value in event["parts"].items() if value}
     by = "the device's allocator" if event["measured_by"] == "allocator" else "growth of the resident memory"
     rows = [
-        ("bytes of the fullest rank", format_size(event["peak_bytes"]), "" if measured is None else format_size(measured),
-         event["memory_ratio"], by if measured is not None else "not known"),
-        ("seconds of a step", format_duration(event["step_seconds"]), format_duration(event["measured_seconds"]),
-         event["time_ratio"], "the middle one of the first steps"),
+        ("peak bytes of the fullest rank", format_size(event["peak_bytes"]), "" if measured is None else format_size(measured),
+         event["memory_ratio"], by if measured is not None else "unknown"),
+        ("seconds per step", format_duration(event["step_seconds"]), format_duration(event["measured_seconds"]),
+         event["time_ratio"], "the median of the first steps"),
     ]  # fmt: skip
     cells = "".join(
         f"<tr><td>{name}</td><td>{forecast}</td><td>{found}</td>"
@@ -53,5 +53,5 @@ def _section(event: dict[str, Any]) -> str:
     return (
         f"<section><h2>Forecast and measured</h2><p>By {escape(source)}, for {escape(str(event['layout']))}; measured "
         f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>times</th>"
-        f"<th>measured by</th></tr>{cells}</table>{small}{busy}{bars('bytes of the fullest rank', kinds, drawn)}</section>"
+        f"<th>measured by</th></tr>{cells}</table>{small}{busy}{bars('peak bytes of the fullest rank', kinds, drawn)}</section>"
     )

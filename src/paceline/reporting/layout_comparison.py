@@ -60,9 +60,9 @@ _COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("step", lambda m: _seconds(m.step_seconds)),
     ("samples/s", lambda m: _rate(m.samples_per_second)),
     ("tokens/s", lambda m: _rate(m.tokens_per_second)),
-    ("peak a rank", lambda m: format_size(_total(m.peak)) if m.held else _NONE),
+    ("peak per rank", lambda m: format_size(_total(m.peak)) if m.held else _NONE),
     *((kind, lambda m, kind=kind: format_size(m.peak[kind]) if kind in m.peak else _NONE) for kind in _KINDS),
-    ("sent a step", lambda m: _NONE if m.most_sent is None else format_size(int(m.most_sent))),
+    ("sent per step", lambda m: _NONE if m.most_sent is None else format_size(int(m.most_sent))),
     ("bubble", lambda m: _bubble(m)),
 )
 
@@ -95,13 +95,13 @@ def comparison_page(found: Sequence[Measured], *, job: str, proof: str = "") -> 
         f"<header><h1>{escape(job)} <small>{plural(len(found), 'layout')}, the same samples</small></h1></header>",
         _table(found, proof),
         _section(
-            "What each rank holds",
+            "Memory per rank",
             _held(ran),
-            "at the moment of its peak in one step; gradients before the first backward are none, activations are all "
-            "that is none of the others, also gathered weights",
+            "at the peak of one step; before the first backward there are no gradients; activations include all "
+            "that is in no other group, such as gathered weights",
         ),
         _losses(ran),
-        _section("What is sent in a step", _sent(ran), "by the rank that sends most"),
+        _section("Bytes sent per step", _sent(ran), "by the rank that sends most"),
         *(_schedule(each) for each in found if each.schedule),
     ]
     return document(f"{job} · layouts", parts)
@@ -128,7 +128,7 @@ def _table(found: Sequence[Measured], proof: str) -> str:
 
 def _held(found: Sequence[Measured]) -> str:
     lines = [row for each in found for row in _ranks(each)]
-    return bars("bytes a rank", _KINDS, lines)
+    return bars("bytes per rank", _KINDS, lines)
 
 
 def _ranks(each: Measured) -> list[BarRow]:
@@ -179,7 +179,7 @@ def _sent(found: Sequence[Measured]) -> str:
         own: dict[str, float] = {kind: parts.get(kind, 0.0) for kind in shown}
         own |= {"others": sum(parts.get(kind, 0.0) for kind in kinds[INKS - 1 :])} if "others" in shown else {}
         lines.append(BarRow(name=name, parts=own))
-    return bars("bytes a step", shown, lines)
+    return bars("bytes per step", shown, lines)
 
 
 def _losses(found: Sequence[Measured]) -> str:
@@ -193,14 +193,14 @@ def _losses(found: Sequence[Measured]) -> str:
             )
             for each in curves
         ]
-        drawn += chart(f"distance of the loss from that of {curves[0].name}", apart)
+        drawn += chart(f"difference of the loss from {curves[0].name}", apart)
     return f'<section><h2>Losses</h2><div class="charts wider">{drawn}</div></section>' if drawn else ""
 
 
 def _schedule(each: Measured) -> str:
     planned = "" if each.planned is None else f"; {each.planned:.1%} if all stages took equally long"
-    said = "Each rank's part of a step in which it computes nothing; above as the schedule would go with the middle of "
-    said += "the times that were measured, below one step as it went"
+    said = "The share of a step in which a rank is idle; above, the schedule as planned with the median of "
+    said += "the measured times; below, one measured step"
     bubble = "" if each.bubble is None else f'<p class="soft">measured bubble {each.bubble:.1%}{planned}. {said}</p>'
     title = f"<h2>The schedule of {escape(each.name)}, planned and measured</h2>"
     wide = re.sub(

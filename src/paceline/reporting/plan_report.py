@@ -19,8 +19,8 @@ from paceline.reporting.step_simulation_report import timeline_section
 from paceline.reporting.svg.bar_chart import BarRow, bars
 
 _MOST_LABEL = 46
-_HOLDS = "bytes of the fullest rank at its highest moment; the line is what the device has; behind × the microbatch"
-_GOES = "by the closed forms, of the busiest rank"
+_HOLDS = "peak bytes of the fullest rank; the line is the device's memory; × is followed by the microbatch size"
+_GOES = "by the closed forms, for the busiest rank"
 
 
 def write_plan(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
@@ -45,8 +45,8 @@ def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
     parts = [
         _header(answer, forecast, job),
         _table(answer, rows, forecast),
-        _section("Memory", _HOLDS, bars("bytes a device", PARTS, memory, limit=limit)),
-        _section("Time", _GOES, bars("seconds of a step", [*SPENT_ON.values()], spent, show=format_precise_duration)),
+        _section("Memory", _HOLDS, bars("bytes per device", PARTS, memory, limit=limit)),
+        _section("Time", _GOES, bars("seconds per step", [*SPENT_ON.values()], spent, show=format_precise_duration)),
         *(timeline_section(forecast, candidate=found.candidate) for found in drawn),
         _differences(answer.get("differences", ())),
         _assumptions(forecast, is_offloaded=any(found.candidate.offload for _, found in rows)),

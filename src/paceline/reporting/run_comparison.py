@@ -140,7 +140,7 @@ def comparison_table(
                 for n, row in settings_apart(sides).items()
             ],
         ),
-        ("losses part", [("", ["–", *(p.text for p in parted)])]),
+        ("losses differ", [("", ["–", *(p.text for p in parted)])]),
         ("result", [(n, [number(s.result.get(n)) for s in sides]) for n in results]),
         ("speed", [(n.replace("_", " "), [number(s.speed.get(n)) for s in sides]) for n in speeds]),
     ]

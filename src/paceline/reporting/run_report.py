@@ -78,7 +78,7 @@ def status_of(history: History) -> str:
         return str(history.last_of("RunEnded").get("status"))
     if is_held(history.run.path):
         return "running"
-    return "failed" if history.starts or history.steps else "not begun"
+    return "failed" if history.starts or history.steps else "not started"
 
 
 def _has_ended(history: History) -> bool:
@@ -136,7 +136,7 @@ def _notes(history: History) -> str:
     lines += [f"refused {e.get('path')}: {e.get('reason')}" for e in history.of("CheckpointRefused")]
     banner = history.last_of("RunStarted").get("banner")
     items = "".join(f"<li>{escape(str(x))}</li>" for x in [*(banner if isinstance(banner, list) else []), *lines])
-    return f"<section><h2>What was decided and noted</h2><ul>{items}</ul></section>" if items else ""
+    return f"<section><h2>Decisions and notes</h2><ul>{items}</ul></section>" if items else ""
 
 
 def _table(title: str, rows: dict[str, Any]) -> str:

@@ -43,13 +43,13 @@ def _met(event: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:
         for each in told
     )
     return (
-        f"<section><h2>Meetings of the sites</h2><p>{_what(event)}: what each rank has sent to the other sites, and how "
+        f"<section><h2>Synchronisation of the sites</h2><p>{_what(event)}: what each rank has sent to the other sites, and how "
         f"long it has waited for them.</p><table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
     )
 
 
 def _what(event: Mapping[str, Any]) -> str:
-    return f"update {escape(str(event.get('update')))}, since this attempt began, as far as step {event.get('step')}"
+    return f"update {escape(str(event.get('update')))}, from the start of this attempt to step {event.get('step')}"
 
 
 def _lost(told: Mapping[str, Any]) -> str:

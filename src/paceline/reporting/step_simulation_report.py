@@ -44,10 +44,10 @@ def timeline_section(forecast: CostModel, *, candidate: Candidate) -> str:
     svg, shown = timeline_svg(forecast, candidate=candidate)
     wide = re.sub(r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', svg, count=1)
     micro = forecast.num_micro(candidate)
-    fewer = f" A step of {shown} of its {plural(micro, 'microbatch')} is drawn." if shown < micro else ""
+    fewer = f" The picture shows {shown} of its {plural(micro, 'microbatch')}." if shown < micro else ""
     said = (
-        "One pipeline, from the first forward to the last backward. What nothing hides of messages over other axes "
-        f"stands in the compute that waits for it; idle is also who waits for messages between stages.{fewer}"
+        "One pipeline, from the first forward to the last backward. Exposed communication over other axes "
+        f"is part of the compute that waits for it; idle includes waiting for messages between stages.{fewer}"
     )
     title = f"<h2>A step of {escape(str(candidate))}</h2>"
     return f'<section>{title}<p class="soft">{said}</p><figure class="table">{wide}</figure></section>'
@@ -62,13 +62,13 @@ def parts_bars(found: CandidateSimulation) -> str:
     lines = [
         BarRow(name=name, parts={WORDS[part]: max(0.0, value) for part, value in parts.items()}) for name, parts in rows
     ]
-    return bars("seconds of a step", [*WORDS.values()], lines, show=format_precise_duration)
+    return bars("seconds per step", [*WORDS.values()], lines, show=format_precise_duration)
 
 
 def lines_of(found: CandidateSimulation, forecast: CostModel) -> Iterator[str]:
     """Yield the lines for the screen: the step, its parts, its rate, and the closed forms' numbers."""
     step, facts = found.step_seconds, forecast.facts
-    yield f"{found.estimate.candidate} on {forecast.fleet}, {plural(found.ranks, 'rank')}: {format_precise_duration(step)} a step"
+    yield f"{found.estimate.candidate} on {forecast.fleet}, {plural(found.ranks, 'rank')}: {format_precise_duration(step)} per step"
     if not found.estimate.fits:
         yield f"  {'' if found.estimate.is_tight else 'it does not fit: '}{of_misfit(found.estimate)}"
     shown = {WORDS[name]: value for name, value in found.seconds.items() if value > _SMALL * step}
@@ -129,6 +129,6 @@ def _failures(kept: FailureForecast | None) -> str:
     least = max(1, math.ceil(kept.hazard.write_seconds / kept.step_seconds))
     steps = sorted({max(least, round(kept.best_every * 2 ** (n / 8))) for n in range(-24, 25)})
     points = [(float(n), goodput(hazard=kept.hazard, interval_seconds=n * kept.step_seconds).useful) for n in steps]
-    drawn = chart("useful, by steps between checkpoints", [Curve(name="useful", points=points)])
+    drawn = chart("goodput by steps between checkpoints", [Curve(name="useful", points=points)])
     said = "".join(f"<li>{escape(line.strip())}</li>" for line in kept.lines())
     return f'<section><h2>Failures</h2><ul>{said}</ul><div class="charts">{drawn}</div></section>'

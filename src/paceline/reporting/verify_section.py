@@ -36,9 +36,9 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
         if not unlike:
             return {**answer, _PLACE: str(path)}, ""
         if path.parent == run.path:
-            reason = f"An answer of verify lies in this folder, but it is about another training: {', '.join(unlike)}."
+            reason = f"This folder has a verdict of verify, but it is about a different training: {', '.join(unlike)}."
         elif not reason and all(name.startswith(_MODULE) for name in unlike):
-            reason = f"Verified in {path.parent} with other code than this run's: {', '.join(unlike)}."
+            reason = f"Verified in {path.parent} with different code than this run's: {', '.join(unlike)}."
     return None, reason
 
 

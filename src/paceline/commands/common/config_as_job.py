@@ -14,7 +14,7 @@ _CONFIG = "config.json"
 _EACH = 8  # samples per device
 _BATCH = "train.global_batch_size"
 _PRECISION = "train.precision"
-_MIXED = " (mixed: products in {}, weights and optimizer in float32; --train.precision fp32 for all in float32)"
+_MIXED = " (mixed: matmuls in {}, weights and optimizer in float32; --train.precision fp32 for float32 only)"
 
 
 def is_config(job: str) -> bool:
@@ -59,7 +59,7 @@ def as_job(
         own.append(f"--{_BATCH}={batch}")
         assumed.append(f"--{_BATCH} {batch}")
     if "job.length" not in given:
-        assumed.append("--job.length as the model has positions, 4,096 at most")
+        assumed.append("--job.length from the model's positions, at most 4,096")
     if "job.optimizer" not in given:
         assumed.append("--job.optimizer AdamW")
     if _PRECISION not in given:

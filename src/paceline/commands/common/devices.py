@@ -20,10 +20,12 @@ def choose_device(text: str, problems: list[PacelineError]) -> str:
     if text not in ("auto", "cpu", "cuda"):
         hint = "--device auto | cpu | cuda"
         problems.append(
-            UsageError(f"{text!r} is no device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
+            UsageError(f"{text!r} is not a device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
         )
     if text == "cuda" and not visible_gpus():
-        problems.append(UsageError("--device cuda: this machine shows no GPU.", hint="nvidia-smi, or --device cpu"))
+        problems.append(
+            UsageError("--device cuda: this machine has no visible GPU.", hint="nvidia-smi, or --device cpu")
+        )
     return ("cuda" if visible_gpus() else "cpu") if text == "auto" else text
 
 
@@ -38,13 +40,15 @@ def choose_ranks(asked: int | None, joined: JoinedWorld | None, device: str, pro
         return joined.world_size
     gpus = visible_gpus() if device == "cuda" else 0
     if gpus and asked is not None and asked > gpus:
-        problems.append(UsageError(f"--ranks {asked}, this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}"))
+        problems.append(
+            UsageError(f"--ranks {asked}, but this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}")
+        )
     cores = usable_cores()
     if asked is not None and asked > _MOST_RANKS_PER_CORE * cores:
-        cause = "each rank is a process with a model of its own"
+        cause = "each rank is a process with its own model"
         problems.append(
             UsageError(
-                f"--ranks {asked}, this machine has {plural(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
+                f"--ranks {asked}, but this machine has {plural(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
             )
         )
     return asked or gpus or 1
@@ -54,10 +58,10 @@ def _other_world(asked: int, joined: JoinedWorld) -> UsageError:
     if joined.kind != "environment":
         return UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
     return UsageError(
-        f"--ranks {asked}, but this environment says RANK={joined.rank} WORLD_SIZE={joined.world_size}: a launcher "
-        "started this process as one of these.",
-        cause="they are left over from another command" if joined.world_size == 1 else "",
-        hint="unset RANK WORLD_SIZE, if no launcher did; else leave --ranks out",
+        f"--ranks {asked}, but the environment has RANK={joined.rank} WORLD_SIZE={joined.world_size}: a launcher "
+        "started this process as one of these ranks.",
+        cause="they may be left over from another command" if joined.world_size == 1 else "",
+        hint="unset RANK WORLD_SIZE, if no launcher set them; otherwise leave --ranks out",
     )
 
 
@@ -89,7 +93,7 @@ def refuse_nested(joined: JoinedWorld | None, faults: Sequence[Fault], problems:
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(
-                f"layout threads is one process, {joined.kind} started {joined.world_size}.",
+                f"layout threads is one process, but {joined.kind} started {joined.world_size}.",
                 hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
             )
         )

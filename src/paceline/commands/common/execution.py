@@ -279,9 +279,9 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     if ended.error is not None:
         failure = failure_of(ended.error, rank=joined.rank)
         go_on = go_on if can_go_on(answer.run, answer.exit_code, failure) else ""
-        last = f"Go on: {go_on}" if go_on and joined.rank == 0 else ""
+        last = f"Resume: {go_on}" if go_on and joined.rank == 0 else ""
         return replace(answer, screen=last, keys=joined_keys(failure, go_on=go_on))
-    stopped = f"Stopped and saved. Go on: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
+    stopped = f"Stopped and saved. Resume: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
     return replace(answer, screen=stopped)
 
 
@@ -312,7 +312,7 @@ def make_folder(path: Path) -> None:
     whole, home = path.resolve(), Path("~").expanduser().resolve()
     if whole == home or whole in (*Path.cwd().parents, *home.parents):
         raise UsageError(
-            f"--run-dir {path} is {whole}: the run's files would lie among everything else there.",
+            f"--run-dir {path} is {whole}: the run's files would mix with everything else there.",
             hint="--run-dir runs/NAME",
         )
     try:
@@ -322,7 +322,7 @@ def make_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise UsageError(
-            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk"
         ) from None
 
 

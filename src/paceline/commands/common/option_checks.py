@@ -47,7 +47,7 @@ def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
     """Return an error for each `job.` setting, because a job that is already an object takes none."""
     return [
         UsageError(
-            f"{name} is a parameter of a job, and this job is made already.",
+            f"{name} is a parameter of make_job, but this job is already built.",
             where=asked.origins.get(name, ""),
             hint=f"make_job({name[4:]}={value!r})",
         )
@@ -59,11 +59,11 @@ def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
 def unusable_run_dir(text: str) -> list[PacelineError]:
     """Return what makes `--run-dir` unusable as a path, whether or not it exists."""
     if not text.strip():
-        return [UsageError("--run-dir is empty: an unset variable?", hint="--run-dir runs/first, or leave it out")]
+        return [UsageError("--run-dir is empty: is a variable unset?", hint="--run-dir runs/first, or leave it out")]
     longest = max(len(os.fsencode(part)) for part in Path(text).parts)
     if longest > _MOST_OF_NAME or len(os.fsencode(text)) > _MOST_OF_PATH or "\0" in text:
-        what = f"its longest part has {longest:,} bytes of at most {_MOST_OF_NAME}"
-        return [UsageError(f"--run-dir {text[:40]}... is no path: {what}.", hint="--run-dir runs/first")]
+        what = f"its longest part has {longest:,} bytes, at most {_MOST_OF_NAME} are allowed"
+        return [UsageError(f"--run-dir {text[:40]}... is not a valid path: {what}.", hint="--run-dir runs/first")]
     return []
 
 
@@ -71,17 +71,17 @@ def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] |
     """Return the likely cause and the command to type if the option is another tool's, or belongs to another option."""
     name = flag.removeprefix("--")
     if verb == "compare" and name in ("update", "updates", "compress"):
-        cause = "layouts are compared with --update sync; update rules and ways to compress as runs that were trained"
+        cause = "--layouts compares with --update sync; compare update rules and compression as trained runs"
         return cause, "paceline train JOB for each, then paceline compare RUN RUN"
     if (place := place_of(flag, value)) is not None:
         return place
     said = f"{name}={value}" if value else name
     rule, method = rule_with(name), method_with(name)
     if rule is not None:
-        return "it stands behind --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
+        return "it belongs to --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
     if method is not None:
         return (
-            "it stands behind --compress",
+            "it belongs to --compress",
             f"--compress {method}" if method == name else f"--compress {method},{said}",
         )
     return None

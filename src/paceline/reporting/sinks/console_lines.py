@@ -27,7 +27,7 @@ def line_of(event: Event) -> str:
     if isinstance(event, EvalDone):
         numbers = " | ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
-        of = " | of the average" if event.average else ""
+        of = " | averaged weights" if event.average else ""
         samples = f"{plural(event.samples, 'sample')}, each once, in {format_duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
     if isinstance(event, Staleness) and all("waited_seconds" in told for told in event.told):
@@ -63,17 +63,17 @@ def _late(told: Mapping[str, Any]) -> str:
 def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the counts of lost additions; every rank reports the same counts."""
     if told and "lost" in told[0]:
-        yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters lost"
+        yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters were lost"
 
 
 def _foretold(event: ForecastChecked) -> str:
-    by = "on the device" if event.measured_by == "allocator" else "more resident than before its model"
+    by = "on the device" if event.measured_by == "allocator" else "of resident memory added since before its model"
     times = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
     memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {by}{times}, "
-    others = f" while other programs had {event.others:.0%} of the cores" if event.others else ""
+    others = f" while other programs used {event.others:.0%} of the cores" if event.others else ""
     return (
-        f"forecast | {format_size(event.peak_bytes)} on the fullest rank, {format_duration(event.step_seconds)} a step | "
-        f"measured {memory}{format_duration(event.measured_seconds)} a step ({event.time_ratio:.2f} times){others}"
+        f"forecast | {format_size(event.peak_bytes)} on the fullest rank, {format_duration(event.step_seconds)} per step | "
+        f"measured {memory}{format_duration(event.measured_seconds)} per step ({event.time_ratio:.2f} times){others}"
     )
 
 

@@ -46,7 +46,7 @@ class Tail:
         """Print what is new. If nobody reads it (`| head -1`, a closed terminal, a full disk), the run continues."""
         error = with_no_reader(self._print_new, self._out)
         if error is not None:
-            self._note(f"the console can't be written and is silent from here on: {error.strerror}")
+            self._note(f"the console can't be written to and is silent from here on: {error.strerror}")
 
     def _note(self, text: str) -> None:
         """Append a note to the run's events, if the run records events."""

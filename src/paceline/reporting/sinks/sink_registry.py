@@ -105,7 +105,7 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
         except (ImportError, UsageError):
             if name not in _OPTIONAL:
                 raise
-            notes.append(f"{name} is not installed and left out: pip install {name}")
+            notes.append(f"{name} is not installed and is left out: pip install {name}")
         except Exception as error:
             notes.append(f"{name} could not start and is left out: {type(error).__name__}: {error}")
     return sinks, notes
@@ -120,13 +120,13 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if ":" not in name and name not in SINKS:
             raise UsageError(
-                f"{name!r} is nothing to watch with.",
+                f"{name!r} is not a sink.",
                 cause=did_you_mean(name, SINKS),
                 hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
             )
         place, colon, thing = name.partition(":")
         if colon and not all(part.isidentifier() for part in [*place.split("."), *thing.split(".")]):
-            raise UsageError(f"{name!r} names nothing to watch with.", hint="--watch.to my.pkg:Thing")
+            raise UsageError(f"{name!r} does not name a sink.", hint="--watch.to my.pkg:Thing")
 
 
 def _make(name: str, run: RunFolder) -> Sink:

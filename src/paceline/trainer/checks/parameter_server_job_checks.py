@@ -38,8 +38,8 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
         found.append(
             LayoutError(
                 f"--update ps: {names[0]} keeps running statistics.",
-                cause="each worker would have its own, and the server, which is saved and evaluated, none",
-                hint="LayerNorm or GroupNorm in its place, or --update sync",
+                cause="each worker would have its own, but the server, which is saved and evaluated, none",
+                hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
     tensors = len(trainable_parameters(parts.model))
@@ -47,8 +47,8 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
         found.append(
             LayoutError(
                 f"--update {plan.update}: {plan.rule.servers} servers, "
-                f"and the model has {plural(tensors, 'parameter')}.",
-                cause="each parameter is one server's, whole",
+                f"but the model has {plural(tensors, 'parameter')}.",
+                cause="each parameter is whole on one server",
                 hint=f"--update ps,servers={max(1, tensors)}",
             )
         )
@@ -71,8 +71,8 @@ def refuse_job(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     if job.ema is not None and plan.rule.staleness:
         found.append(
             JobError(
-                f"ema= with --update {plan.update}: it would move once for each share, at the pace of nobody's choice.",
-                cause="its decay is meant for one update a batch",
+                f"ema= with --update {plan.update}: it would be updated once per share, at an uncontrolled rate.",
+                cause="its decay is meant for one update per batch",
                 hint="ema=None, or --update ps,staleness=0",
             )
         )
@@ -80,7 +80,7 @@ def refuse_job(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
         found.append(
             JobError(
                 "ema= with several servers: none has all weights after an update.",
-                cause="they meet at saves and evaluations only",
+                cause="they synchronise only at saves and evaluations",
                 hint="ema=None, or --update ps,servers=1,staleness=0",
             )
         )
@@ -98,8 +98,8 @@ def _sparse(parts: StepContext) -> list[PacelineError]:
             kind = f"{type(optimizer).__name__}{whole}"
             found.append(
                 JobError(
-                    f"{tables[member.name] or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
-                    cause="sparse=True pushes the rows that a share has read, and no others",
+                    f"{tables[member.name] or 'the table'} gives sparse gradients, but {kind} takes dense ones.",
+                    cause="sparse=True pushes only the rows that a share has read",
                     hint="torch.optim.SparseAdam or plain SGD for this table, or sparse=False",
                 )
             )

@@ -118,7 +118,10 @@ def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
     num_bytes = tensor_bytes(model)
     if num_bytes <= limit_bytes:
         return ()
-    return (f"start values: {num_bytes:,} bytes are above init.limit: each tensor's are drawn alone, for its name",)
+    return (
+        f"initial values: {num_bytes:,} bytes are above init.limit, so each tensor is drawn "
+        "separately, seeded by its name",
+    )
 
 
 def holds_parts(mesh: Mesh) -> bool:
@@ -142,7 +145,7 @@ def _built(build: Build, *, most: int) -> nn.Module | None:
             return None
     if not isinstance(model, nn.Module):
         raise JobError(
-            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+            f"model= returned a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
         )
     return model
 
