@@ -114,7 +114,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "a run folder that can't be written": (("train", "job.py", "--run-dir", "/proc/nothing"), "can't be written"),
     "a file for a run folder": (("train", "job.py", "--run-dir", "job.py/run"), "job.py/run"),
     "unknown example": (("new", "txt"), "did you mean 'text'"),
-    "an example that exists": (("new", "digits"), "left alone"),
+    "an example that exists": (("new", "digits"), "is not overwritten"),
     "no run to report": (("report", "none"), "there is no run none"),
     "no run at all": (("report",), "no run here yet"),
     "a folder that is no run": (("ckpt", "ls", "plain"), "is not a run folder"),
@@ -168,19 +168,19 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "a job that leaves, as if it was saved": ("import sys\ndef make_job():\n    sys.exit(75)", (), 1, "the job called sys.exit(75) at"),
     "a loss that leaves, as if it was done": (
         "BASE(loss=lambda o, b: __import__('sys').exit(0))", (), 1, "the job called sys.exit(0) at"),
-    "make_job gives no job": ("def make_job():\n    return 3", (), 2, "gave a int"),
+    "make_job gives no job": ("def make_job():\n    return 3", (), 2, "returned a int"),
     "no optimizer": ("BASE(optimizer=lambda named: None)", (), 2, "NoneType"),
     "half an optimizer": (
         "BASE(optimizer=lambda named: torch.optim.SGD([named[0][1]], lr=0.1))", (), 2, "no group holds"),
     "a foreign parameter": (
         "BASE(optimizer=lambda named: torch.optim.SGD([p for _, p in named] + [torch.nn.Parameter(torch.zeros(1))], lr=0.1))",
         (), 2, "not trainable parameters of this model"),
-    "the model is no module": ("BASE(model=lambda: 3)", (), 2, "gave a int, expected a torch.nn.Module"),
+    "the model is no module": ("BASE(model=lambda: 3)", (), 2, "returned a int, expected a torch.nn.Module"),
     "the model raises": ("BASE(model=lambda: 1 / 0)", (), 1, "ZeroDivisionError"),
-    "a lazy module": ("BASE(model=lambda: torch.nn.LazyLinear(4))", (), 2, "get their shape in the first forward only: weight, bias"),
+    "a lazy module": ("BASE(model=lambda: torch.nn.LazyLinear(4))", (), 2, "get their shape only in the first forward: weight, bias"),
     "complex, sparse, not to be saved, and by a closure": (
         "BASE(model=Odd, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), "
-        "lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "5. lr_schedule= gave ReduceLROnPlateau"),
+        "lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "5. lr_schedule= returned ReduceLROnPlateau"),
     "extra state that only pickle could write": ("BASE(model=Pickled)", (), 2, "_extra_state holds a value of type PosixPath"),
     "a forward that writes to its weights": ("BASE(model=lambda: Renormed(6, 4))", (), 2, "writes to the parameter weight"),
     "an optimizer that wants a closure": (
@@ -190,7 +190,7 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "count and loss disagree": ("BASE(count=lambda b: len(b[-1]) + 1)", (), 2, "count= gives 14 for the term loss"),
     "loss of wrong shape": ("BASE(loss=lambda o, b: (o, 1))", (), 2, "has shape"),
     "loss is a number": ("BASE(loss=lambda o, b: (o.sum().item(), 1))", (), 2, "return the tensor itself"),
-    "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "gave a list"),
+    "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "returned a list"),
     "loss is detached": ("BASE(loss=lambda o, b: (o.sum().detach(), 1))", (), 2, "does not depend on"),
     "count is text": ("BASE(loss=lambda o, b: (o.sum(), 'x'))", (), 2, "is a str"),
     "two terms without counts": ("BASE(loss=lambda o, b: {'a': (o.sum(), 1), 'b': (o.sum(), 1)})", (), 2, "2 terms"),
@@ -306,7 +306,7 @@ def test_another_models_checkpoint_and_another_batch_are_refused_with_the_differ
     shop.write("job.py", SMALL_JOB.replace("16", "20"))
     ended = shop.train("run", steps=8)
     assert ended.code == 2
-    _one_screen("another model", ended.err, "another model's")
+    _one_screen("another model", ended.err, "belongs to a different model")
 
 
 def test_a_foreign_checkpoint_folder_is_refused(shop: Shop) -> None:

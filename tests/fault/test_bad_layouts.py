@@ -45,14 +45,14 @@ FILES = {
 EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "a product for other ranks": ("pp=2,dp_shard=3,tp=2", 8, (), "pp=2 × dp_shard=3 × tp=2 needs 12 ranks, you have 8"),
     "a rest that does not divide": ("tp=3,dp=-1", 8, (), "8 ranks do not divide by the 3"),
-    "two rests": ("tp=-1,dp=-1", 4, (), "one axis at most is -1"),
+    "two rests": ("tp=-1,dp=-1", 4, (), "one axis may be -1"),
     "hsdp on two ranks": ("hsdp", 2, (), "dp_replicate=2 × dp_shard=2 needs 4 ranks, you have 2"),
     "an axis of another name": ("tpp=2", 2, (), "did you mean 'tp'"),
     "half a rank": ("tp=1.5", 2, (), "an axis needs a count, got '1.5'"),
     "an axis twice": ("tp=2,tp=4", 4, (), "says tp twice"),
     "an axis by both its names": ("dp_replicate=2,dp=2", 2, (), "dp is short for dp_replicate"),
     "a word where axes are": ("fsdp,tp", 4, (), "'tp' in 'fsdp,tp' has no count"),
-    "a count for a word": ("ddp=3", 2, (), "'ddp' in 'ddp=3' is a layout's word and takes no count"),
+    "a count for a word": ("ddp=3", 2, (), "'ddp' in 'ddp=3' is a layout name and takes no count"),
     "an axis of any size": ("pp=9999999999999999999999", 2, (), "pp=9999999999999999999999 is too many"),
     "a million stages": ("pp=2,schedule=interleaved,virtual=1000000", 2, (), "virtual=1000000 is too many"),
     "stages by the product": ("pp=100000,schedule=interleaved,virtual=9", 2, (), "is 900,000 stages"),
@@ -64,20 +64,20 @@ EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "ep beyond the replicas": ("dp=2,ep=4", 2, (), "ep=4 does not divide 2 replicas"),
     "an unknown schedule": ("pp,schedule=1fb1", 2, (), "did you mean '1f1b'"),
     "a schedule without stages": ("ddp,schedule=gpipe", 2, (), "schedule=gpipe says how pp is done"),
-    "stages a rank without stages": ("tp,virtual=2", 2, (), "virtual=2 says how pp is done"),
-    "a ZeRO stage without shards": ("tp,zero=2", 2, (), "zero=2 says how dp_shard is done"),
+    "stages a rank without stages": ("tp,virtual=2", 2, (), "virtual=2 is an option of pp"),
+    "a ZeRO stage without shards": ("tp,zero=2", 2, (), "zero=2 is an option of dp_shard"),
     "offload without shards": ("ddp,offload=optimizer", 2, (), "offload=optimizer says how dp_shard is done"),
     "a type without shards": ("tp,params=bf16", 2, (), "params=bf16 says how dp_shard is done"),
     "sequence shards without tensors": ("dp=2,sequence=true", 2, (), "sequence=true says how tp is done"),
     "a ZeRO stage that is none": ("fsdp,zero=4", 2, (), "zero=4 is not known"),
-    "two ZeRO stages": ("zero1,zero=3", 2, (), "zero1 is ZeRO stage 1, and zero=3 says another"),
+    "two ZeRO stages": ("zero1,zero=3", 2, (), "zero1 is ZeRO stage 1, which contradicts zero=3"),
     "a type for what is not gathered": ("zero2,params=bf16", 2, (), "no parameters are gathered there"),
     "offload of what stays": ("zero1,offload=parameters", 2, (), "ranks keep whole parameters"),
     "neither true nor false": ("tp,sequence=yes", 2, (), "sequence=yes is not known"),
     "a type that is none": ("fsdp,params=fp8", 2, (), "params=fp8 is not known"),
     "offload to nowhere": ("fsdp,offload=disk", 2, (), "'disk' is not known"),
     "no stages a rank": ("pp,virtual=0", 2, (), "virtual=0 is no count"),
-    "more stages a rank than 1f1b has": ("pp,virtual=2", 2, (), "'1f1b' has 1 stage on each rank, 2 are asked for"),
+    "more stages a rank than 1f1b has": ("pp,virtual=2", 2, (), "'1f1b' has 1 stage on each rank, but 2 are requested"),
     "more stages a rank than a V has": ("pp,schedule=zb_v,virtual=3", 2, (), "'zbv' has 2 stages on each rank"),
     "unknown remat": ("ddp,remat=half", 2, (), "remat=half is no policy"),
     "remat of every none": ("ddp,remat=every", 2, (), "every needs a count of blocks"),
@@ -85,12 +85,12 @@ EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "no such schedule file": ("pp,schedule=./none.txt", 2, (), "there is no file ./none.txt"),
     "a schedule file not understood": ("pp,schedule=./bad.txt", 2, (), "./bad.txt:2:12"),
     "a schedule that waits for ever": ("pp,schedule=./dead.txt", 2, (), "ranks 0, 1 wait for each other"),
-    "a schedule without a microbatch": ("pp,schedule=./gap.txt", 2, (), "nobody computes microbatch 1"),
+    "a schedule without a microbatch": ("pp,schedule=./gap.txt", 2, (), "no rank computes microbatch 1"),
     "half a schedule": ("pp,schedule=./half.txt", 2, (), "schedule 'half'"),
     "a schedule for other ranks": ("pp=2,schedule=./three.txt", 2, (), "is for 3 ranks, this layout has pp=2"),
-    "exact tp": ("tp", 2, ("--train.exact",), "exact mode with tp can't be had"),
-    "exact cp": ("cp", 2, ("--train.exact",), "exact mode with cp can't be had"),
-    "exact ep": ("ep", 2, ("--train.exact",), "exact mode with ep can't be had"),
+    "exact tp": ("tp", 2, ("--train.exact",), "exact mode with tp is not supported"),
+    "exact cp": ("cp", 2, ("--train.exact",), "exact mode with cp is not supported"),
+    "exact ep": ("ep", 2, ("--train.exact",), "exact mode with ep is not supported"),
     "sync_bn tp": ("tp", 2, ("--train.buffers", "sync_bn"), "sync_bn with tp=2 is not proved"),
     "compiled tp": ("tp", 2, ("--train.compile",), "--train.compile with tp is not supported"),
     "units for nobody": ("ddp", 2, ("--place.units", "Block"), "--place.units says which modules are gathered"),
@@ -114,12 +114,12 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         "job_of(lambda: Tiny(tied=True))", "tp", ("--place.tensor_plan=tied.toml",), "one weight in two roles"),
     "tensor plan for integers": ("job_of(Quantised)", "tp", ("--place.tensor_plan=integers.toml",), "holds int8"),
     "tensor plan of other sizes": (
-        "job_of()", "tp", ("--place.tensor_plan=sections.toml",), "its role says [16, 8]"),
+        "job_of()", "tp", ("--place.tensor_plan=sections.toml",), "but its role has [16, 8]"),
     "whole weights of no name": ("job_of()", "tp", ("--place.replicate=haed",), "did you mean 'head'"),
     "Muon under fsdp": ("job_of(optimizer=muon)", "fsdp", (), "Muon gives other values"),
-    "Muon on split tensors": ("job_of(optimizer=muon)", "tp", (), "Muon looks at whole matrices"),
+    "Muon on split tensors": ("job_of(optimizer=muon)", "tp", (), "Muon needs whole matrices"),
     "Adafactor under fsdp": ("job_of(optimizer=adafactor)", "fsdp", (), "Adafactor gives other values"),
-    "Adafactor on split tensors": ("job_of(optimizer=adafactor)", "tp", (), "Adafactor looks at whole matrices"),
+    "Adafactor on split tensors": ("job_of(optimizer=adafactor)", "tp", (), "Adafactor needs whole matrices"),
     "an optimizer that mixes parameters": (
         "job_of(optimizer=lambda n: Layerwise([p for _, p in n]))", "pp", (), "when a second one is present"),
     "an optimizer with a list of its own": (
@@ -165,8 +165,8 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "a whole batch in pieces": (
         "job_of(loss=mean, loss_over='batch')", "tp", ("--train.micro_batch_size=4",), "does not support accumulation"),
     "cp without a sequence": ("job_of()", "cp", (), "to do: sequence={'0': 1, '1': 1} in the job, or leave cp out"),
-    "a sequence of no entry": ("job_of(sequence={'input_ids': 1})", "cp", (), "sequence={'input_ids': 1} names no"),
-    "a sequence of no dimension": ("job_of(sequence={'0': 3})", "cp", (), "sequence={'0': 3} names no"),
+    "a sequence of no entry": ("job_of(sequence={'input_ids': 1})", "cp", (), "sequence={'input_ids': 1} does not match"),
+    "a sequence of no dimension": ("job_of(sequence={'0': 3})", "cp", (), "sequence={'0': 3} does not match"),
     "a sequence too short": (f"job_of({_BOTH}, train_data=rows(1))", "cp", (), "a sequence of 1 over cp=2"),
     "cp on an LSTM": (f"job_of(Recurrent, {_BOTH})", "cp", (), "rnn (LSTM) can't be cut"),
     "cp on BatchNorm": (f"job_of(lambda: Images(norm=True), {_BOTH})", "cp", (), "BatchNorm1d) can't be cut"),
@@ -247,7 +247,7 @@ def test_verify_refuses_what_rounds_at_every_use(
     assert main(["verify", "job.py", "--layout", layout, "--ranks", "2", "--run-dir", "run"]) == 2
     text = capsys.readouterr().err.removeprefix("error: ")
     assert not list(folder.glob("run*")) and stands(text.splitlines()[0], patterns())
-    _one_screen(text, "to do: --layout dp_replicate=1,dp_shard=2, which is the same but for that rounding")
+    _one_screen(text, "to do: --layout dp_replicate=1,dp_shard=2, which differs only by that rounding")
 
 
 def _hints_are_legal(text: str, ranks: int) -> None:

@@ -71,7 +71,7 @@ def test_a_refused_branch_leaves_every_checkpoint_where_it_was(begun: Shop) -> N
     ended = begun.run("train", "job.py", "--ranks", "1", "--resume", f"run/{OLDER}", "--job.lr", "0.05")
     assert ended.code == 2 and "lr was" in ended.err and steps(begun.path / "run") == [4, 8, 12]
     ended = begun.run("train", "job.py", "--resume", f"run/{OLDER}", "--job.norm", "true", "--seed", "7")
-    assert ended.code == 2 and "another model" in ended.err and "seed: was 0, is 7" in ended.err, ended.err
+    assert ended.code == 2 and "a different model" in ended.err and "seed: was 0, is 7" in ended.err, ended.err
 
 
 @pytest.mark.soak

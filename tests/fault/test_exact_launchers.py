@@ -118,7 +118,7 @@ def test_what_can_not_begin_once_more_is_refused_with_the_line_to_type(shop: Sho
     shop.write("own.py", SCRIPT.replace("BEFORE", REFUSED[name]))
     world = {"RANK": "0", "WORLD_SIZE": "1"}
     ended = launch(shop, sys.executable, "own.py", "own", **world)
-    assert ended.code != 0 and "exact mode needs kernels that MKL_CBWR chooses before torch" in ended.text, ended.text
+    assert ended.code != 0 and "exact mode needs kernels that MKL_CBWR selects before torch" in ended.text, ended.text
     assert "export MKL_CBWR=AVX2, then the same command" in ended.text
     assert len(starts(shop.path, 0)) == 1 and not (shop.path / "own" / "weights.json").exists()
 

@@ -58,7 +58,7 @@ def test_who_leaves_the_loop_goes_on_below_it(shop: Shop, ranks: int, how: str) 
     ended = python(shop, "own.py", str(ranks), how)
     assert f"below 0 75 {ranks == 1}" in ended.out, ended.text
     assert ended.code == 0, ended.text
-    assert f"The run stands at step {step} of 9, saved." in ended.text and stands(shop) == step
+    assert f"The run is at step {step} of 9 and saved." in ended.text and stands(shop) == step
     (line,) = [line for line in ended.text.splitlines() if "Resume: " in line]
     assert f"own.py {ranks} {how}" in line
     words = shlex.split(line.partition("Resume: ")[2])
@@ -175,9 +175,7 @@ def test_a_script_that_goes_back_to_a_checkpoint_is_told_not_to_again(
         with pl.Run(job(), ranks=1, run_dir=tmp_path, resume=resume, settings=settings) as run:
             run.step(next(run.batches()))
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("The run stands at step ") and (
-            last.endswith(change) if change else "with pl" not in last
-        )
+        assert last.startswith("The run is at step ") and (last.endswith(change) if change else "with pl" not in last)
     assert run._live.loop.cursor.step == 4
 
 

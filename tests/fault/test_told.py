@@ -26,7 +26,7 @@ def test_a_sample_that_is_not_finite_is_named_by_whichever_rank_is_heard(shop: S
     shop.write("job.py", SMALL_JOB.replace("    y = torch.randint", broken))
     ended = shop.train("run", "--job.samples", "24", steps=3)
     assert ended.code == 1
-    assert "the inputs of this step hold NaN or infinity: sample 17 of train_data" in ended.err, ended.text
+    assert "the inputs of this step contain NaN or infinity: sample 17 of train_data" in ended.err, ended.text
 
 
 @pytest.mark.parametrize(("sample", "micro", "rank"), [(17, 1, 0), (19, 2, 1)])
@@ -130,7 +130,7 @@ def test_a_run_that_stands_at_its_end_says_so_and_saves_nothing(
     first = saved.stat().st_ino
     for steps, limit in ((2, "train.steps is 2"), (4, "train.steps is 4")):
         said = again(train_steps=steps)
-        assert f"nothing left to do: the run stands at step 4, {limit}\n" in said and "saved " not in said
+        assert f"nothing left to do: the run is at step 4, {limit}\n" in said and "saved " not in said
         assert saved.stat().st_ino == first and [*(tmp_path / "checkpoints").glob("step-*")] == [saved]
     said = again(train_steps=5)
     assert "nothing left" not in said and "saved " in said and "step-00000005" in said

@@ -74,7 +74,7 @@ def test_a_script_under_torchrun_tells_of_a_failure_once(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("within", "after", "expected"),
     [
-        ("run.evaluate(split='nope')", "pass", ["error: run.evaluate(split='nope'): 'nope' is no split."]),
+        ("run.evaluate(split='nope')", "pass", ["error: run.evaluate(split='nope'): 'nope' is not a split."]),
         ("if result.step == 2: sys.exit(3)", "pass", ["rank R left the run: the script called sys.exit(3) at"]),
     ],
 )

@@ -129,7 +129,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_bit_for_bit_is_said_of_no_other_bytes(tmp_path: Path, how: Callable[[bytes], bytes]) -> None:
     path = write(tmp_path, 1)
     (path / "manifest.json").write_bytes(how((path / "manifest.json").read_bytes()))
-    with pytest.raises(CheckpointError, match="not what was written"):
+    with pytest.raises(CheckpointError, match="differs from what was written"):
         verify(path)
 
 
@@ -206,7 +206,7 @@ def test_the_last_bit_of_a_large_tensor_counts(tmp_path: Path) -> None:
             handle.write(bytes([byte ^ 1]))
             handle.flush()
             for read in (lambda: verify(path), lambda: load(path).files[MODEL]["wide"]):
-                with pytest.raises(CheckpointError, match="is not what was written"):
+                with pytest.raises(CheckpointError, match="differs from what was written"):
                     read()
             handle.seek(place, os.SEEK_END)
             handle.write(bytes([byte]))
@@ -354,7 +354,7 @@ def test_verify_reads_the_final_model_too(tmp_path: Path) -> None:
     assert ckpt.verify_checkpoint(str(folder)).consolidated == str(folder)
     (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:-1] + b"x")
     for where in (tmp_path, folder):
-        with pytest.raises(CheckpointError, match="in consolidated is not what was written"):
+        with pytest.raises(CheckpointError, match="in consolidated differs from what was written"):
             ckpt.verify_checkpoint(str(where))
     (tmp_path / "weights.json").write_text('{"digest": "d"}')  # of an older version
     assert "was not compared" in ckpt.verify_checkpoint(str(tmp_path)).note

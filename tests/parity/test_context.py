@@ -338,12 +338,12 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
 REFUSED = [
     (lambda: own(attention="matmul"), r"first that differs is (head|the model's own)"),
     (lambda: own(positions="sum"), r"first that differs is qkv \(Linear\)"),
-    (lambda: transformer(LLAMA, attn_implementation="eager"), "computes its attention as 'eager'"),
+    (lambda: transformer(LLAMA, attn_implementation="eager"), "uses 'eager' attention"),
     (
         lambda: transformer("MistralForCausalLM/MistralConfig", sliding_window=5, num_key_value_heads=2),
         "sliding_window=5 is shorter than",
     ),
-    (lambda: transformer("BloomForCausalLM/BloomConfig", n_head=4), "computes its attention as 'eager'"),
+    (lambda: transformer("BloomForCausalLM/BloomConfig", n_head=4), "uses 'eager' attention"),
     (lambda: biased(), r"an attention mask of shape \(1, 2, 11, 11\) is neither causal, nor padding"),
     (
         lambda: transformer("BartForConditionalGeneration/BartConfig", decoder_start_token_id=0),
@@ -353,7 +353,7 @@ REFUSED = [
         lambda: transformer("RobertaForMaskedLM/RobertaConfig", pad_token_id=1),  # its positions begin at 2
         r"position_embeddings \(Embedding\)'s",
     ),
-    (lambda: recurrent(), r"rnn \(LSTM\) can't be cut along the sequence: each position waits"),
+    (lambda: recurrent(), r"rnn \(LSTM\) can't be split along the sequence: each position waits"),
     (lambda: pooled(), "no output of this model has a sequence dimension"),
     (lambda: unshifted(), "compares a position with its neighbour"),
     (lambda: mean(), "the loss is one number, a mean over its samples"),

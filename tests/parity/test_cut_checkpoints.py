@@ -103,10 +103,10 @@ def test_every_flipped_bit_is_refused_by_every_rank(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         file.write_bytes(bad)
-        with pytest.raises(CheckpointError, match="is not what was written"):
+        with pytest.raises(CheckpointError, match="differs from what was written"):
             verify(path)
         assert newest_good(tmp_path)[0] is None
-        with pytest.raises(CheckpointError, match="is not what was written"):
+        with pytest.raises(CheckpointError, match="differs from what was written"):
             resume(path, pair(2, 9), 2)
         file.write_bytes(good)
     resume(path, pair(2, 9), 2)

@@ -242,7 +242,7 @@ class Growing(Counted):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_length_that_is_not_the_same_is_refused(workers: int) -> None:
-    with pytest.raises(JobError, match="train_data has another length each time it is asked: 21 samples, then 22"):
+    with pytest.raises(JobError, match=r"len\(\) of train_data changes from call to call: 21 samples, then 22"):
         fed(Growing(always=True), workers=workers)
     with pytest.raises(DataError, match="train_data has 24 samples in epoch 1 and had 20 at the start"):
         fed(Growing(always=False), workers=workers)
@@ -458,11 +458,11 @@ def test_a_function_that_gives_a_generator_is_called_for_each_reading() -> None:
     ("samples", "position", "said"),
     [
         (400, 352, None),
-        (300, 352, "had 400 samples and has 300 (--allow data): this epoch stood at sample 352, and is over with it; "),
+        (300, 352, "had 400 samples and has 300 (--allow data): this epoch was at sample 352, and ends there; "),
         (
             500,
             352,
-            "had 400 samples and has 500 (--allow data): this epoch stood at sample 352; counted in epochs of 500",
+            "had 400 samples and has 500 (--allow data): this epoch was at sample 352; counted in epochs of 500",
         ),
     ],
 )

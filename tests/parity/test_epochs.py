@@ -50,6 +50,6 @@ def _evaluated(data: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_generator_itself_is_read_once(workers: int) -> None:
     assert len(read(_rows(), replicas=1, workers=workers, steps=4)) == 11
-    with pytest.raises(DataError, match="can be read once: there is nothing for epoch 2") as caught:
+    with pytest.raises(DataError, match="can be read only once: epoch 2") as caught:
         read(_rows(), replicas=1, workers=workers, steps=5)
     assert "without calling it" in caught.value.hint

@@ -54,7 +54,7 @@ def test_exact_mode_adds_float64_from_the_smallest_to_the_largest(exponent: int)
 
 def test_exact_mode_says_which_gradient_is_too_large_for_it() -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    with pytest.raises(RunError, match=r"the gradient of weight reaches 1e\+308: exact mode adds what") as found:
+    with pytest.raises(RunError, match=r"the gradient of weight reaches 1e\+308: exact mode adds values") as found:
         added([1e308], grid=FixedPointGrid(names=["weight"]), model=model)
     assert found.value.cause and "--train.exact" in found.value.hint
 

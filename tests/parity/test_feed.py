@@ -229,7 +229,7 @@ def test_a_data_worker_that_leaves_is_named_though_its_memory_goes_first() -> No
 
     given = guard_worker_death(sent())
     assert next(given) == 1
-    with pytest.raises(DataError, match="a data worker died: what it had read went with it"):
+    with pytest.raises(DataError, match="a data worker died: the data that it had read is lost"):
         next(given)
 
 

@@ -129,7 +129,7 @@ def test_what_is_imported_by_name_is_found_by_the_ranks(folder: Path, monkeypatc
         (None, "the job is a NoneType"),
         ("", "the job is empty"),
         ("nowhere.py", "nowhere.py does not exist"),
-        ("object:squares", "is an object"),
+        ("object:squares", "is a Python object"),
     ],
 )
 def test_what_is_no_job_is_refused(folder: Path, given: Any, says: str) -> None:

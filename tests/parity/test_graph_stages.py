@@ -187,9 +187,9 @@ class Locked(Layers):
 
 
 REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
-    (Branch, {}, r"decides by a tensor's value(.|\n)*test_graph_stages.py:"),
+    (Branch, {}, r"branches on a tensor's value(.|\n)*test_graph_stages.py:"),
     (Luck, {}, "draws from random or numpy"),
-    (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep makes a value \(mul\) that it does not return, and add needs it"),
+    (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep creates a value \(mul\) that it does not return, but add needs it"),
     (Left, {}, r"keeps a tensor on the model between its modules \(self.aside\)"),
     (Counts, {}, r"the forward changes self.calls"),
     (

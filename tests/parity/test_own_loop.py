@@ -31,9 +31,7 @@ def banner_of(folder: Path) -> str:
 
 def test_a_second_loop_after_the_run_is_over_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(
-            pl.UsageError, match=r"over: it stands at step 3 of 3, and run\.batches\(\) gives no more"
-        ) as refused,
+        pytest.raises(pl.UsageError, match=r"ended at step 3 of 3: run\.batches\(\) has no more") as refused,
         pl.Run(job(), ranks=1, run_dir=tmp_path / "a", settings=QUIET) as run,
     ):
         for _ in range(3):
@@ -154,7 +152,7 @@ def test_a_metric_of_another_form_is_named(part: Any, tmp_path: Path) -> None:
     for given in ((part, 3), (3.0, part)):
         made = job(metrics={"accuracy": lambda output, batch, given=given: given})
         with (
-            pytest.raises(pl.JobError, match=r"the metric 'accuracy' gave a part of .*two numbers"),
+            pytest.raises(pl.JobError, match=r"the metric 'accuracy' returned a value of .*two numbers"),
             pl.Run(made, ranks=1, run_dir=tmp_path, settings=QUIET) as run,
         ):
             run.evaluate()

@@ -124,7 +124,7 @@ def test_settings_that_leave_nothing_to_choose_are_refused() -> None:
 def test_of_samples_of_many_lengths_the_longest_is_looked_at() -> None:
     many, note = facts_of("tests.parity.test_plan_odd:uneven")
     alike, none = facts_of("tests.parity.test_plan_odd:uneven", "--job.lengths=one")
-    assert "768 to 6,144 numbers, of 32 that were looked at" in note[0] and not none
+    assert "768 to 6,144 numbers (of 32 examined)" in note[0] and not none
     assert saved(many) == saved(alike)
 
 

@@ -300,7 +300,7 @@ def test_two_ranks_of_ddp_are_one_process_to_rounding(tmp_path: Path) -> None:
     found = pl.compare(tmp_path / "one", tmp_path / "alone")
     assert found.first_difference is not None
     assert found.first_difference["step"] == 1
-    assert "rank 1 leaves rank 0 at step 1" in found.text
+    assert "rank 1 diverges from rank 0 at step 1" in found.text
     assert "data order" not in found.text
 
 

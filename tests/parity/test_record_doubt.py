@@ -107,7 +107,7 @@ def test_a_gradient_of_rounding_alone_is_no_difference(tmp_path: Path, optimizer
     found = pl.compare(one, two)
     assert found.exit_code == 0, found.text
     assert found.text.startswith(f"rounding: {STEPS // every} steps")
-    assert found.text.endswith("not judged, as their gradient is lost in rounding: c1.bias, c2.bias")
+    assert found.text.endswith("not judged, because their gradient is lost in rounding: c1.bias, c2.bias")
     assert found.recordings[0]["unjudged"] == BIASES
 
 

@@ -111,7 +111,7 @@ def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
         return fed(None, data=DataLoader(DATA, sampler=sampler))._order.name(0)  # type: ignore[attr-defined,no-any-return]
 
     assert len(read(Drawn(unseeded=False))) == 20
-    with pytest.raises(DesyncError, match="the DataLoader's sampler of eval_data gives another order on rank 1"):
+    with pytest.raises(DesyncError, match="the DataLoader's sampler of eval_data gives a different order on rank 1"):
         read(Drawn(unseeded=True))
 
 

@@ -26,7 +26,7 @@ def compared(model: nn.Module, right: nn.Module) -> RungResult:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("running_mean", "unequal start buffers on rank 0: a forward before"),
+        ("running_mean", "unequal initial buffers on rank 0: a forward before"),
         ("weight", "unequal initial weights on rank 0"),
     ],
 )

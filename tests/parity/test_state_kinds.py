@@ -53,7 +53,7 @@ class Thawing(nn.Module):
 
 
 def test_a_frozen_layer_that_thaws_ends_the_run_before_its_step(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"trunk.weight was frozen when the run was built and is thawed now"):
+    with pytest.raises(JobError, match=r"trunk.weight was frozen when the run was built and is trainable now"):
         trained(job(model=lambda: Thawing(trains=False), eval_data=None), tmp_path, checkpoint_every=1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))[-1] == "step-00000002"
 
@@ -146,7 +146,7 @@ def test_what_is_meant_to_be_fixed_or_is_the_model_s_is_no_note() -> None:
 
 
 def test_a_loss_that_ranks_have_drawn_apart_is_refused() -> None:
-    with pytest.raises(JobError, match=r"loss= holds loss.centres, which ranks have with other values"):
+    with pytest.raises(JobError, match=r"loss= contains loss.centres, whose values differ between ranks"):
         loss_notes(Centres(), model=nn.Linear(4, 2), world=Ranks({"loss.centres": 1}))
 
 
@@ -179,7 +179,7 @@ def test_a_count_of_any_type_is_a_number(count: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda o, b: 3.0, "loss= gave a float"),
+        (lambda o, b: 3.0, "loss= returned a float"),
         (lambda o, b: (torch.tensor(1j), 1), "is complex"),
         (lambda o, b: (np.float32(1.0), 1), "expected a scalar tensor"),
         (nn.CrossEntropyLoss(), "takes \\(output, target\\)"),
@@ -449,7 +449,7 @@ def rows_of(folder: Path) -> list[Any]:
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=torch.tensor(math.inf))}, "with lr=inf in group 0"),
         ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "controls a different optimizer"),
         ({"lr_schedule": lambda o: 3}, "expected a schedule with step"),
-        ({"model": lambda: nn.DataParallel(nn.Linear(4, 2))}, "model= gave a DataParallel"),
+        ({"model": lambda: nn.DataParallel(nn.Linear(4, 2))}, "model= returned a DataParallel"),
         ({"model": lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 2))}, "model= failed: .*process group"),
         ({"forward": lambda model, batch: None}, "forward= returned None"),
     ],

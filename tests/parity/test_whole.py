@@ -119,7 +119,7 @@ def test_a_wrong_one_is_found(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--train.micro_batch_size", "3"), "refuses accumulation: 4 microbatches for 2 replicas"),
+        (("--train.micro_batch_size", "3"), "does not support accumulation: 4 microbatches for 2 replicas"),
         (("--train.exact", "true"), "--train.exact is not proved"),
     ],
 )

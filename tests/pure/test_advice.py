@@ -153,7 +153,7 @@ def test_families_that_the_model_or_the_optimizer_refuses_say_why() -> None:
         refused={"pp": "a skip over every border"},
     )  # fmt: skip
     missing = "\n".join(advise(CostModel(facts=facts, fleet=read_fleet("8xA100-80G"))).missing)
-    assert "pp: a skip over every border" in missing and "fsdp: Muon looks at whole tensors" in missing
+    assert "pp: a skip over every border" in missing and "fsdp: Muon needs whole tensors" in missing
 
 
 def test_memory_is_named_where_it_keeps_out_what_is_quicker() -> None:

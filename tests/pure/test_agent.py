@@ -92,7 +92,7 @@ end(start(0, lambda: os._exit(7)), 0)
 end(other, 1)
 """
     code, failure = attempt(tmp_path, told)
-    assert code == 1 and failure is not None and failure.rank == 0 and "exit code 7" in failure.message
+    assert code == 1 and failure is not None and failure.rank == 0 and "exited with code 7" in failure.message
     assert not (tmp_path / "slept").exists()
 
 

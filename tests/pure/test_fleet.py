@@ -39,8 +39,8 @@ def test_a_cluster_as_it_is_typed(text: str, nodes: int, devices: int, name: str
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0xH100-80G", "0 is no count"),
-        ("4x0xH100-80G", "0 is no count"),
+        ("0xH100-80G", "0 is not a valid count"),
+        ("4x0xH100-80G", "0 is not a valid count"),
         ("H100", "did you mean 'H100-80G'"),
         ("8xA100-80", "did you mean 'A100-80G'"),
         ("4x8xH100-80G@ib-nd", "did you mean 'ib-ndr'"),
@@ -109,8 +109,8 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
         read_fleet(str(path))
     said = str(caught.value)
     for words in (
-        "no betwen", "did you mean 'between'", "nodes = 0 is no count", "devices = True is no count",
-        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is none", "no device.colour",
+        "no key betwen", "did you mean 'between'", "nodes = 0 is not a valid count", "devices = True is not a valid count",
+        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is none", "no key device.colour",
         "'nvlnk4' is no known link", "'hours' is no unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
         "that is a unit of bytes a second", "did you mean 'USD/h'", "host = 5 is no link", "neither true nor false",
         r"name = 'a\x1b[31m' is no name", "device.name = 7 is no name",
@@ -262,4 +262,4 @@ def test_a_file_says_what_is_given_and_the_rest_is_assumed(tmp_path: Path) -> No
     assert (fleet.inside.origin, fleet.between.origin, fleet.device.reserve_origin) == ("assumed", "given", "assumed")
     lines = "\n".join(assumption_lines(fleet, precision="bf16"))
     assert "reserve: 2.0 GiB of the 80.0 GiB of each GPU (assumed, for " in lines
-    assert "MFU: of 20 TFLOP/s of each GPU, dense fp32, since it has no bf16 (" in lines
+    assert "MFU: of 20 TFLOP/s of each GPU, dense fp32, because it has no bf16 (" in lines

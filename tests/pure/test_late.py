@@ -22,7 +22,7 @@ def test_a_pipeline_counts_microbatches_and_others_count_gradients() -> None:
     for rule, told in (("ps,staleness=4", {}), ("hogwild", {"lost": 1, "made": 80})):
         shown = told_of(rule, {"who": "worker 1", "late": late, **told})
         assert "19 gradients 1 update late" in shown and "microbatch" not in shown
-        assert "since this attempt began" in shown
+        assert "from the start of this attempt" in shown
 
 
 def test_very_late_is_not_drawn_as_not_late() -> None:

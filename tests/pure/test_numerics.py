@@ -84,7 +84,7 @@ def test_who_compiles_already_is_told_so_in_every_row() -> None:
     for row in advice.rows:
         candidate = row.estimate.candidate
         assert candidate.tp == 1 and candidate.remat != "selective" and str(candidate).endswith(", compiled")
-    assert "tp: torch.compile does not see through" in "\n".join(advice.missing)
+    assert "tp: torch.compile does not support" in "\n".join(advice.missing)
     assert [option.words for option in numerics_options(forecast, advice.recommended, FEW)] == ["params=bf16"]
     assert estimate_named(forecast, "fsdp,remat=full").candidate.compiles
 

@@ -309,7 +309,7 @@ def test_a_module_that_has_changed_since_the_verify_is_named_and_a_secret_is_not
     assert "verify: rounding" in run_page(run) and "hush-hush" not in run_page(run)
     write(other, answer_verify=answer(settings=settings, modules={"job": "1" * 64, "model": "3" * 64}))
     text = run_page(run)
-    assert f"Verified in {other.path} with other code than this run&#x27;s: module model" in text
+    assert f"Verified in {other.path} with different code than this run&#x27;s: module model" in text
     assert "verify:" not in text and "hush-hush" not in text
 
 

@@ -107,7 +107,7 @@ def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
         error, held={"parameters": 3 << 20}, room=MemoryLimit(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20)
     )
     assert told.part == part and ("in " + part in told.what if part else " in " not in told.what)
-    assert "this room ends at 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
+    assert "this room is limited to 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
     assert told.as_json()["held"] == {"parameters": 3 << 20}
 
 

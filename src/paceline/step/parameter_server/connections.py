@@ -56,7 +56,7 @@ class WorkerConnections:
     def _why(self, text: str) -> str:
         """Return a short form of the library's error text."""
         if "timed out" in text or "timeout" in text:
-            return f"that has not responded for {self._desk.timeout_seconds:g} s"
+            return f"which has not responded for {self._desk.timeout_seconds:g} s"
         return (
             "whose process has ended"
             if "closed" in text or "reset" in text

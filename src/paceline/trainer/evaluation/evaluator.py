@@ -223,7 +223,8 @@ class Evaluator:
                 if as_number(part) is None:
                     what = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
                     raise JobError(
-                        f"the metric {name!r} returned {what} in its pair, expected (sum, count): two numbers.",
+                        f"the metric {name!r} returned a value of {what} in its pair, "
+                        "expected (sum, count): two numbers.",
                         hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                     )
             _add(sums, name, *pair)
