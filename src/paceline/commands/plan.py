@@ -45,27 +45,27 @@ class PlanOptions:
     cluster: str = "here"
     """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
     layout: str | None = None
-    """Judge this one in place of a search: fsdp, pp=2,dp_shard=4,remat=full, ..."""
+    """Judge this layout instead of searching: fsdp, pp=2,dp_shard=4,remat=full, ..."""
     layouts: tuple[str, ...] = ()
-    """Judge these, and say what is different between them: --layouts fsdp pp=2,dp=4."""
+    """Judge these layouts and compare them: --layouts fsdp pp=2,dp=4."""
     against: Path | None = None
-    """A plan.json, or the folder of one: what is different from its recommended layout."""
+    """A plan.json or its folder: compare with its recommended layout."""
     page: Path | None = None
-    """Where a page with the pictures goes."""
+    """An HTML page to write, with pictures."""
     ranks: int | None = None
-    """Processes on this machine, where the cluster is `here`."""
+    """With --cluster here: number of processes on this machine."""
     device: str = "auto"
-    """auto, cpu or cuda, where the cluster is `here`."""
+    """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
-    """For timing layouts, where the cluster is `here`, at most; 0 takes what the probe forecasts. 60 with the probe."""
+    """With --cluster here: time limit for timing layouts; 0 times nothing; default: 60 with the probe."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """Where the answer and its log are kept."""
+    """The folder for the plan and its log."""
     dry_run: bool = False
-    """Check what can be checked, start nothing."""
+    """Check everything that can be checked, and start nothing."""
     json: bool = False
-    """The answer for a script."""
+    """Print the plan as JSON."""
 
 
 def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandResult:

@@ -41,33 +41,33 @@ class SimulateOptions:
     """Simulate one step of a planned layout on virtual time, on any number of ranks, and the goodput under failures."""
 
     job: Annotated[str, tyro.conf.Positional]
-    """A job; or a plan.json, or the folder of one."""
+    """A job, a plan.json, or the folder of one."""
     cluster: str | None = None
-    """here, 16x8xH100-80G@ib-ndr, or a TOML file; of a plan.json its own."""
+    """here, 16x8xH100-80G@ib-ndr, or a TOML file; a plan.json has its own."""
     layout: str | None = None
-    """fsdp, pp=8,tp=8,dp=2, ...; default: the one that is recommended."""
+    """fsdp, pp=8,tp=8,dp=2, ...; default: the recommended one."""
     ranks: int | None = None
-    """Processes on this machine, where the cluster is `here`."""
+    """With --cluster here: number of processes on this machine."""
     device: str = "auto"
-    """auto, cpu or cuda, where the cluster is `here`."""
+    """With --cluster here: auto, cpu or cuda."""
     failures: str | None = None
     """Mean time between failures of one device: "50000 h"."""
     every: int | None = None
-    """Steps between checkpoints; without it what is best is told."""
+    """Steps between checkpoints; default: report the best interval only."""
     checkpoint_seconds: float = Checkpoints.stall_seconds
-    """Training stops so long for a checkpoint."""
+    """Seconds that training stops for a checkpoint."""
     write_seconds: float = Checkpoints.write_seconds
-    """So long after that it is safe, while training goes on."""
+    """Seconds after that until the checkpoint is safe; training continues meanwhile."""
     restart_seconds: float = Checkpoints.restart_seconds
-    """From a failure until training goes on."""
+    """Seconds from a failure until training continues."""
     page: Path | None = None
-    """Where a page with the pictures goes; a name that ends in .svg gets the step's timeline alone."""
+    """An HTML page to write; a name that ends in .svg gets the step's timeline only."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """Where the log is kept."""
+    """The folder for the log."""
     json: bool = False
-    """The answer for a script."""
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
