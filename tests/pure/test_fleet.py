@@ -110,10 +110,10 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
     said = str(caught.value)
     for words in (
         "no key betwen", "did you mean 'between'", "nodes = 0 is not a valid count", "devices = True is not a valid count",
-        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is none", "no key device.colour",
-        "'nvlnk4' is no known link", "'hours' is no unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
-        "that is a unit of bytes a second", "did you mean 'USD/h'", "host = 5 is no link", "neither true nor false",
-        r"name = 'a\x1b[31m' is no name", "device.name = 7 is no name",
+        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is unknown", "no key device.colour",
+        "'nvlnk4' is not a known link", "'hours' is not a unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
+        "that is a unit of bytes per second", "did you mean 'USD/h'", "host = 5 is not a link", "neither true nor false",
+        r"name = 'a\x1b[31m' is not a name", "device.name = 7 is not a name",
     ):  # fmt: skip
         assert words in said, words
     assert all(str(path) in problem.where for problem in caught.value.problems)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError
 from paceline.torch_internals.private_api import storage_key
@@ -16,9 +17,14 @@ def refuse_tensors(model: nn.Module) -> None:
         JobError: with the name, the likely cause and the line to write instead.
     """
     _refuse_kinds(model)
-    parameters = [(name, p) for name, p in model.named_parameters() if p.numel()]
-    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if buffer.numel())])
+    parameters = [(name, p) for name, p in model.named_parameters() if _has_numbers(p)]
+    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if _has_numbers(buffer))])
     _refuse_nan(parameters)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Return False for an empty tensor, and for a lazy one, which is refused later by name."""
+    return not is_lazy(tensor) and tensor.numel() > 0
 
 
 def _refuse_kinds(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.errors import JobError
@@ -159,7 +160,7 @@ def _gauge(most: int) -> Iterator[None]:
     def weigh(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal total
         del name
-        if parameter is not None and id(parameter) not in seen:
+        if parameter is not None and id(parameter) not in seen and not is_lazy(parameter):
             seen[id(parameter)] = parameter
             total += parameter.numel() * parameter.element_size()  # a sparse one has no `nbytes`; it is refused by name
             if total > most:
