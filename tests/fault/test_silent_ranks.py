@@ -67,7 +67,7 @@ class Stuck(torch.utils.data.TensorDataset):
     [
         ("print('50%|###', end=''); raise ValueError('no loss today')", "ValueError: no loss today"),
         pytest.param("breakpoint()", "waits for terminal input, but a rank has no terminal", marks=pytest.mark.soak),
-        ("input('how much? ')", "input() waits for words from a terminal"),
+        ("input('how much? ')", "input() waits for terminal input"),
     ],
 )
 def test_the_console_has_one_screen_of_it(shop: Shop, line: str, says: str) -> None:

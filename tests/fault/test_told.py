@@ -84,7 +84,7 @@ def test_a_size_that_was_given_is_not_said_to_follow_from_the_ranks(shop: Shop) 
     words = ("--job.norm", "true")
     assert "batch norm:" not in shop.train("run", *words, "--train.micro_batch_size", "4", ranks=3, steps=2).out
     said = shop.train("run", *words, ranks=1, steps=4).out
-    assert "batch: microbatches of 4, as this run was started" in said
+    assert "batch: microbatches of 4, as at the start of this run" in said
     assert "batch norm:" not in said, said
 
 
@@ -92,7 +92,7 @@ def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace(OPTION, OPTION + "        early_stopping=2,\n"))
     words = ("--job.lr", "0.0", "--job.norm", "true", "--eval.every", "2")
     said = shop.train("run", *words, steps=100).out
-    assert "batch norm: over microbatches of 6, which follow from the ranks" in said
+    assert "batch norm: over microbatches of 6, which depend on the number of ranks" in said
     assert "stopped early" not in said
     saved = re.findall(r"saved \S*step-0*(\d+)[^|]*\| (\S+ KiB)", said)
     listed = re.findall(r"step +(\d+) +(\S+ KiB)", shop.run("ckpt", "ls", "run").out)

@@ -198,8 +198,8 @@ class Hands(Net):
 
 
 CASES: dict[str, tuple[Any, str, str, str]] = {
-    "a list written to": (Appends, "fsdp", "refused", "blocks.1 writes to a list that it is given"),
-    "a dict in a dict": (Stores, "fsdp", "refused", "blocks.0 writes to a dict that it is given"),
+    "a list written to": (Appends, "fsdp", "refused", "blocks.1 writes to a list that it gets"),
+    "a dict in a dict": (Stores, "fsdp", "refused", "blocks.0 writes to a dict that it gets"),
     "another order": (Shuffled, "fsdp", "failed", "fsdp gathered different units on different ranks"),
     "a choice by samples": (OneOfTwo, "fsdp", "failed", "fsdp gathered different units on different ranks"),
     "other parameters": (Swapped, "fsdp", "refused", "instead of its parameter blocks.0.norm.bias"),
@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
     "a block's parts": (Parts, "fsdp", "refused", "blocks.0.norm.weight is used outside its fsdp"),
     "an argument written to": (Sums, "fsdp", "refused", "a block writes in place to its argument"),
     "a hook under fsdp": (Hooked, "fsdp", "refused", "fsdp replaces blocks.1.up.weight by a new tensor"),
-    "a later hook under fsdp": (HookedLater, "fsdp", "refused", "another tensor in the place of first.weight"),
+    "a later hook under fsdp": (HookedLater, "fsdp", "refused", "another tensor instead of first.weight"),
     "a hook above init.limit": (Hooked, "ddp --init.limit=10", "refused", "above init.limit the values of blocks.1.up"),
     "a hook under zero2": (Hooked, "zero2", "done", ""),
     "a hook under ddp": (HookedLater, "ddp", "done", ""),

@@ -236,13 +236,13 @@ def test_the_bytes_that_are_told_are_those_that_are_sent(bench: Shop, how: str) 
 
 
 BAD = {
-    "goes with ddp, not with pp": ("--layout", "pp", "--ranks", "2"),
-    "goes with ddp, not with fsdp": ("--layout", "fsdp", "--ranks", "2"),
-    "goes with ddp, not with threads": ("--layout", "threads", "--ranks", "2"),
+    "needs ddp, not pp": ("--layout", "pp", "--ranks", "2"),
+    "needs ddp, not fsdp": ("--layout", "fsdp", "--ranks", "2"),
+    "needs ddp, not threads": ("--layout", "threads", "--ranks", "2"),
     "with one rank: it sends nothing": ("--ranks", "1"),
     "--train.exact with --compress topk": ("--ranks", "2", "--train.exact"),
     "fp16 with --compress topk": ("--ranks", "2", "--train.precision", "fp16"),
-    "goes with --update sync, not with hogwild": ("--ranks", "2", "--update", "hogwild"),
+    "needs --update sync, not hogwild": ("--ranks", "2", "--update", "hogwild"),
     "did you mean 'topk'": ("--ranks", "2", "--compress", "topkk"),
 }
 

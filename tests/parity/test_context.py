@@ -337,7 +337,7 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
 
 REFUSED = [
     (lambda: own(attention="matmul"), r"first that differs is (head|the model's own)"),
-    (lambda: own(positions="sum"), r"first that differs is qkv \(Linear\)"),
+    (lambda: own(positions="sum"), r"first that differs is that of qkv \(Linear\)"),
     (lambda: transformer(LLAMA, attn_implementation="eager"), "uses 'eager' attention"),
     (
         lambda: transformer("MistralForCausalLM/MistralConfig", sliding_window=5, num_key_value_heads=2),
@@ -378,7 +378,7 @@ def test_positions_in_the_batch_are_cut_with_it() -> None:
 def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
-    with pytest.raises(LayoutError, match=r"drops 0.1 of its weights: 3,528 draws on every rank"):
+    with pytest.raises(LayoutError, match=r"drops 0.1 of its weights: 3,528 random numbers on every rank"):
         run_simulated_ranks(lambda over: train(case, over), size=2)
 
 

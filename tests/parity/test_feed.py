@@ -260,7 +260,7 @@ def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
 
     assert "--data.drop_last true" in notes(drop_last=True)
     assert "generator is not used" in notes(shuffle=True, generator=torch.Generator())
-    assert "spawn is not kept" in notes(num_workers=1, multiprocessing_context="spawn")
+    assert "spawn is ignored" in notes(num_workers=1, multiprocessing_context="spawn")
     assert "DistributedSampler is replaced" in notes(sampler=DistributedSampler(Noisy(), num_replicas=2, rank=0))
 
     class Own(DataLoader[Any]):

@@ -16,11 +16,11 @@ def test_what_a_plan_does_is_said_now_and_then_until_it_is_done(
 ) -> None:
     with signs_of_life(tmp_path, every=0.05):
         time.sleep(0.2)
-        write_doing(tmp_path, "layouts are searched")
+        write_doing(tmp_path, "searching layouts")
         time.sleep(0.2)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "planning: processes begin; 0 s so far"
-    assert said[-1] == "planning: layouts are searched; 0 s so far"
+    assert said[-1] == "planning: searching layouts; 0 s so far"
     time.sleep(0.1)
     assert not capsys.readouterr().err
     write_doing(tmp_path, "")

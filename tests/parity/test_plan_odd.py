@@ -118,7 +118,7 @@ def test_settings_that_leave_nothing_to_choose_are_refused() -> None:
     settings = replace(Settings(), train=replace(Settings().train, gradient_accumulation_steps=4))
     with pytest.raises(UsageError, match="each layout would have different microbatches") as caught:
         grid_of(settings, asked="paceline plan")
-    assert "what plan chooses" in caught.value.cause
+    assert "plan also chooses" in caught.value.cause
 
 
 def test_of_samples_of_many_lengths_the_longest_is_looked_at() -> None:
@@ -131,7 +131,7 @@ def test_of_samples_of_many_lengths_the_longest_is_looked_at() -> None:
 def test_the_command_says_it_on_one_screen(tmp_path: Path) -> None:
     for words, code, said in (
         (["job", "--job.how=operation"], 2, "register_fake"),
-        (["uneven"], 0, "samples are of 768 to 6,144 numbers"),
+        (["uneven"], 0, "samples have 768 to 6,144 numbers"),
         (["job", "--cluster=tiny.toml"], 2, "no layout of the model fits on tiny"),
     ):
         done = plan(f"{__file__}:{words[0]}", *words[1:], folder=tmp_path)

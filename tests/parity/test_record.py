@@ -163,7 +163,7 @@ WRITTEN: dict[str, tuple[Callable[[list[bytes]], bytes], int, str]] = {  # what 
     "half of its only line": (lambda lines: lines[0][:50], 2, "has no step: its only line is half written"),
     "empty": (lambda lines: b"", 2, "has no step: it is empty"),
     "a whole last line that is none": (lambda lines: b"".join(lines[:-1]) + lines[-1][:50] + b"\n", 2, "is not a step of a recording"),
-    "half a line in the middle": (lambda lines: b"".join(lines[:2]) + lines[2][:50] + b"\n" + lines[3], 2, "line 3 is no step"),
+    "half a line in the middle": (lambda lines: b"".join(lines[:2]) + lines[2][:50] + b"\n" + lines[3], 2, "line 3 is not a step"),
 }  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def test_a_damaged_line_is_named_and_a_torn_last_one_passed_over(tmp_path: Path,
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-0.jsonl").write_bytes(b"".join(lines))
     assert pl.compare(path, tmp_path / "torn").text.startswith("bitwise")
-    with pytest.raises(UsageError, match=r"rank-0.jsonl: line 2 is no step of a recording"):
+    with pytest.raises(UsageError, match=r"rank-0.jsonl: line 2 is not a step of a recording"):
         pl.compare(path, tmp_path / "damaged")
 
 

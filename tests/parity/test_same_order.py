@@ -62,7 +62,7 @@ def test_an_order_is_compared_at_the_start_of_each_epoch(workers: int) -> None:
     apart = fed(seeded, other="0", workers=workers)
     with (
         closing(apart),
-        pytest.raises(DesyncError, match="order= gives another order on rank 1 than on rank 0, in epoch 0"),
+        pytest.raises(DesyncError, match="order= gives a different order on rank 1 than on rank 0, in epoch 0"),
     ):
         next(iter(apart))
     said: list[str] = []
@@ -120,7 +120,7 @@ def test_unseeded_orders_end_a_run_and_are_named_by_verify(shop: Shop) -> None:
     job = "import numpy as np\n" + SMALL_JOB.replace("        max_grad_norm=1.0,\n", f"        order={UNSEEDED},\n")
     shop.write("job.py", job)
     ended = shop.train("two")
-    assert ended.code == 1 and "order= gives another order on rank 1 than on rank 0" in ended.text, ended.text
+    assert ended.code == 1 and "order= gives a different order on rank 1 than on rank 0" in ended.text, ended.text
     assert shop.train("one", ranks=1, steps=3).code == 0
     refused = shop.train("one", ranks=1, steps=7)
     assert refused.code == 2 and "a different order than this run began with" in refused.text, refused.text
@@ -130,4 +130,4 @@ def test_unseeded_orders_end_a_run_and_are_named_by_verify(shop: Shop) -> None:
     apart = UNSEEDED.replace("default_rng()", "default_rng(int(os.environ['RANK']))")
     shop.write("job.py", job.replace(UNSEEDED, apart))
     found = shop.run("verify", "job.py", "--ranks", "2", "--json")
-    assert found.code == 4 and "order= gives another order on rank 1 than on rank 0" in found.text, found.text
+    assert found.code == 4 and "order= gives a different order on rank 1 than on rank 0" in found.text, found.text

@@ -559,7 +559,9 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
     shop.write("terms.py", TERMS)
     words = ("--job.claims", "1", "--train.steps", "3", "--run-dir", "run")
     ended = shop.run("train", "terms.py", *words, "--ranks", "3", "--update", f"ps,staleness={bound}")
-    assert ended.code == 2 and "for the term few over the global batch, the loss returns 1" in ended.text, ended.text
+    assert ended.code == 2 and "for the term few over the global batch, but the loss returns 1" in ended.text, (
+        ended.text
+    )
 
 
 def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
@@ -644,7 +646,7 @@ def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop, ki
     shop.write("table.py", TABLE)
     words = ("--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
     ended = shop.run("train", "table.py", "--job.kind", kind, *words)
-    assert ended.code == 2 and f"table gives sparse gradients, and {said}" in ended.text, ended.text
+    assert ended.code == 2 and f"table gives sparse gradients, but {said}" in ended.text, ended.text
 
 
 @pytest.mark.parametrize(
@@ -675,8 +677,8 @@ def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
         assert found["verdict"] in ("bitwise", "rounding") and found["reference"].startswith("serial ps")
         assert [rung["name"] for rung in found["rungs"]] == [
             "one process",
-            "done again in float64",
-            "done again in fp32",
+            "repeated in float64",
+            "repeated in fp32",
         ]
 
 

@@ -45,7 +45,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_is_compared_is_refused_by_its_name(begun: Path, name: str) -> None:
     difference = COMPARED_SETTINGS[name.replace("_", ".", 1)]
-    with pytest.raises(PacelineError, match=rf"this is not the run that was saved: .*\b{difference}: ") as refused:
+    with pytest.raises(
+        PacelineError, match=rf"this run differs from the one that was saved: .*\b{difference}: "
+    ) as refused:
         trained(job(), begun, train_steps=4, **{**BEFORE, name: OTHER[name]})
     assert f"--allow {difference}" in refused.value.hint or f",{difference}" in refused.value.hint
 

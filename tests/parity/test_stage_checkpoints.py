@@ -129,7 +129,7 @@ def test_a_block_that_an_autograd_function_calls_is_refused_by_name_before_a_ste
     model, plain = Recomputed(), Chain()
     cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
     assert cut.enclosed == ("blocks.1", "Reversed")
-    with pytest.raises(LayoutError, match=r"calls blocks\.1 inside of the autograd function Reversed"):
+    with pytest.raises(LayoutError, match=r"calls blocks\.1 inside the autograd function Reversed"):
         Stages(model, cut=cut, own=[0]).refuse_training()
     cut = plan_cut(plain, num_stages=2, call=lambda: loss(plain, 0))
     assert cut.enclosed is None
@@ -212,7 +212,7 @@ class Looking(Chain):
 @pytest.mark.parametrize("how", ["copy", "state", "statistics"])
 def test_statistics_that_are_read_outside_of_their_block_are_refused_by_name(how: str) -> None:
     model = Looking(how)
-    said = r"reads the buffer blocks\.\d\.one\.1\.\w+ outside of its block, and only stage \d has"
+    said = r"reads the buffer blocks\.\d\.one\.1\.\w+ outside of its block, but only stage \d has"
     with pytest.raises(NoChain, match=said):
         plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
     other = Looking("")

@@ -102,8 +102,8 @@ def test_what_a_stage_would_do_otherwise_than_one_process_is_refused(way: str, s
 @pytest.mark.parametrize(
     ("way", "says"),
     [
-        ("shuffled", "does not call its blocks as it did when the model was cut: blocks.0 was due"),
-        ("skipped", "does not call its blocks as it did when the model was cut: blocks.3 was due"),
+        ("shuffled", "does not call its blocks in the order in which the model was cut: blocks.0 was expected"),
+        ("skipped", "does not call its blocks in the order in which the model was cut: blocks.3 was expected"),
         ("penalty", "asks for the gradient of a value that is on another stage"),
     ],
 )
@@ -162,7 +162,7 @@ class _Leaving(_Block):
 
 def test_a_list_that_blocks_append_to_is_refused() -> None:
     model = _Appending()
-    with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it is given"):
+    with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it gets"):
         plan_graph(model, num_stages=2, call=lambda: _odd_loss(model, 0))
 
 

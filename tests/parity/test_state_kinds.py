@@ -433,7 +433,7 @@ def test_a_schedule_that_is_shorter_than_the_run_is_refused_before_a_step(tmp_pa
     made = job(lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=5))
     with pytest.raises(JobError, match="OneCycleLR, which ends before the run does") as refused:
         trained(made, tmp_path, train_steps=6)
-    assert "it has 5 steps, the run has 6" in str(refused.value) and not rows_of(tmp_path)
+    assert "it has 5 steps, but the run has 6" in str(refused.value) and not rows_of(tmp_path)
     trained(made, tmp_path / "fits", train_steps=5)
 
 

@@ -113,7 +113,7 @@ def test_a_stream_that_differs_is_refused() -> None:
             lambda: Files([90, 80], spread=999), replicas=1, steps=1, cursor=before[0].cursor, state=before[0].state
         )
     numbers = iter((1000, 999))
-    with pytest.raises(DataError, match="gives other samples on rank 1 than on rank 0"):
+    with pytest.raises(DataError, match="gives different samples on rank 1 and rank 0"):
         read_together(lambda: Files([90, 80], spread=next(numbers)), replicas=2, steps=9, micro=6)
 
     class Same(Files):
@@ -265,7 +265,7 @@ OTHERS = [
 @pytest.mark.parametrize(("part", "said"), [case[1:] for case in OTHERS], ids=[case[0] for case in OTHERS])
 def test_a_stream_that_differs_by_rank_is_refused_with_its_cause(part: Any, said: str) -> None:
     ranks = count()
-    with pytest.raises(DataError, match=rf"gives other samples on rank 1 than on rank 0.*{said}") as found:
+    with pytest.raises(DataError, match=rf"gives different samples on rank 1 and rank 0.*{said}") as found:
         read_together(lambda: Numbers(part, next(ranks)), replicas=2, steps=1)
     by_rank = "none of the first" in said
     assert ("takes its own part by rank" in found.value.cause) == by_rank

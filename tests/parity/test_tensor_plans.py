@@ -197,7 +197,7 @@ def test_bad_plans_by_name() -> None:
             mlp, TensorPlan(roles={"layers.0": ParameterRole(kind="column", fused=3), "layer.2": R}), ranks=2
         )
     )
-    assert "layers.0.weight has 22 along dimension 0" in text and "'layer.2', which no module" in text
+    assert "layers.0.weight has 22 along dimension 0" in text and "'layer.2', but no module" in text
     text = said(lambda: cuts_of(mlp, TensorPlan(roles={"layers.0": C}), ranks=23))
     assert "22 along dimension 0 are too few for tp=23" in text
     mlp.layers[0].weight = nn.Parameter(torch.zeros(22, 6, dtype=torch.int8), requires_grad=False)
@@ -234,7 +234,7 @@ def test_an_autograd_function_of_ones_own() -> None:
     assert "a.weight stays whole: Double, an autograd function of its own" in plan.notes
     bed.check(Own, bed.mlp_run)
     forced = TensorPlan(roles={"a": C, "b": R})
-    assert "Double is an autograd function of its own" in said(lambda: bed.check(Own, bed.mlp_run, plan=forced))
+    assert "Double is a custom autograd function" in said(lambda: bed.check(Own, bed.mlp_run, plan=forced))
 
 
 # -- planted

@@ -273,7 +273,7 @@ def test_an_evaluation_that_leaves_a_sample_out_is_seen(monkeypatch: pytest.Monk
         return replace(found, samples=found.samples - 1)
 
     monkeypatch.setattr(Evaluator, "run", other)
-    assert "evaluation saw 16 samples for 17" in verify(job_of(), None, monkeypatch)["lines"][-1]
+    assert "evaluation saw 16 samples instead of 17" in verify(job_of(), None, monkeypatch)["lines"][-1]
 
 
 @pytest.mark.parametrize(("by", "is_sum"), [(0.0, True), (0.01, False)])

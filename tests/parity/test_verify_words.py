@@ -156,7 +156,7 @@ def counts(batch: Any) -> Any:
 
 def test_a_term_without_a_target_is_said_and_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(verify(job_of(loss=two_terms(1.0), count=counts), None, monkeypatch))
-    assert "Step 1 has no target of rarely: train stops there" in text and "step 1 and what comes after it" in text
+    assert "Step 1 has no target of rarely: train stops there" in text and "step 1 and later" in text
 
 
 def test_where_nothing_is_finite_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
