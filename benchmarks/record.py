@@ -42,7 +42,7 @@ def seconds(step: Callable[[], None]) -> float:
 def main() -> None:
     """Print a line for each size."""
     torch.set_num_threads(1)
-    titles = ("parameters", "plain ms", "recorded ms", "more ms", "(10 % to 90 %)", "bytes a step")
+    titles = ("parameters", "plain ms", "recorded ms", "more ms", "(10 % to 90 %)", "bytes per step")
     print("".join(f"{title:>16}" for title in titles))
     for name, (width, layers, batch) in SIZES.items():
         _, _, plain = loop(width, layers, batch)

@@ -170,7 +170,7 @@ class Shop:
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))
         }
-        return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
+        return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "PACELINE_VERBOSE": "1", **(extra or {})}
 
 
 settings.register_profile("no clock", deadline=None)  # a busy machine is no fault

@@ -14,8 +14,8 @@ SHARES: Mapping[str, Callable[[int], float]] = {
     "scatter": lambda n: (n - 1) / n,
     "send": lambda _: 1.0,
 }
-"""Of what is handed over, how much leaves a rank among so many, by the algorithm that sends least (Patarasu and Yuan,
-"Bandwidth optimal all-reduce", 2009); what one rank sends to all is shared out evenly. A backend may send more."""
+"""The share of the passed bytes that leaves a rank, by the algorithm that sends least (Patarasu and Yuan,
+"Bandwidth optimal all-reduce", 2009). One-to-all transfers are averaged over the ranks. A backend may send more."""
 
 
 @dataclass(kw_only=True)

@@ -20,22 +20,22 @@ from paceline.plugins import resolve
 _HELP = """\
 usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
 
-  new NAME            write a job to start from: text, digits, hf
-  train JOB           train; --ranks N processes, --layout ddp|fsdp|pp|tp|..., --resume
+  new NAME            write an example job: text, digits, hf
+  train JOB           train: --ranks N processes, --layout ddp|fsdp|pp|tp|..., --resume
   verify JOB          check that a layout is the same training as one process
-  plan JOB            which layouts fit, how fast, and why: --cluster 8xH100-80G, or here with --ranks N
-  simulate JOB        a step on virtual time on thousands of ranks; what failures leave: --failures "50000 h"
-  train and verify    --update pipedream|2bw|hogwild|local|diloco|ps, --compress bf16|fp16|int8|powersgd|topk
+  plan JOB            find which layouts fit, and how fast they are: --cluster 8xH100-80G, or --ranks N here
+  simulate JOB        simulate a step on thousands of ranks, and the goodput under failures: --failures "50000 h"
   evaluate [RUN]      exact metrics of a checkpoint
-  compare RUN RUN     two runs side by side; where their recordings part
-  compare JOB --layouts A B   layouts of a job side by side: time, bytes held and sent, losses
-  report [RUN]        write the page
+  compare RUN RUN     two runs side by side; the first difference of two recordings
+  compare JOB --layouts A B   layouts of a job side by side: time, memory, bytes sent, losses
+  report [RUN]        write a run's page
   ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 
+train and verify take --update pipedream|2bw|hogwild|local|diloco|ps and --compress bf16|fp16|int8|powersgd|topk.
 Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
-`paceline VERB --help` shows a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
-75 stopped and saved: start me again, 130 interrupted, stopped at once."""
+`paceline VERB --help` prints a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
+75 stopped and saved (the same command resumes), 130 interrupted (stopped at once)."""
 
 _ALIASES = {
     "--nproc-per-node": "--ranks",
@@ -113,10 +113,10 @@ def _check_here() -> None:
         Path.cwd()
     except OSError as error:
         raise UsageError(
-            f"the working directory of this command can't be used: {error.strerror}.",
+            f"the working directory can't be used: {error.strerror}.",
             where=os.environ.get("PWD", ""),
-            cause="it was deleted, or made anew, since the shell went there",
-            hint='cd "$PWD" where it exists again, else cd to another folder',
+            cause="it was deleted or recreated after the shell entered it",
+            hint='cd "$PWD" if it exists again, or cd to another folder',
         ) from None
 
 
@@ -131,6 +131,11 @@ def _run(words: list[str]) -> int:
     own, settings = split_settings(with_value(words[1:], "--resume", "newest"))
     row = VERBS[verb]
     kind = resolve(row.options) if isinstance(row.options, str) else row.options
+    if {"-h", "--help"} & set(own):
+        from paceline.commands.help_page import help_page
+
+        print_line(help_page(verb, kind, takes_settings=row.takes_settings))
+        return int(ExitCode.DONE)
     options = _options(verb, kind, own)
     if settings and not row.takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
@@ -170,11 +175,8 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
     try:
         with redirect_stdout(said), redirect_stderr(said):
             return tyro.cli(cls, args=words, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
-    except SystemExit as error:
-        if error.code in (0, None):
-            print_line(said.getvalue(), end="")
-            raise
-        what = f"these words can't be read: {' '.join(words)}" if words else f"{verb} needs a word more"
+    except SystemExit:
+        what = f"these arguments can't be parsed: {' '.join(words)}" if words else f"{verb} needs another argument"
         raise UsageError(f"{what}.", cause=_in_a_line(said.getvalue()), hint=f"paceline {verb} --help") from None
 
 
@@ -186,7 +188,7 @@ def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
     try:
         number(value)
     except ValueError:
-        what = "a whole number" if number is int else "a number"
+        what = "an integer" if number is int else "a number"
         return [UsageError(f"{flag} {value}: expected {what}.", hint=f"{flag} {'2' if number is int else '0.5'}")]
     return []
 

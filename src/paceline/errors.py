@@ -190,15 +190,15 @@ def called_exit(error: SystemExit) -> PacelineError:
     found: PacelineError
     if is_of_word_reader(error):
         found = JobError(
-            f"the job reads a command line of its own{at}, and there is none: a job is loaded without any words.",
-            cause="an option that is required, or another that its parser needs",
+            f"the job parses command-line arguments{at}, but a job is loaded without any.",
+            cause="its parser has a required option",
             hint="make it a parameter, def make_job(lr: float = 0.1), and type --job.lr 0.1",
         )
     else:
         found = RunError(
             f"the job called sys.exit({'' if error.code is None else repr(error.code)}){at}.",
-            cause="the run was not over, and only the run itself says that it is done",
-            hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
+            cause="the run was not finished, and only the run itself may end it",
+            hint="raise an exception there, or remove the call; early_stopping= ends a run by a rule",
         )
     found.__notes__ = list(getattr(error, "__notes__", ()))
     return found.with_traceback(error.__traceback__)

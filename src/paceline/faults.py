@@ -62,7 +62,7 @@ def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None
     problems: list[PacelineError] = []
     for fault in faults:
         if fault.rank >= ranks:
-            last = "rank 0 is the only one" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
+            last = "rank 0 is the only rank" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
             problems.append(
                 UsageError(f"the fault on rank {fault.rank} never happens: {last}.", hint=f"rank={ranks - 1}")
             )
@@ -98,5 +98,5 @@ class Faults:
         elif fault.kind == "hang":
             time.sleep(_HANG_SECONDS)
         elif fault.kind == "raise":
-            raise RuntimeError(f"a fault was asked for: raise at {point} of step {step}")
+            raise RuntimeError(f"injected fault: raise at {point} of step {step}")
         return fault

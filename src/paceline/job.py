@@ -123,7 +123,7 @@ def _made(ref: JobRef, params: Mapping[str, Any]) -> Job:
         return _checked(ref, found)
     if not callable(found):
         raise JobError(
-            f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function giving one.",
+            f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function that returns one.",
             where=str(ref),
             hint=_MAKES,
         )
@@ -131,13 +131,15 @@ def _made(ref: JobRef, params: Mapping[str, Any]) -> Job:
     if inspect.iscoroutine(made):
         made.close()
         raise JobError(
-            f"{ref} is async and gave a coroutine, expected a paceline.Job.", where=str(ref), hint=f"no async: {_MAKES}"
+            f"{ref} is async and returned a coroutine, expected a paceline.Job.",
+            where=str(ref),
+            hint=f"no async: {_MAKES}",
         )
     if not isinstance(made, Job):
         raise JobError(
-            f"{ref} gave a {type(made).__name__}, expected a paceline.Job.",
+            f"{ref} returned a {type(made).__name__}, expected a paceline.Job.",
             where=str(ref),
-            cause="there is no return at its end" if made is None else "",
+            cause="its return statement is missing" if made is None else "",
             hint="return pl.Job(model=..., train_data=..., optimizer=..., global_batch_size=...)",
         )
     return _checked(ref, made)

@@ -42,9 +42,7 @@ _ARRAYS = (Tensor, np.ndarray)
 def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:
     """Yield an error for each argument of a job that is none of its `known` fields."""
     if words:
-        what = (
-            f"pl.Job was given {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
-        )
+        what = f"pl.Job got {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
         yield JobError(what, hint="pl.Job(model=..., loss=..., train_data=..., optimizer=..., global_batch_size=...)")
     for name in given:
         if name not in known:
@@ -63,7 +61,7 @@ def unfit_fields(job: Any) -> Iterator[PacelineError]:
         if job.collate is None:
             yield from unfit_data(getattr(job, name), name=name)
     if job.loss_over not in ("samples", "batch"):
-        yield JobError(f"loss_over={job.loss_over!r} is not known.", hint='loss_over="samples" or "batch"')
+        yield JobError(f"loss_over={job.loss_over!r} is unknown.", hint='loss_over="samples" or "batch"')
     if job.best is not None and not isinstance(job.best, str):
         yield _is_a("best", job.best, "the name of a metric", 'best="accuracy:max"')
     yield from _unfit_metrics(job.metrics)
@@ -83,20 +81,19 @@ def _uncallable(job: Any) -> Iterator[PacelineError]:
         kind = type(value).__name__
         if name == "model" and isinstance(value, nn.Module):
             yield JobError(
-                f"model= is a {kind} that is built already, expected a function that builds it.",
-                cause="every process builds its own, from the same seed, so that start values are the same everywhere",
+                f"model= is a {kind} that is already built, expected a function that builds it.",
+                cause="every process builds its own model from the same seed, so that initial "
+                "values are equal everywhere",
                 hint=f"model=lambda: {kind}(...)",
             )
         elif isinstance(value, Optimizer | LRScheduler):
             yield JobError(
-                f"{name}= is a {kind} that is made already, expected a function that makes it.",
-                cause="it is made once the model is built and placed",
+                f"{name}= is a {kind} that is already built, expected a function that builds it.",
+                cause="it is built after the model is built and placed",
                 hint=hint,
             )
         elif name == "loss" and isinstance(value, type) and issubclass(value, nn.Module):
-            yield JobError(
-                f"loss= is the class {value.__name__}, expected a function or a module that is made.", hint=hint
-            )
+            yield JobError(f"loss= is the class {value.__name__}, expected a function or a module object.", hint=hint)
         elif not callable(value):
             yield JobError(f"{name} is not callable: {name}={_short(value)}.", hint=hint)
 
@@ -105,14 +102,14 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
     batch, micro, norm = job.global_batch_size, job.micro_batch_size, job.max_grad_norm
     if batch is not None and (type(batch) is not int or batch < 1):
         yield JobError(
-            f"global_batch_size={_short(batch)} is no count of samples.", hint="global_batch_size=64: 1 or more"
+            f"global_batch_size={_short(batch)} is not a number of samples.", hint="global_batch_size=64: 1 or more"
         )
     if micro is not None and type(micro) is not int:  # the range is that of the setting
-        yield JobError(f"micro_batch_size={_short(micro)} is no count of samples.", hint="micro_batch_size=8")
+        yield JobError(f"micro_batch_size={_short(micro)} is not a number of samples.", hint="micro_batch_size=8")
     if norm is not None and not _is_number(norm):
-        yield JobError(f"max_grad_norm={_short(norm)} is no norm.", hint="max_grad_norm=1.0: above 0")
+        yield JobError(f"max_grad_norm={_short(norm)} is not a valid norm.", hint="max_grad_norm=1.0: above 0")
     if job.ema is not None and not (_is_number(job.ema) and 0.0 < job.ema < 1.0):
-        yield JobError(f"ema={_short(job.ema)} is no decay between 0 and 1.", hint="ema=0.999")
+        yield JobError(f"ema={_short(job.ema)} is not a decay between 0 and 1.", hint="ema=0.999")
 
 
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
@@ -125,7 +122,7 @@ def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
         split = next((key for key in data if str(key) == name.partition("_")[0]), None)
         splits = f"{name}=data[{split!r}]" if split is not None else f"{name}=[{{...}} for each sample]"
         yield JobError(
-            f"{name} is a {type(data).__name__} with the keys {keys}, and samples are asked for by number.",
+            f"{name} is a {type(data).__name__} with the keys {keys}, but samples are fetched by index.",
             hint=splits,
         )
     if not isinstance(data, tuple | list) or not 2 <= len(data) <= 16 or not all(isinstance(x, _ARRAYS) for x in data):
@@ -139,8 +136,8 @@ def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
         )
         yield JobError(
             f"{name} is a {type(data).__name__} of {len(data)} arrays of {max(lengths):,} rows: "
-            f"as it is, that is {len(data)} samples.",
-            cause="the columns of a dataset were given, not its samples",
+            f"that counts as {len(data)} samples.",
+            cause="these are the columns of a dataset, not its samples",
             hint=f"{name}=torch.utils.data.TensorDataset({given})",
         )
 
@@ -156,7 +153,7 @@ def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
         if isinstance(metric, type):
             yield JobError(
                 f"metrics[{name!r}] is the class {metric.__name__}, not an object of it.",
-                hint=f"metrics={{{name!r}: {metric.__name__}(...)}} where it has update() and compute(); else {hint}",
+                hint=f"metrics={{{name!r}: {metric.__name__}(...)}} if it has update() and compute(); otherwise {hint}",
             )
         elif not callable(metric) and not hasattr(metric, "compute"):
             yield JobError(f"metrics[{name!r}] is not callable: {_short(metric)}.", hint=hint)
@@ -181,7 +178,7 @@ def _takes_two(function: Any) -> bool:
 def _unfit_order(order: Any) -> Iterator[PacelineError]:
     hint = 'order="sequential", a sampler, or a function (num_samples, epoch, seed) -> indices'
     if isinstance(order, str) and order != "sequential":
-        yield JobError(f"order={order!r} is not known.", hint=f"{hint}; leave it out to shuffle")
+        yield JobError(f"order={order!r} is unknown.", hint=f"{hint}; leave it out to shuffle")
     elif not (order is None or isinstance(order, str | Sampler) or callable(order) or hasattr(order, "__iter__")):
         yield _is_a("order", order, "an order of samples", hint)
 
@@ -193,15 +190,15 @@ def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
     patience = getattr(rule, "patience", rule)
     if type(patience) is not int or patience < 1:
         yield JobError(
-            f"early_stopping={rule!r}: the patience is no count of evaluations.",
+            f"early_stopping={rule!r}: the patience is not a number of evaluations.",
             hint="early_stopping=3: 1 or more; leave it out to train to the end",
         )
     if not hasattr(rule, "patience"):
         return
     if rule.mode not in ("min", "max"):
-        yield JobError(f"early_stopping={rule!r}: mode is not known.", hint='mode="min" or "max"')
+        yield JobError(f"early_stopping={rule!r}: mode is unknown.", hint='mode="min" or "max"')
     if not (_is_number(rule.min_delta) and 0.0 <= rule.min_delta < math.inf):
-        yield JobError(f"early_stopping={rule!r}: min_delta is no amount.", hint="min_delta=0.0 or more")
+        yield JobError(f"early_stopping={rule!r}: min_delta is not a valid amount.", hint="min_delta=0.0 or more")
 
 
 def whole_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":
@@ -216,8 +213,8 @@ def whole_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]"
     for place, index in enumerate(order):
         if as_count(index) is None:
             raise JobError(
-                f"order= gave {_short(index)} at place {place}, expected the number of a sample.",
-                hint="order=lambda num_samples, epoch, seed: [0, 1, ...]: whole numbers",
+                f"order= returned {_short(index)} at position {place}, expected the index of a sample.",
+                hint="order=lambda num_samples, epoch, seed: [0, 1, ...]: integers",
             )
     return np.asarray([as_count(index) for index in order], dtype=np.int64)
 

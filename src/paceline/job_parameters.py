@@ -84,7 +84,7 @@ def _typed(name: str, value: Any, kind: Any, default: Any) -> Any:
     shown = "" if default is inspect.Parameter.empty else _text(default)
     if kind is None and default is None and isinstance(value, str) and not isinstance(_guess(value), str):
         raise JobError(
-            f"--job.{name}={value}: the type of {name} is not known, since its default is None.",
+            f"--job.{name}={value}: the type of {name} is unknown, because its default is None.",
             hint=f"def make_job({name}: {type(_guess(value)).__name__} | None = None)",
         )
     if kind is None:
@@ -93,7 +93,7 @@ def _typed(name: str, value: Any, kind: Any, default: Any) -> Any:
         return _convert(value, kind)
     except (ValueError, KeyError, SyntaxError, TypeError):
         raise JobError(
-            f"--job.{name}={_text(value)} is no {_words(kind)}.", hint=f"--job.{name}={shown}" if shown else ""
+            f"--job.{name}={_text(value)} is not a valid {_words(kind)}.", hint=f"--job.{name}={shown}" if shown else ""
         ) from None
 
 

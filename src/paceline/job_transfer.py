@@ -75,9 +75,9 @@ def _cannot_be_sent(job: Job, error: Exception) -> JobError:
             guilty, error = f"{one.name}=", own
             break
     return JobError(
-        f"this Job cannot be sent to the processes that run it: {guilty} holds something that stays in its process.",
+        f"this Job can't be sent to the processes that run it: {guilty} can't be pickled.",
         cause=f"{type(error).__name__}: {error}".splitlines()[0],
-        hint="open files, locks and connections inside a function: train_data=lambda: MyData(path); "
+        hint="open files, locks and connections inside a function:  train_data=lambda: MyData(path); "
         'or give the file: pl.verify("job.py")',
     )
 

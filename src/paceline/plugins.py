@@ -27,7 +27,7 @@ def resolve(reference: str) -> Any:
     """
     place, _, name = reference.partition(":")
     if not place or not name:
-        raise UsageError(f"{reference!r} is no reference.", hint="my.package:Thing")
+        raise UsageError(f"{reference!r} is not a reference.", hint="my.package:Thing")
     try:
         found: Any = importlib.import_module(place)
         for part in name.split("."):

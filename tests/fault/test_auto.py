@@ -49,7 +49,7 @@ def test_it_says_what_it_chose_and_is_held_against_it(auto: Shop) -> None:
     lines = done.out.splitlines()
     begins = ["auto: --layout ", "why: ", "second: "]
     assert all(line.startswith(word) for line, word in zip(lines, begins, strict=False)), lines[:4]
-    assert "planned in" in lines[1] and "steps are reckoned" in lines[1] and lines[3].startswith("starting ")
+    assert "planned in" in lines[1] and "step time is an estimate" in lines[1] and lines[3].startswith("starting ")
     chosen = json.loads((auto.path / "run" / "plan.json").read_text())
     assert chosen["auto"] == lines[:3] and f"--layout {chosen['forecast']['layout']} " in lines[0]
     (told,) = events(auto, "Foretold")
@@ -61,14 +61,14 @@ def test_it_says_what_it_chose_and_is_held_against_it(auto: Shop) -> None:
     assert '"forecast/time_ratio": ' in metrics and "forecast/memory_ratio" not in metrics
     assert "Forecast and measured" in run_page(RunFolder(auto.path / "run"))
     again = train(auto, *small, steps=4)
-    assert again.code == 0 and f"{lines[0].partition(', on ')[0]}, as this run had it" in again.out
+    assert again.code == 0 and f"{lines[0].partition(', on ')[0]}, as in this run so far" in again.out
     assert "planned in" not in again.out and len(events(auto, "Foretold")) == 2
 
 
 def test_short_of_memory_it_goes_on_with_a_layout_that_needs_less(auto: Shop) -> None:
     done = train(auto, "--layout", "auto", "--job.room", ROOM)
     assert done.code == 0, done.text
-    falls = [line for line in done.err.splitlines() if "auto: going on from the first step" in line]
+    falls = [line for line in done.err.splitlines() if "auto: continuing from the first step" in line]
     assert falls and "out of memory in " in falls[0] and " at step " in falls[0]
     started = events(auto, "RunStarted")
     chosen = json.loads((auto.path / "run" / "plan.json").read_text())
@@ -88,8 +88,8 @@ def test_where_nothing_may_change_it_says_what_would_need_less(auto: Shop) -> No
         assert f"    {part}" in text
     assert "  1. micro_batch_size 32 -> " in text and "% time (" in text and "  3. " in text
     assert len(text.splitlines()) <= 24
-    (line,) = [line for line in text.splitlines() if line.startswith("Go on: ")]
-    words = shlex.split(line.removeprefix("Go on: paceline "))
+    (line,) = [line for line in text.splitlines() if line.startswith("Resume: ")]
+    words = shlex.split(line.removeprefix("Resume: paceline "))
     assert int(words[words.index("--train.micro_batch_size") + 1]) < 32
     again = auto.run(*words, environ=environ(auto, is_short=True))
     assert again.code == 0, again.text
@@ -100,7 +100,7 @@ def test_where_nothing_may_change_it_says_what_would_need_less(auto: Shop) -> No
 def test_when_nothing_needs_less_the_run_fails_and_says_so(auto: Shop) -> None:
     failed = train(auto, "--layout", "auto", "--job.room", "1", "--job.depth", "1", "--train.micro_batch_size", "32")
     assert failed.code == 1 and "FAILED at step 1. First error: rank " in failed.err, failed.text
-    assert "out of memory in " in failed.err and "Go on: paceline train" in failed.err
+    assert "out of memory in " in failed.err and "Resume: paceline train" in failed.err
 
 
 @pytest.mark.soak
@@ -114,7 +114,7 @@ def test_a_script_falls_back_as_the_command_does(auto: Shop) -> None:
     )
     done = auto.call([*auto.command()[:1], "-W", "ignore", "script.py"], environ=environ(auto, is_short=True))
     assert done.code == 0, done.text
-    assert "second: " in done.out and "auto: going on" in done.err and len(events(auto, "RunStarted")) >= 2
+    assert "second: " in done.out and "auto: continuing" in done.err and len(events(auto, "RunStarted")) >= 2
 
 
 BROKEN = """
@@ -178,7 +178,7 @@ def test_ranks_that_all_refuse_a_size_that_is_timed_go_on_without_it(auto: Shop)
     advice = json.loads((auto.path / "run" / "answer-plan.json").read_text())
     assert "ValueError: not four samples" in advice["facts"]["refused"]["micro_batch_size=4"]
     sizes = {one["settings"]["train.micro_batch_size"] for one in advice["timed"]}
-    assert "can't be had: ValueError: not four samples, please" in planned.out
+    assert "not available: ValueError: not four samples, please" in planned.out
     assert not {"dp_replicate", "zero1", "fsdp"} & {*advice["facts"]["refused"]}
     assert sizes and "4" not in sizes and advice["recommended"] != ""
 
@@ -209,11 +209,11 @@ def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) ->
     assert told["source"] == "timed" and told["step_seconds"] == best[-1]
     for more in ((), ("--train.check_every", "7")):
         chosen = train(auto, "--layout", "auto", *small, "--run-dir", "chosen", *more)
-        assert chosen.code == 0 and "its steps were timed here by paceline plan" in chosen.out, chosen.text
+        assert chosen.code == 0 and "paceline plan timed its steps here" in chosen.out, chosen.text
         own = json.loads((auto.path / "chosen" / "plan.json").read_text())["forecast"]
         assert (own["layout"], own["settings"], own["step_seconds"]) == best and own["source"] == "timed"
         rmtree(auto.path / "chosen")
-    reckoned = train(auto, "--layout", "auto", *small, "--run-dir", "reckoned", "--data.workers", "1")
-    assert reckoned.code == 0 and "were timed" not in reckoned.out, "steps that read data otherwise were not timed"
+    estimate = train(auto, "--layout", "auto", *small, "--run-dir", "estimate", "--data.workers", "1")
+    assert estimate.code == 0 and "timed its steps" not in estimate.out, "steps that read data otherwise were not timed"
     other = ("--run-dir", "other", "--job.length", "8", "--job.depth", "2")
     assert "forecast" not in train(auto, "--layout", "fsdp", *other).out

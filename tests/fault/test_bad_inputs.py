@@ -15,14 +15,14 @@ SEEN: dict[str, str] = {}
 EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "an empty job": (("train", ""), "the job is empty"),
     "no such difference": (("train", "job.py", "--allow", "optimiser"), "did you mean 'optimizer'"),
-    "an empty run folder": (("train", "job.py", "--run-dir", ""), "--run-dir is empty: an unset variable?"),
-    "an empty run to resume": (("train", "job.py", "--resume="), "--resume is empty: an unset variable?"),
+    "an empty run folder": (("train", "job.py", "--run-dir", ""), "--run-dir is empty: is a variable unset?"),
+    "an empty run to resume": (("train", "job.py", "--resume="), "--resume is empty: is a variable unset?"),
     "a name that no file has": (("train", "x" * 300 + ".py"), "File name too long"),
-    "a run folder that no disk takes": (("train", "job.py", "--run-dir", "x" * 300), "300 bytes of at most 255"),
-    "a path that no disk takes": (("train", "job.py", "--run-dir", "x/" * 3000), "is no path"),
+    "a run folder that no disk takes": (("train", "job.py", "--run-dir", "x" * 300), "300 bytes, at most 255"),
+    "a path that no disk takes": (("train", "job.py", "--run-dir", "x/" * 3000), "is not a valid path"),
     "another spelling of a choice": (("train", "job.py", "--train.precision", "FP32"), "did you mean 'fp32'"),
-    "a seed without an end": (("train", "job.py", "--seed", str(10**30)), "expected a number of 64 bits"),
-    "a date in a file": (("train", "job.py", "--config", "date.toml"), 'tag = "1979-05-27", as text'),
+    "a seed without an end": (("train", "job.py", "--seed", str(10**30)), "expected a 64-bit integer"),
+    "a date in a file": (("train", "job.py", "--config", "date.toml"), 'tag = "1979-05-27", as a string'),
     "a file of brackets": (("train", "job.py", "--config", "deep.toml"), "deep.toml is nested too deeply"),
     "a job of brackets": (("train", "deep.py"), "deep.py is nested too deeply"),
     "a fault on no rank": (("train", "job.py", "--ranks", "2", "--faults", "kill rank=99 step=1"), "ranks are 0 to 1"),
@@ -32,8 +32,8 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "job.py", "--train.steps", "3", "--faults", "kill rank=0 step=4"),
         "the run has 3",
     ),
-    "a model for a job": (("train", "model"), "is the folder of a model"),
-    "no place to watch": (("train", "job.py", "--watch.to", ":"), "names nothing to watch with"),
+    "a model for a job": (("train", "model"), "is a model's folder"),
+    "no place to watch": (("train", "job.py", "--watch.to", ":"), "does not name a sink"),
     "no verb of that name": (("trian", "job.py"), "did you mean 'train'"),
     "no such file": (("train", "nowhere.py"), "does not exist"),
     "a folder for a job": (("train", "."), "is a folder"),
@@ -41,7 +41,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "binary for a job": (("train", "binary.py"), "Python"),
     "no job in it": (("train", "empty.py"), "defines no make_job"),
     "no such name in it": (("train", "job.py:other"), "other"),
-    "no module reference": (("train", "a..b"), "is no job"),
+    "no module reference": (("train", "a..b"), "is not a job"),
     "unknown setting": (("train", "job.py", "--train.stps", "3"), "did you mean 'train.steps'"),
     "wrong type": (("train", "job.py", "--train.steps", "many"), "many"),
     "wrong choice": (("train", "job.py", "--train.precision", "fp8"), "fp8"),
@@ -78,19 +78,19 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "broken config file": (("train", "job.py", "--config", "broken.toml"), "can't be read"),
     "unknown key in a file": (("train", "job.py", "--config", "unknown.toml"), "train.speed"),
     "unknown layout": (("train", "job.py", "--layout", "dpp"), "did you mean"),
-    "auto and an option": (("train", "job.py", "--layout", "auto,remat=full"), "auto stands alone"),
-    "auto where layouts are named": (("compare", "job.py", "--layouts", "auto", "ddp"), "auto stands alone"),
+    "auto and an option": (("train", "job.py", "--layout", "auto,remat=full"), "auto can't be combined"),
+    "auto where layouts are named": (("compare", "job.py", "--layouts", "auto", "ddp"), "auto can't be combined"),
     "auto and an update rule": (
         ("train", "job.py", "--layout", "auto", "--update", "2bw"),
-        "nothing is known of its time",
+        "its step time can't be forecast",
     ),
     "auto and compression": (
         ("train", "job.py", "--layout", "auto", "--compress", "bf16"),
-        "a way to send gradients of ddp",
+        "compression needs ddp",
     ),
     "threads and another axis": (
         ("train", "job.py", "--layout", "threads=2,dp=2"),
-        "asks for threads and for something else",
+        "combines threads with something else",
     ),
     "a fault on a thread": (
         ("train", "job.py", "--layout", "threads=2", "--faults", "kill rank=1 step=2"),
@@ -102,22 +102,22 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown update": (("train", "job.py", "--update", "async"), "async"),
     "servers and no worker": (("train", "job.py", "--update", "ps,servers=2"), "no worker is left"),
     "no ranks": (("train", "job.py", "--ranks", "0"), "at least one"),
-    "ranks in words": (("train", "job.py", "--ranks", "two"), "expected a whole number"),
+    "ranks in words": (("train", "job.py", "--ranks", "two"), "expected an integer"),
     "unknown device": (("train", "job.py", "--device", "gpu"), "'gpu'"),
-    "no GPU here": (("train", "job.py", "--device", "cuda"), "no GPU"),
+    "no GPU here": (("train", "job.py", "--device", "cuda"), "no visible GPU"),
     "a fault not understood": (("train", "job.py", "--faults", "explode rank=1 step=1"), "explode"),
     "unknown sink": (("train", "job.py", "--watch.to", "jsonl,consle"), "did you mean 'console'"),
     "a fault without a step": (("train", "job.py", "--faults", "kill rank=1"), "kill rank=1"),
-    "ranks beyond any machine": (("train", "job.py", "--ranks", "100000"), "--ranks 100000, this machine has"),
+    "ranks beyond any machine": (("train", "job.py", "--ranks", "100000"), "--ranks 100000, but this machine has"),
     "nothing to resume": (("train", "job.py", "--resume", "newest"), "no run of job"),
     "resume from nowhere": (("train", "job.py", "--resume", "runs/none"), "no run runs/none"),
     "a run folder that can't be written": (("train", "job.py", "--run-dir", "/proc/nothing"), "can't be written"),
     "a file for a run folder": (("train", "job.py", "--run-dir", "job.py/run"), "job.py/run"),
     "unknown example": (("new", "txt"), "did you mean 'text'"),
-    "an example that exists": (("new", "digits"), "left alone"),
+    "an example that exists": (("new", "digits"), "is not overwritten"),
     "no run to report": (("report", "none"), "there is no run none"),
     "no run at all": (("report",), "no run here yet"),
-    "a folder that is no run": (("ckpt", "ls", "plain"), "is no run folder"),
+    "a folder that is no run": (("ckpt", "ls", "plain"), "is not a run folder"),
     "unknown ckpt word": (("ckpt", "verfy"), "did you mean 'verify'"),
     "one run to compare": (("compare", "plain"), "needs two"),
     "a run to compare that is not there": (("compare", "plain", "none"), "no run none to compare"),
@@ -168,19 +168,19 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "a job that leaves, as if it was saved": ("import sys\ndef make_job():\n    sys.exit(75)", (), 1, "the job called sys.exit(75) at"),
     "a loss that leaves, as if it was done": (
         "BASE(loss=lambda o, b: __import__('sys').exit(0))", (), 1, "the job called sys.exit(0) at"),
-    "make_job gives no job": ("def make_job():\n    return 3", (), 2, "gave a int"),
+    "make_job gives no job": ("def make_job():\n    return 3", (), 2, "returned a int"),
     "no optimizer": ("BASE(optimizer=lambda named: None)", (), 2, "NoneType"),
     "half an optimizer": (
         "BASE(optimizer=lambda named: torch.optim.SGD([named[0][1]], lr=0.1))", (), 2, "no group holds"),
     "a foreign parameter": (
         "BASE(optimizer=lambda named: torch.optim.SGD([p for _, p in named] + [torch.nn.Parameter(torch.zeros(1))], lr=0.1))",
-        (), 2, "not trainable ones of this model"),
-    "the model is no module": ("BASE(model=lambda: 3)", (), 2, "gave a int, expected a torch.nn.Module"),
+        (), 2, "not trainable parameters of this model"),
+    "the model is no module": ("BASE(model=lambda: 3)", (), 2, "returned a int, expected a torch.nn.Module"),
     "the model raises": ("BASE(model=lambda: 1 / 0)", (), 1, "ZeroDivisionError"),
-    "a lazy module": ("BASE(model=lambda: torch.nn.LazyLinear(4))", (), 2, "get their shape in the first forward only: weight, bias"),
+    "a lazy module": ("BASE(model=lambda: torch.nn.LazyLinear(4))", (), 2, "get their shape only in the first forward: weight, bias"),
     "complex, sparse, not to be saved, and by a closure": (
         "BASE(model=Odd, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), "
-        "lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "5. lr_schedule= gave ReduceLROnPlateau"),
+        "lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "5. lr_schedule= returned ReduceLROnPlateau"),
     "extra state that only pickle could write": ("BASE(model=Pickled)", (), 2, "_extra_state holds a value of type PosixPath"),
     "a forward that writes to its weights": ("BASE(model=lambda: Renormed(6, 4))", (), 2, "writes to the parameter weight"),
     "an optimizer that wants a closure": (
@@ -190,7 +190,7 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "count and loss disagree": ("BASE(count=lambda b: len(b[-1]) + 1)", (), 2, "count= gives 14 for the term loss"),
     "loss of wrong shape": ("BASE(loss=lambda o, b: (o, 1))", (), 2, "has shape"),
     "loss is a number": ("BASE(loss=lambda o, b: (o.sum().item(), 1))", (), 2, "return the tensor itself"),
-    "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "gave a list"),
+    "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "returned a list"),
     "loss is detached": ("BASE(loss=lambda o, b: (o.sum().detach(), 1))", (), 2, "does not depend on"),
     "count is text": ("BASE(loss=lambda o, b: (o.sum(), 'x'))", (), 2, "is a str"),
     "two terms without counts": ("BASE(loss=lambda o, b: {'a': (o.sum(), 1), 'b': (o.sum(), 1)})", (), 2, "2 terms"),
@@ -286,7 +286,7 @@ def test_a_deleted_working_directory_is_named(shop: Shop) -> None:
     command = ["sh", "-c", f'cd {gone} && rmdir {gone} && exec "$0" "$@"', *shop.command("train", "job.py")]
     done = subprocess.run(command, env=shop.environ(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
-    _one_screen("deleted working directory", done.stderr, "the working directory of this command can't be used")
+    _one_screen("deleted working directory", done.stderr, "the working directory can't be used")
     assert str(gone) in done.stderr
 
 
@@ -306,7 +306,7 @@ def test_another_models_checkpoint_and_another_batch_are_refused_with_the_differ
     shop.write("job.py", SMALL_JOB.replace("16", "20"))
     ended = shop.train("run", steps=8)
     assert ended.code == 2
-    _one_screen("another model", ended.err, "another model's")
+    _one_screen("another model", ended.err, "belongs to a different model")
 
 
 def test_a_foreign_checkpoint_folder_is_refused(shop: Shop) -> None:

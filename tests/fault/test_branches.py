@@ -53,7 +53,7 @@ def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone
     best = (run / "checkpoints" / "best").read_text()
     ended = shop.run("train", "job.py", "--ranks", "1", "--train.steps", "6", *branch)
     aside = run / "checkpoints" / "after-step-00000004"
-    assert ended.code == 0 and f"was set aside in {aside.relative_to(shop.path)}" in ended.out, ended.text
+    assert ended.code == 0 and f"were set aside in {aside.relative_to(shop.path)}" in ended.out, ended.text
     assert steps(run) == [4, 6] and [path.name[-2:] for path in all_steps(aside)] == ["08", "12"]
     assert best.startswith("step-00000012\n") and best == (aside / "best").read_text()
     ended = shop.run("train", "job.py", "--run-dir", "run", "--ranks", "1", "--train.steps", "11", *CHANGED[:2], *WORDS)
@@ -71,7 +71,7 @@ def test_a_refused_branch_leaves_every_checkpoint_where_it_was(begun: Shop) -> N
     ended = begun.run("train", "job.py", "--ranks", "1", "--resume", f"run/{OLDER}", "--job.lr", "0.05")
     assert ended.code == 2 and "lr was" in ended.err and steps(begun.path / "run") == [4, 8, 12]
     ended = begun.run("train", "job.py", "--resume", f"run/{OLDER}", "--job.norm", "true", "--seed", "7")
-    assert ended.code == 2 and "another model" in ended.err and "seed: was 0, is 7" in ended.err, ended.err
+    assert ended.code == 2 and "a different model" in ended.err and "seed: was 0, is 7" in ended.err, ended.err
 
 
 @pytest.mark.soak
@@ -80,10 +80,10 @@ def test_checkpoints_that_are_gone_are_missed_and_a_run_that_saved_nothing_says_
     for path in all_steps(run / "checkpoints"):
         shutil.rmtree(path)
     ended = begun.train("run", *WORDS, ranks=1)
-    assert ended.code == 2 and "latest names it, and it is gone" in ended.err, ended.text
+    assert ended.code == 2 and "`latest` names it, but it no longer exists" in ended.err, ended.text
     (begun.path / "runs" / "job" / "2-died" / "logs").mkdir(parents=True)
     ended = begun.run("train", "job.py", "--resume", "--train.steps", "2")
-    assert ended.code == 0 and "resumed: nothing had been saved, the run begins at its first step" in ended.out
+    assert ended.code == 0 and "resumed: nothing had been saved, so the run starts at its first step" in ended.out
     assert "run: runs/job/2-died" in ended.out
     (begun.path / "runs" / "job" / "3-died" / "logs").mkdir(parents=True)
     ended = begun.run("train", "job.py", "--resume", "--train.steps", "3")

@@ -69,7 +69,7 @@ def test_a_console_that_can_not_be_written_raises_nothing_and_leaves_word(
 def test_a_run_goes_on_where_the_disk_of_its_log_is_full(shop: Shop) -> None:
     code, _, err = shell(shop, TRAIN, "> /dev/full")
     assert code == "0" and "Traceback" not in err and (shop.path / "run" / "weights.json").exists()
-    assert err.startswith("what is said here can't be written and is left out: No space left on device"), err
+    assert err.startswith("output can't be written and is dropped: No space left on device"), err
     code, _, err = shell(shop, TRAIN, "> /dev/full 2>&1")
     assert code == "0"
 

@@ -118,7 +118,7 @@ def test_what_can_not_begin_once_more_is_refused_with_the_line_to_type(shop: Sho
     shop.write("own.py", SCRIPT.replace("BEFORE", REFUSED[name]))
     world = {"RANK": "0", "WORLD_SIZE": "1"}
     ended = launch(shop, sys.executable, "own.py", "own", **world)
-    assert ended.code != 0 and "exact mode needs kernels that MKL_CBWR chooses before torch" in ended.text, ended.text
+    assert ended.code != 0 and "exact mode needs kernels that MKL_CBWR selects before torch" in ended.text, ended.text
     assert "export MKL_CBWR=AVX2, then the same command" in ended.text
     assert len(starts(shop.path, 0)) == 1 and not (shop.path / "own" / "weights.json").exists()
 
@@ -126,7 +126,7 @@ def test_what_can_not_begin_once_more_is_refused_with_the_line_to_type(shop: Sho
 def test_exact_mode_that_only_the_job_asks_for_is_refused_by_the_command(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace("max_grad_norm=1.0,", 'max_grad_norm=1.0, settings={"train.exact": True},'))
     ended = launch(shop, *shop.command("train", "job.py", "--run-dir", "run", "--train.steps", "2"))
-    assert ended.code == 2 and "it is asked for in Job(settings=)" in ended.text, ended.text
+    assert ended.code == 2 and "Job(settings=) requests it" in ended.text, ended.text
     assert "to do: paceline train job.py --train.exact" in ended.text
     assert train(shop, "run", steps=2).code == 0
 

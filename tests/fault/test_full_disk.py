@@ -42,7 +42,7 @@ def test_a_disk_that_is_full_when_a_save_is_due_is_said(small_disk: Path) -> Non
     _, err = process.communicate(timeout=60)
     first = err.splitlines()[0]
     assert re.search(r"SaveError: a checkpoint needs \S+ KiB and 16.0 MiB to spare, \S+ KiB are free", first), err
-    assert process.returncode == 3 and err.splitlines()[-1].startswith("Go on: paceline train job.py")
+    assert process.returncode == 3 and err.splitlines()[-1].startswith("Resume: paceline train job.py")
 
 
 def fill(folder: Path) -> None:
@@ -80,8 +80,8 @@ def test_what_can_not_be_written_is_said_in_our_words(shop: Shop, name: str) -> 
     assert ended.code == 3 and "SaveError" in first and told[name] in first and "could not be written" in first, (
         ended.text
     )
-    assert ended.err.splitlines()[-1].startswith("Go on: ")
-    assert "likely cause: a folder of that name is in the way" in ended.err or "what should be a folder" in ended.err
+    assert ended.err.splitlines()[-1].startswith("Resume: ")
+    assert "likely cause: a folder of that name already exists" in ended.err or "in the place of a folder" in ended.err
 
 
 def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:
@@ -104,4 +104,4 @@ def test_a_disk_that_is_full_at_the_start_is_said(room: str, shop: Shop, small_d
     assert ended.code == 3, ended.text
     assert re.search(r"rank \d, SaveError: a file could not be written: No space left on device", ended.err), ended.text
     assert f"where: {small_disk}/run" in ended.err and "to do: " in ended.err
-    assert ("all inodes are taken" in ended.err) == ("inodes" in room)
+    assert ("all inodes are used" in ended.err) == ("inodes" in room)

@@ -32,9 +32,9 @@ def test_a_second_length_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
 
     told = try_pair(task, make=make, folder=tmp_path)
     first = told.text.splitlines()[0]
-    assert told.state == "refused" and first.startswith("at a length of 16, other than the first batch's, cut along"), (
-        told
-    )
+    assert told.state == "refused" and first.startswith(
+        "at a length of 16, which differs from the first batch, split along"
+    ), told
     assert stands(first, patterns()) and "to do:" in told.text
 
 
@@ -52,7 +52,7 @@ def test_a_few_lengths_are_tried_once_each_and_leave_no_trace() -> None:
     lengths, drawn = BatchLengthCheck(live, tried, first=4), torch.get_rng_state()
     for length in (4, 5, 5, 4, 6, 5, 6):
         lengths(torch.zeros(length), length)
-    with pytest.raises(LayoutError, match="at a length of 9, other than the first batch's, it is odd"):
+    with pytest.raises(LayoutError, match="at a length of 9, which differs from the first batch, it is odd"):
         lengths(torch.zeros(9), 9)
     lengths(torch.zeros(7), 7)
     assert seen == [5, 6, 9] and torch.equal(drawn, torch.get_rng_state())

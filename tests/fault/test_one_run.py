@@ -43,7 +43,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(shop: 
     try:
         log = shop.path / "run" / "logs" / "attempt-1" / "rank-0.log"
         wait_for(log, "step 20 ")
-        told = f"run is another run's: process {first.pid} on "
+        told = f"run is in use: process {first.pid} on "
         ended = shop.train("run")
         assert ended.code == 2 and told in ended.err and "--run-dir" in ended.err, ended.text
         assert "starting" not in ended.out and not (shop.path / "run" / "logs" / "attempt-2").exists()
@@ -112,9 +112,9 @@ def test_a_worker_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.
     held = lock_run_folder(tmp_path, wait=print)
     holder = json.loads((tmp_path / LOCK).read_text())
     (tmp_path / LOCK).write_text(json.dumps({**holder, "born": "0"}))  # the number was given to another process since
-    with pytest.raises(UsageError, match="another run's") as refused:
+    with pytest.raises(UsageError, match="in use") as refused:
         lock_run_folder(tmp_path, wait=print)
-    assert "launcher is gone" in refused.value.cause and "fuser" in refused.value.hint
+    assert "launcher has ended" in refused.value.cause and "fuser" in refused.value.hint
     held.close()
 
 

@@ -58,10 +58,10 @@ def test_who_leaves_the_loop_goes_on_below_it(shop: Shop, ranks: int, how: str) 
     ended = python(shop, "own.py", str(ranks), how)
     assert f"below 0 75 {ranks == 1}" in ended.out, ended.text
     assert ended.code == 0, ended.text
-    assert f"The run stands at step {step} of 9, saved." in ended.text and stands(shop) == step
-    (line,) = [line for line in ended.text.splitlines() if "Go on: " in line]
+    assert f"The run is at step {step} of 9 and saved." in ended.text and stands(shop) == step
+    (line,) = [line for line in ended.text.splitlines() if "Resume: " in line]
     assert f"own.py {ranks} {how}" in line
-    words = shlex.split(line.partition("Go on: ")[2])
+    words = shlex.split(line.partition("Resume: ")[2])
     words[-1] = "on"
     again = python(shop, *words[1:])
     assert again.code == 0 and "below 0 0" in again.out and stands(shop) == 9, again.text
@@ -73,7 +73,7 @@ def test_so_does_every_rank_under_torchrun(shop: Shop) -> None:
     ended = python(shop, *TORCHRUN, "own.py", "0", "break")
     assert ended.code == 0 and "ChildFailedError" not in ended.err, ended.text
     assert "below 0 75 True" in ended.out and "below 1 75 True" in ended.out
-    assert ended.err.count("The run stands at step 3 of 9, saved. Go on: torchrun --nproc-per-node 2 own.py") == 1
+    assert ended.err.count("The run is at step 3 of 9 and saved. Resume: torchrun --nproc-per-node 2 own.py") == 1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_signal_ends_the_script_there(shop: Shop, ranks: int, how: str) -> Non
     ended = python(shop, "own.py", str(ranks), how)
     assert ended.code == 75 and "below" not in ended.out, ended.text
     last = ended.err.splitlines()[-1]
-    assert last.startswith("Stopped and saved. Go on: ") and "own.py" in last and "stands" not in ended.text
+    assert last.startswith("Stopped and saved. Resume: ") and "own.py" in last and "The run is at" not in ended.text
 
 
 def test_without_a_folder_of_its_own_the_line_says_what_to_write(shop: Shop) -> None:
@@ -122,7 +122,7 @@ def test_the_folder_may_be_a_setting_and_the_argument_wins(tmp_path: Path, monke
 
 
 def test_a_job_that_names_a_folder_is_refused_with_what_to_type(shop: Shop) -> None:
-    with pytest.raises(JobError, match="can't say where it runs") as refused:
+    with pytest.raises(JobError, match="can't set its run folder") as refused:
         pl.Run(job(settings={"run_dir": "runs/rec"}), ranks=1)
     assert "--run-dir runs/rec" in refused.value.hint
     named = SMALL_JOB.replace("max_grad_norm=1.0,", "max_grad_norm=1.0, settings={'run_dir': 'runs/rec'},")
@@ -139,8 +139,8 @@ def test_a_script_that_is_no_file_is_not_started_again(shop: Shop, words: list[s
     done = subprocess.run(
         command, input=code, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 1 and "this script is no file" in done.stderr, done.stderr
-    assert "ranks=1 works as it is" in done.stderr and "python mine.py" in done.stderr
+    assert done.returncode == 1 and "this script is not a file" in done.stderr, done.stderr
+    assert "ranks=1 works without a file" in done.stderr and "python mine.py" in done.stderr
     assert not (shop.path / "runs").exists()
 
 
@@ -175,9 +175,7 @@ def test_a_script_that_goes_back_to_a_checkpoint_is_told_not_to_again(
         with pl.Run(job(), ranks=1, run_dir=tmp_path, resume=resume, settings=settings) as run:
             run.step(next(run.batches()))
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("The run stands at step ") and (
-            last.endswith(change) if change else "with pl" not in last
-        )
+        assert last.startswith("The run is at step ") and (last.endswith(change) if change else "with pl" not in last)
     assert run._live.loop.cursor.step == 4
 
 

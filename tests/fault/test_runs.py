@@ -40,7 +40,7 @@ def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: in
         attempt += 1
         if ended.code == 0:
             break
-        assert "SIGKILL" in ended.err and "Go on: paceline train" in ended.err
+        assert "SIGKILL" in ended.err and "Resume: paceline train" in ended.err
     assert shop.train("cut", *WORDS, ranks=ranks).code == 0
     assert shop.digest("cut") == shop.digest("whole")
 
@@ -59,15 +59,15 @@ def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop:
     """Started on two ranks without a word about microbatches; then the printed line, on three."""
     fault = ("--faults", "kill rank=1 step=9")
     ended = shop.train("cut", *WORDS, "--train.epochs", "3", *fault, steps=12)
-    (line,) = [line for line in ended.err.splitlines() if line.startswith("Go on: ")]
-    words = shlex.split(line.removeprefix("Go on: paceline "))
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("Resume: ")]
+    words = shlex.split(line.removeprefix("Resume: paceline "))
     for name, value in (("--train.steps", "12"), ("--train.epochs", "3"), ("--job.dropout", "0.2")):
         assert words[words.index(name) + 1] == value
     assert "--faults" not in words
     words[words.index("--ranks") + 1] = "3"
     again = shop.run(*words)
     assert again.code == 0, again.text
-    assert "microbatches of 6, as this run was started" in again.out
+    assert "microbatches of 6, as at the start of this run" in again.out
 
 
 @pytest.mark.cold
@@ -135,7 +135,7 @@ BROKEN = {
     "rank 0 first, rank 1 later": (
         "if STEP[0] == 3 and RANK == 0: raise KeyError('gone')", "rank 0", "KeyError"),
     "exit 7": ("if RANK == 1 and STEP[0] == 3: os._exit(7)", "rank 1", "exit code 7"),
-    "exit 0": ("if RANK == 1 and STEP[0] == 3: os._exit(0)", "rank 1", "exit code 0 before the run was over"),
+    "exit 0": ("if RANK == 1 and STEP[0] == 3: os._exit(0)", "rank 1", "exited with code 0 before the run was finished"),
     "SystemExit 3": ("if RANK == 1 and STEP[0] == 3: raise SystemExit(3)", "rank 1", "the job called sys.exit(3)"),
     "segfault": ("if RANK == 1 and STEP[0] == 3: ctypes.string_at(0)", "rank 1", "SIGSEGV"),
     "killed": ("if RANK == 0 and STEP[0] == 3: os.kill(os.getpid(), 9)", "rank 0", "SIGKILL"),

@@ -23,7 +23,7 @@ def line_of(job: str) -> str:
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
-        pytest.param(with_loss("while True: time.sleep(0.01)"), ("not one rank has answered", "rank 1: "), id="all"),
+        pytest.param(with_loss("while True: time.sleep(0.01)"), ("no rank has responded", "rank 1: "), id="all"),
         pytest.param(
             with_loss("while os.environ['RANK'] == '1': time.sleep(0.01)"),
             ("no answer from rank 1",),
@@ -66,8 +66,8 @@ class Stuck(torch.utils.data.TensorDataset):
     ("line", "says"),
     [
         ("print('50%|###', end=''); raise ValueError('no loss today')", "ValueError: no loss today"),
-        pytest.param("breakpoint()", "waits for words from a terminal, and a rank has none", marks=pytest.mark.soak),
-        ("input('how much? ')", "input() waits for words from a terminal"),
+        pytest.param("breakpoint()", "waits for terminal input, but a rank has no terminal", marks=pytest.mark.soak),
+        ("input('how much? ')", "input() waits for terminal input"),
     ],
 )
 def test_the_console_has_one_screen_of_it(shop: Shop, line: str, says: str) -> None:

@@ -88,7 +88,7 @@ def test_who_does_not_answer_is_named(shop: Shop, how: str) -> None:
     assert process.returncode == 1
     assert "no answer from rank 1" in first and ": nothing from it since step" in first, err
     assert ("(state T)" in first) == (how == "stopped") and "gloo" not in err, err
-    assert any("--train.timeout_seconds" in line for line in rest[:-1]) and rest[-1].startswith("Go on: ")
+    assert any("--train.timeout_seconds" in line for line in rest[:-1]) and rest[-1].startswith("Resume: ")
     (told,) = [line.removeprefix("Full text: ") for line in rest if line.startswith("Full text: ")]
     assert "timed out waiting" in (text := (shop.path / told).read_text().lower()) or "application timeout" in text
 
@@ -106,7 +106,7 @@ def test_one_ctrl_c_says_who_holds_it_up_and_a_second_ends_it(shop: Shop) -> Non
     assert "rank 1: nothing from it since step" in told[1] and f"kill -CONT {held} " in told[2], told
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=5)
-    assert "Stopped at once. Go on: paceline train " in err, "nothing was saved"
+    assert "Stopped at once. Resume: paceline train " in err, "nothing was saved"
     assert process.returncode == 130 and wait_until_gone(mark) == []
 
 
@@ -136,8 +136,8 @@ def test_a_killed_starter_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
     assert err.startswith(
         f"FAILED: the process that starts the ranks (PID {nursery}) was ended by SIGKILL (killed from"
     )
-    assert "rank--1.log" not in err and f"What the ranks said: {log(shop).parent.relative_to(shop.path)}" in err
-    assert err.splitlines()[-1].startswith("Go on: paceline train job.py")
+    assert "rank--1.log" not in err and f"Logs of the ranks: {log(shop).parent.relative_to(shop.path)}" in err
+    assert err.splitlines()[-1].startswith("Resume: paceline train job.py")
     told = json.loads((log(shop).parent / "first-failure.json").read_text())
     assert told["rank"] == -1 and told["step"] > 20
 

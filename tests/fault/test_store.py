@@ -284,7 +284,9 @@ def test_a_kill_between_the_two_renames_of_a_second_save_loses_nothing(tmp_path:
 def test_a_renamed_folder_is_not_the_step_that_its_name_says(tmp_path: Path) -> None:
     good = write(tmp_path, 3)
     renamed = write(tmp_path, 6).rename(tmp_path / "step-00000020")
-    with pytest.raises(CheckpointError, match="step-00000020 holds step 6: the folder's name is not its step") as found:
+    with pytest.raises(
+        CheckpointError, match="step-00000020 holds step 6, which differs from the folder's name"
+    ) as found:
         verify(renamed)
     assert found.value.hint == "mv step-00000020 step-00000006"
     path, refused = newest_good(tmp_path)

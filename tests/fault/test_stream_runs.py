@@ -127,7 +127,7 @@ def test_a_rank_that_reads_another_stream_is_found_before_the_first_step(stream_
     code = JOB.replace('float(os.environ.get("DRIFT", 0))', "1.0")
     stream_shop.write("job.py", code)
     ended = stream_shop.train("run", ranks=2)
-    assert ended.code == 1 and "gives other samples on rank 1 than on rank 0" in ended.err, ended.text
+    assert ended.code == 1 and "gives different samples on rank 1 and rank 0" in ended.err, ended.text
     assert "Traceback" not in ended.text
 
 

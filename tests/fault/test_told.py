@@ -26,7 +26,7 @@ def test_a_sample_that_is_not_finite_is_named_by_whichever_rank_is_heard(shop: S
     shop.write("job.py", SMALL_JOB.replace("    y = torch.randint", broken))
     ended = shop.train("run", "--job.samples", "24", steps=3)
     assert ended.code == 1
-    assert "the inputs of this step hold NaN or infinity: sample 17 of train_data" in ended.err, ended.text
+    assert "the inputs of this step contain NaN or infinity: sample 17 of train_data" in ended.err, ended.text
 
 
 @pytest.mark.parametrize(("sample", "micro", "rank"), [(17, 1, 0), (19, 2, 1)])
@@ -84,7 +84,7 @@ def test_a_size_that_was_given_is_not_said_to_follow_from_the_ranks(shop: Shop) 
     words = ("--job.norm", "true")
     assert "batch norm:" not in shop.train("run", *words, "--train.micro_batch_size", "4", ranks=3, steps=2).out
     said = shop.train("run", *words, ranks=1, steps=4).out
-    assert "batch: microbatches of 4, as this run was started" in said
+    assert "batch: microbatches of 4, as at the start of this run" in said
     assert "batch norm:" not in said, said
 
 
@@ -92,13 +92,13 @@ def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace(OPTION, OPTION + "        early_stopping=2,\n"))
     words = ("--job.lr", "0.0", "--job.norm", "true", "--eval.every", "2")
     said = shop.train("run", *words, steps=100).out
-    assert "batch norm: over microbatches of 6, which follow from the ranks" in said
-    assert "had stopped early" not in said
-    saved = re.findall(r"saved \S+step-0*(\d+)[^|]*\| (\S+ KiB)", said)
+    assert "batch norm: over microbatches of 6, which depend on the number of ranks" in said
+    assert "stopped early" not in said
+    saved = re.findall(r"saved \S*step-0*(\d+)[^|]*\| (\S+ KiB)", said)
     listed = re.findall(r"step +(\d+) +(\S+ KiB)", shop.run("ckpt", "ls", "run").out)
     assert set(listed) <= set(saved) and listed
     again = shop.train("run", *words, steps=100).out
-    assert "this run had stopped early at step 6: loss has not improved in 2 evaluations" in again
+    assert "this run stopped early at step 6: loss has not improved in 2 evaluations" in again
     assert "batch norm:" not in again
     shop.run("report", "run")
     page = (shop.path / "run" / "report.html").read_text()
@@ -130,7 +130,7 @@ def test_a_run_that_stands_at_its_end_says_so_and_saves_nothing(
     first = saved.stat().st_ino
     for steps, limit in ((2, "train.steps is 2"), (4, "train.steps is 4")):
         said = again(train_steps=steps)
-        assert f"nothing left to do: the run stands at step 4, {limit}\n" in said and "saved " not in said
+        assert f"nothing left to do: the run is at step 4, {limit}\n" in said and "saved " not in said
         assert saved.stat().st_ino == first and [*(tmp_path / "checkpoints").glob("step-*")] == [saved]
     said = again(train_steps=5)
     assert "nothing left" not in said and "saved " in said and "step-00000005" in said

@@ -64,7 +64,7 @@ def test_a_script_under_torchrun_tells_of_a_failure_once(shop: Shop) -> None:
     lines = said(ended)
     assert ended.code == 1 and ended.err.count("ValueError: not today") == 2, ended.text  # and in torchrun's words
     assert "[rank1]: ValueError: not today" in lines
-    late = "[rank0]: rank 0 stopped at step 3 because another rank left; that rank's own output says why"
+    late = "[rank0]: rank 0 stopped at step 3 because another rank failed; that rank's own output says why"
     assert [line for line in lines if "rank0" in line] in ([late], []), ended.text  # torchrun may end it before
     assert re.fullmatch(r"FAILED\. rank 1, \S+own\.py:\d+, ValueError: not today\n=+", cause(ended)), ended.text
     assert (shop.path / "heard-1").exists()
@@ -74,7 +74,7 @@ def test_a_script_under_torchrun_tells_of_a_failure_once(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("within", "after", "expected"),
     [
-        ("run.evaluate(split='nope')", "pass", ["error: run.evaluate(split='nope'): 'nope' is no split."]),
+        ("run.evaluate(split='nope')", "pass", ["error: run.evaluate(split='nope'): 'nope' is not a split."]),
         ("if result.step == 2: sys.exit(3)", "pass", ["rank R left the run: the script called sys.exit(3) at"]),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_placed_model_under_torchrun_tells_of_a_failure_once(shop: Shop) -> No
     ended = torchrun(shop, "placed.py")
     lines = said(ended)
     assert "[rank1]: ValueError: not today" in lines and not [line for line in lines if "paceline/" in line], ended.text
-    assert sum("because another rank left" in line for line in lines) <= 1
+    assert sum("because another rank failed" in line for line in lines) <= 1
     assert "ValueError: not today" in cause(ended)
 
 
@@ -174,4 +174,4 @@ def test_going_on_is_offered_where_it_can_help(shop: Shop, words: tuple[str, ...
     shop.write("job.py", SMALL_JOB.replace(LOSS, dies) + "\ncalls = 0\n")
     ended = shop.train("run", *words, "--data.workers", "0", ranks=1, steps=8)
     assert ended.code == 1 and "AssertionError: not today" in ended.err, ended.text
-    assert ("Go on: " in ended.err) is saved
+    assert ("Resume: " in ended.err) is saved

@@ -198,22 +198,22 @@ class Hands(Net):
 
 
 CASES: dict[str, tuple[Any, str, str, str]] = {
-    "a list written to": (Appends, "fsdp", "refused", "blocks.1 writes to a list that it is given"),
-    "a dict in a dict": (Stores, "fsdp", "refused", "blocks.0 writes to a dict that it is given"),
+    "a list written to": (Appends, "fsdp", "refused", "blocks.1 writes to a list that it gets"),
+    "a dict in a dict": (Stores, "fsdp", "refused", "blocks.0 writes to a dict that it gets"),
     "another order": (Shuffled, "fsdp", "failed", "fsdp gathered different units on different ranks"),
     "a choice by samples": (OneOfTwo, "fsdp", "failed", "fsdp gathered different units on different ranks"),
-    "other parameters": (Swapped, "fsdp", "refused", "in the place of its parameter blocks.0.norm.bias"),
+    "other parameters": (Swapped, "fsdp", "refused", "instead of its parameter blocks.0.norm.bias"),
     "a write to the model's own": (Clamped, "fsdp", "refused", "the forward writes to the parameter last.weight"),
     "a write in a stage": (Clamped, "pp,schedule=zb_h1", "refused", "the forward writes to the parameter last.weight"),
     "a write in a block": (lambda: Net(Clamping), "fsdp", "refused", "writes to the parameter blocks.0.up.weight"),
-    "a gradient in the forward": (Penalty, "fsdp", "refused", "the forward or the loss runs a backward"),
-    "a weight read elsewhere": (Reads, "fsdp", "refused", "blocks.0.up.weight is used where its unit of fsdp"),
-    "a number read elsewhere": (ReadsNumber, "fsdp", "refused", "blocks.0.up.weight is used where its unit"),
-    "a number read in a stage": (ReadsNumber, "pp=2,dp_shard=2", "refused", "blocks.0.up.weight is used where its"),
-    "a block's parts": (Parts, "fsdp", "refused", "blocks.0.norm.weight is used where its unit of fsdp"),
-    "an argument written to": (Sums, "fsdp", "refused", "a block writes in place to a tensor that it is given"),
-    "a hook under fsdp": (Hooked, "fsdp", "refused", "fsdp puts another tensor in the place of blocks.1.up.weight"),
-    "a later hook under fsdp": (HookedLater, "fsdp", "refused", "another tensor in the place of first.weight"),
+    "a gradient in the forward": (Penalty, "fsdp", "refused", "the forward or the loss runs its own backward"),
+    "a weight read elsewhere": (Reads, "fsdp", "refused", "blocks.0.up.weight is used outside its fsdp"),
+    "a number read elsewhere": (ReadsNumber, "fsdp", "refused", "blocks.0.up.weight is used outside its "),
+    "a number read in a stage": (ReadsNumber, "pp=2,dp_shard=2", "refused", "blocks.0.up.weight is used outside its"),
+    "a block's parts": (Parts, "fsdp", "refused", "blocks.0.norm.weight is used outside its fsdp"),
+    "an argument written to": (Sums, "fsdp", "refused", "a block writes in place to its argument"),
+    "a hook under fsdp": (Hooked, "fsdp", "refused", "fsdp replaces blocks.1.up.weight by a new tensor"),
+    "a later hook under fsdp": (HookedLater, "fsdp", "refused", "another tensor instead of first.weight"),
     "a hook above init.limit": (Hooked, "ddp --init.limit=10", "refused", "above init.limit the values of blocks.1.up"),
     "a hook under zero2": (Hooked, "zero2", "done", ""),
     "a hook under ddp": (HookedLater, "ddp", "done", ""),
@@ -259,7 +259,7 @@ def _steep(given: tuple[Tensor, Tensor], batch: Any) -> Tensor:
 
 @pytest.mark.parametrize(("layout", "says"), [
     ("zero2", ""),
-    pytest.param("fsdp", "the forward or the loss runs a backward of its own", marks=pytest.mark.soak),
+    pytest.param("fsdp", "the forward or the loss runs its own backward", marks=pytest.mark.soak),
     pytest.param("pp", "the forward or the loss takes a gradient", marks=pytest.mark.soak),
     ("tp", "the forward or the loss takes a gradient"),
 ])  # fmt: skip

@@ -129,7 +129,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_bit_for_bit_is_said_of_no_other_bytes(tmp_path: Path, how: Callable[[bytes], bytes]) -> None:
     path = write(tmp_path, 1)
     (path / "manifest.json").write_bytes(how((path / "manifest.json").read_bytes()))
-    with pytest.raises(CheckpointError, match="not what was written"):
+    with pytest.raises(CheckpointError, match="differs from what was written"):
         verify(path)
 
 
@@ -206,7 +206,7 @@ def test_the_last_bit_of_a_large_tensor_counts(tmp_path: Path) -> None:
             handle.write(bytes([byte ^ 1]))
             handle.flush()
             for read in (lambda: verify(path), lambda: load(path).files[MODEL]["wide"]):
-                with pytest.raises(CheckpointError, match="is not what was written"):
+                with pytest.raises(CheckpointError, match="differs from what was written"):
                     read()
             handle.seek(place, os.SEEK_END)
             handle.write(bytes([byte]))
@@ -354,7 +354,7 @@ def test_verify_reads_the_final_model_too(tmp_path: Path) -> None:
     assert ckpt.verify_checkpoint(str(folder)).consolidated == str(folder)
     (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:-1] + b"x")
     for where in (tmp_path, folder):
-        with pytest.raises(CheckpointError, match="in consolidated is not what was written"):
+        with pytest.raises(CheckpointError, match="in consolidated differs from what was written"):
             ckpt.verify_checkpoint(str(where))
     (tmp_path / "weights.json").write_text('{"digest": "d"}')  # of an older version
     assert "was not compared" in ckpt.verify_checkpoint(str(tmp_path)).note
@@ -392,7 +392,7 @@ def test_ones_own_link_to_a_larger_disk_is_followed(tmp_path: Path, monkeypatch:
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
     refuse_links(tmp_path / "run")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(UsageError, match="that another user made"):
+    with pytest.raises(UsageError, match="that another user created"):
         refuse_links(tmp_path / "run")
 
 
@@ -454,9 +454,7 @@ def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: py
         patch.setattr(os, "access", lambda path, mode: False)  # a folder that could not be emptied, for want of rights
         assert explain_refusal(OSError(errno.ENOTEMPTY, ""), tmp_path)[0] == said[errno.EACCES]
     assert (
-        "may only be read" in said[errno.EROFS]
-        and "quota" in said[errno.EDQUOT]
-        and "are free there" in said[errno.ENOSPC]
+        "is read-only" in said[errno.EROFS] and "quota" in said[errno.EDQUOT] and "are free there" in said[errno.ENOSPC]
     )
 
     class Full:

@@ -73,7 +73,7 @@ class Bed:
     # -- building
 
     def _rank(self, number: int) -> Rank:
-        seed = stream_key(self.spec.seed, "build") + (number if self.fault == "unequal start weights" else 0)
+        seed = stream_key(self.spec.seed, "build") + (number if self.fault == "unequal initial weights" else 0)
         seed_all(seed)
         model = self.job.model()
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -108,7 +108,7 @@ class Bed:
                 rank.model.named_parameters(), self.reference.model.parameters(), strict=True
             ):
                 if not torch.equal(mine, theirs):
-                    self.finding.blame(step=1, parameter=name, cause=f"unequal start weights on rank {number}")
+                    self.finding.blame(step=1, parameter=name, cause=f"unequal initial weights on rank {number}")
 
     def _take_over(self) -> None:
         source = {**dict(self.reference.model.named_parameters()), **dict(self.reference.model.named_buffers())}

@@ -119,7 +119,7 @@ changed_job(lambda job: {"optimizer": optimizer})
         example="hf_llama",
         ranks=3,
         should="No difference: rank 0's weights are given to all. But it must be said that they differed.",
-        says=("start weights differed",),
+        says=("initial weights differed",),
         verdict="rounding",
         code="""
 def own_start(job):

@@ -67,8 +67,8 @@ def test_what_is_consolidated_is_the_model_that_was_evaluated(shop: Shop) -> Non
     assert shop.train("plain", *words, steps=9).code == 0
     shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", "        max_grad_norm=1.0, ema=0.9,\n"))
     said = shop.train("run", *words, steps=9).text
-    assert "ema: 0.9, evaluated and consolidated in the weights' place" in said
-    assert " | of the average | 23 samples" in said
+    assert "ema: 0.9, evaluated and consolidated instead of the weights" in said
+    assert " | averaged weights | 23 samples" in said
     for name, flags in {"newest": (), "average": ("--average",), "raw": ("--raw",)}.items():
         assert shop.run("ckpt", "consolidate", "run", "--to", name, *flags).code == 0
     folders = ("plain/consolidated", "run/consolidated", "newest", "average", "raw")
@@ -101,7 +101,7 @@ def test_an_average_that_is_not_there_is_refused(shop: Shop) -> None:
     assert shop.train("run", steps=2).code == 0
     ended = shop.run("ckpt", "consolidate", "run", "--average", "--to", "average")
     assert ended.code == 2
-    assert "holds no average" in ended.text
+    assert "contains no average" in ended.text
     assert not (shop.path / "average").exists()
     assert shop.run("ckpt", "consolidate", "run", "--average", "--raw", "--to", "both").code == 2
 

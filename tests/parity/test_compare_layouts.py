@@ -27,7 +27,7 @@ def test_layouts_side_by_side(shop: Shop) -> None:
     plans = [json.loads((shop.path / each["run"] / "plan.json").read_text()) for each in found.values()]
     assert {plan["micro_batch_size"] for plan in plans} == {6}
     page = (shop.path / "compare.html").read_text()
-    assert "What each rank holds" in page and "replicas are threads" in page
+    assert "Memory per rank" in page and "replicas are threads" in page
     assert not list((shop.path / "runs").glob("*/*/checkpoints/step-*"))
 
 

@@ -144,7 +144,7 @@ def test_with_branches_that_few_use_and_terms_of_their_own(bench: Shop, how: str
 def test_a_mistake_in_it_is_another_training(bench: Shop, how: str, plant: str) -> None:
     found = verified(bench, how, "--job.plant", plant)
     assert found["verdict"] == "different"
-    assert "held back lost or counted twice" in found["first_difference"]["cause"]
+    assert "feedback lost or counted twice" in found["first_difference"]["cause"]
 
 
 def train(bench: Shop, run: str, steps: int, how: str, *words: str, ranks: int = 2) -> Any:
@@ -236,13 +236,13 @@ def test_the_bytes_that_are_told_are_those_that_are_sent(bench: Shop, how: str) 
 
 
 BAD = {
-    "goes with ddp, not with pp": ("--layout", "pp", "--ranks", "2"),
-    "goes with ddp, not with fsdp": ("--layout", "fsdp", "--ranks", "2"),
-    "goes with ddp, not with threads": ("--layout", "threads", "--ranks", "2"),
+    "needs ddp, not pp": ("--layout", "pp", "--ranks", "2"),
+    "needs ddp, not fsdp": ("--layout", "fsdp", "--ranks", "2"),
+    "needs ddp, not threads": ("--layout", "threads", "--ranks", "2"),
     "with one rank: it sends nothing": ("--ranks", "1"),
     "--train.exact with --compress topk": ("--ranks", "2", "--train.exact"),
     "fp16 with --compress topk": ("--ranks", "2", "--train.precision", "fp16"),
-    "goes with --update sync, not with hogwild": ("--ranks", "2", "--update", "hogwild"),
+    "needs --update sync, not hogwild": ("--ranks", "2", "--update", "hogwild"),
     "did you mean 'topk'": ("--ranks", "2", "--compress", "topkk"),
 }
 
@@ -253,7 +253,7 @@ def test_what_it_can_not_be_had_with_is_said_before_anything_starts(bench: Shop,
     ended = bench.run("train", "wire.py", *words)
     assert ended.code == 2 and said in ended.text and "Traceback" not in ended.text, ended.text
     refused = ended.text.splitlines()[0].removeprefix("error: ")
-    assert "no way to compress" in refused or stands(refused, patterns()), "docs/refusals.md does not have it"
+    assert "not a compression method" in refused or stands(refused, patterns()), "docs/refusals.md does not have it"
 
 
 def test_verify_says_where_it_has_no_verdict(bench: Shop) -> None:

@@ -242,9 +242,9 @@ class Growing(Counted):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_length_that_is_not_the_same_is_refused(workers: int) -> None:
-    with pytest.raises(JobError, match="train_data has another length each time it is asked: 21 samples, then 22"):
+    with pytest.raises(JobError, match=r"len\(\) of train_data changes from call to call: 21 samples, then 22"):
         fed(Growing(always=True), workers=workers)
-    with pytest.raises(DataError, match="train_data has 24 samples in epoch 1 and had 20 at the start"):
+    with pytest.raises(DataError, match="train_data has 24 samples in epoch 1, but had 20 at the start"):
         fed(Growing(always=False), workers=workers)
 
 
@@ -293,7 +293,7 @@ def test_ranks_with_other_data_are_refused_by_name(evaluates: bool) -> None:
     together(Own(draws=True), Own(3, draws=True), evaluates=evaluates)
     with pytest.raises(DesyncError, match=f"{name} has 19 samples on rank 1 and 20 on rank 0"):
         together(Own(), Own(length=19), evaluates=evaluates)
-    with pytest.raises(DesyncError, match=rf"sample \d+ of {name} is not on rank 1 what it is on rank 0") as told:
+    with pytest.raises(DesyncError, match=rf"sample \d+ of {name} differs between rank 1 and rank 0") as told:
         together(Own(), Own(1), evaluates=evaluates)
     assert "give every rank the whole dataset" in told.value.hint
 
@@ -367,8 +367,8 @@ def compared(server: Any, worker: Any, *, epochs: int = 2) -> None:
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
-        (Varied("order"), r"sample 0 or .* of train_data is not on rank 2 what it is on rank 0"),
-        (Varied("epoch"), "of train_data is not on rank 2"),
+        (Varied("order"), r"sample 0 or .* of train_data differs between rank 2 and rank 0"),
+        (Varied("epoch"), "of train_data differs between rank 2"),
         (Varied(length=SAMPLES + 8), "28 samples on rank 2 and 20 on rank 0"),
         (Varied(length=8), "8 samples on rank 2 and 20 on rank 0"),
     ],
@@ -458,11 +458,11 @@ def test_a_function_that_gives_a_generator_is_called_for_each_reading() -> None:
     ("samples", "position", "said"),
     [
         (400, 352, None),
-        (300, 352, "had 400 samples and has 300 (--allow data): this epoch stood at sample 352, and is over with it; "),
+        (300, 352, "had 400 samples and has 300 (--allow data): this epoch was at sample 352, and ends there; "),
         (
             500,
             352,
-            "had 400 samples and has 500 (--allow data): this epoch stood at sample 352; counted in epochs of 500",
+            "had 400 samples and has 500 (--allow data): this epoch was at sample 352; counted in epochs of 500",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_after_a_dozen_refusals_it_says_loudly_that_it_was_not_replayed() -> Non
     turns = iter(range(10**6))
     found, replays = decided(lambda one: refused(one, "why " + "x" * next(turns)))
     assert len(replays.asked) == 12 and found.best is None
-    assert found.advice.unreplayed == "12 before it were refused when they were replayed, and time was over"
+    assert found.advice.unreplayed == "12 better ones were refused in replay, and the time limit was reached"
     told, text = found.advice.as_json(), "\n".join(found.advice.lines())
     assert told["replayed"] is False and told["unreplayed"] == found.advice.unreplayed
     assert f"recommended, NOT REPLAYED ({found.advice.unreplayed}): --layout" in text

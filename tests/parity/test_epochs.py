@@ -23,7 +23,7 @@ def test_an_epoch_shorter_than_a_batch_is_not_left_out_altogether() -> None:
             return next(iter(feed)).batch.num_samples
 
     assert first(Noisy(), 45) == first(Stream(), 45) == 45
-    with pytest.raises(UsageError, match="an epoch has 45 samples, and a global batch 46") as refused:
+    with pytest.raises(UsageError, match="an epoch has 45 samples, but a global batch 46") as refused:
         first(Noisy(), 46)
     assert "--data.drop_last false" in refused.value.hint
     with pytest.raises(DataError, match="shorter than a global batch of 46, which data"):
@@ -50,6 +50,6 @@ def _evaluated(data: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_generator_itself_is_read_once(workers: int) -> None:
     assert len(read(_rows(), replicas=1, workers=workers, steps=4)) == 11
-    with pytest.raises(DataError, match="can be read once: there is nothing for epoch 2") as caught:
+    with pytest.raises(DataError, match="can be read only once: epoch 2") as caught:
         read(_rows(), replicas=1, workers=workers, steps=5)
-    assert "without the call" in caught.value.hint
+    assert "without calling it" in caught.value.hint

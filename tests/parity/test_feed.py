@@ -229,7 +229,7 @@ def test_a_data_worker_that_leaves_is_named_though_its_memory_goes_first() -> No
 
     given = guard_worker_death(sent())
     assert next(given) == 1
-    with pytest.raises(DataError, match="a data worker died: what it had read went with it"):
+    with pytest.raises(DataError, match="a data worker died: the data that it had read is lost"):
         next(given)
 
 
@@ -260,14 +260,17 @@ def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
 
     assert "--data.drop_last true" in notes(drop_last=True)
     assert "generator is not used" in notes(shuffle=True, generator=torch.Generator())
-    assert "spawn is not kept" in notes(num_workers=1, multiprocessing_context="spawn")
+    assert "spawn is ignored" in notes(num_workers=1, multiprocessing_context="spawn")
     assert "DistributedSampler is replaced" in notes(sampler=DistributedSampler(Noisy(), num_replicas=2, rank=0))
 
     class Own(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter([1, 2])
 
-    for loader, word in ((DataLoader(Noisy(), batch_size=None), "whole batches"), (Own(Noisy()), "in its own way")):
+    for loader, word in (
+        (DataLoader(Noisy(), batch_size=None), "whole batches"),
+        (Own(Noisy()), "with its own __iter__"),
+    ):
         with pytest.raises(JobError, match=word):
             make_loader(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
 

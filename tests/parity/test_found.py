@@ -84,7 +84,7 @@ def test_an_average_that_a_resume_adds_begins_at_the_weights(tmp_path: Path) -> 
 
 def test_a_negative_count_is_refused(tmp_path: Path) -> None:
     made = job(loss=lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), -len(output)))
-    with pytest.raises(JobError, match="no number of targets"):
+    with pytest.raises(JobError, match="which is not a number of targets"):
         trained(made, tmp_path)
 
 

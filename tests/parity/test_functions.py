@@ -68,12 +68,12 @@ def test_a_job_is_trained_planned_and_evaluated_in_one_process(folder: Path) -> 
     plans = [pl.plan(job, cluster="2xH100-80G") for _ in range(2)]
     assert plans[0].recommended == plans[1].recommended
     assert plans[0].plans[0].fits and plans[0].case == 1
-    with pytest.raises(pl.UsageError, match="object of Python") as refused:
+    with pytest.raises(pl.UsageError, match="is a Python object") as refused:
         pl.evaluate("run")
     assert "job=job" in refused.value.hint
     code = "import sys; from paceline.cli import main; sys.exit(main(['evaluate', 'run']))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert told.returncode == 2 and "object of Python" in told.stderr
+    assert told.returncode == 2 and "is a Python object" in told.stderr
 
 
 def test_verify_has_the_keys_of_the_command(folder: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_is_imported_by_name_is_found_by_the_ranks(folder: Path, monkeypatc
         (None, "the job is a NoneType"),
         ("", "the job is empty"),
         ("nowhere.py", "nowhere.py does not exist"),
-        ("object:squares", "is an object of Python"),
+        ("object:squares", "is a Python object"),
     ],
 )
 def test_what_is_no_job_is_refused(folder: Path, given: Any, says: str) -> None:
@@ -140,7 +140,7 @@ def test_what_is_no_job_is_refused(folder: Path, given: Any, says: str) -> None:
 def test_what_cannot_be_sent_is_named(folder: Path) -> None:
     with Path("data").open("w") as file, pytest.raises(pl.JobError, match="train_data= holds"):
         pl.train(make(train_data=[file]))
-    with pytest.raises(pl.UsageError, match=r"job\.lr is a parameter of a job"):
+    with pytest.raises(pl.UsageError, match=r"job\.lr is a parameter of make_job"):
         pl.train(make(), settings={"job.lr": 1.0})
     with pytest.raises(pl.UsageError, match=r"did you mean 'train\.steps'"):
         pl.train(make(), settings={"train.stps": 1})

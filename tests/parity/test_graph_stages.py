@@ -187,10 +187,10 @@ class Locked(Layers):
 
 
 REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
-    (Branch, {}, r"decides by a tensor's value(.|\n)*test_graph_stages.py:"),
+    (Branch, {}, r"branches on a tensor's value(.|\n)*test_graph_stages.py:"),
     (Luck, {}, "draws from random or numpy"),
-    (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep makes a value \(mul\) that it does not return, and add needs it"),
-    (Left, {}, r"keeps a tensor on the model between its modules \(self.aside\)"),
+    (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep creates a value \(mul\) that it does not return, but add needs it"),
+    (Left, {}, r"stores a tensor on the model between its modules \(self.aside\)"),
     (Counts, {}, r"the forward changes self.calls"),
     (
         Norms,
@@ -234,7 +234,7 @@ BESIDE: dict[str, tuple[Any, str]] = {
     "a hook": (lambda m, x: m(x) + m.kept["a"].mean(), r"reads a value \(mul\) made in a, and(.|\n)*graph_stages.py:"),
     "an attribute": (
         lambda m, x: m(x) + m.keep.last.detach().sum(),
-        r"reads a value \(mul\) made in keep, and the mod",
+        r"reads a value \(mul\) made in keep, but the mod",
     ),
     "a hook of the last stage": (lambda m, x: m(x) + m.kept["c"].mean(), ""),
 }

@@ -92,7 +92,7 @@ class Model(nn.Module):
         x = self.norm(self.a(x))
         if self.what == "sets":
             self.b.scale = 0.5
-        if self.what == "other weights":
+        if self.what == "different weights":
             return self.c(functional_call(self.b, {n: p * 0.9 for n, p in self.b.named_parameters()}, (x,)))
         if self.what == "own weights":
             return self.c(functional_call(self.b, dict(self.b.named_parameters()), (x,)))
@@ -120,7 +120,7 @@ REFUSED = {
     "hears, and sets once": r"sets self.b.scale between",
     "sets": r"sets self.b.scale between",
     "sets afterwards": r"sets self.b.scale between",
-    "other weights": r"sets self.b.line.weight between",
+    "different weights": r"sets self.b.line.weight between",
 }
 
 

@@ -178,8 +178,8 @@ def test_what_two_writers_lose_is_counted() -> None:
 
 
 BAD = {
-    "goes with ddp, not with pp": ("--layout", "pp", "--ranks", "2"),
-    "nobody races with it": ("--ranks", "1"),
+    "needs ddp, not pp": ("--layout", "pp", "--ranks", "2"),
+    "no other worker races with it": ("--ranks", "1"),
     "--train.exact with --update hogwild": ("--ranks", "2", "--train.exact"),
     "sync_bn with --update hogwild": ("--ranks", "2", "--train.buffers", "sync_bn"),
 }

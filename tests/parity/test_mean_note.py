@@ -1,4 +1,4 @@
-"""A run says of its first microbatch that the loss is a mean beside a count, and asking changes no bit."""
+"""A run says of its first microbatch that the loss is a mean with a count, and asking changes no bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def first_step(loss: Any, *, replicas: int, asks: bool) -> tuple[str, dict[str, 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_mean_beside_a_count_is_told_and_a_sum_is_not(replicas: int) -> None:
     note, weights = first_step(mean, replicas=replicas, asks=True)
-    assert "a mean beside a count" in note and "reduction='sum'" in note
+    assert "a mean with a count" in note and "reduction='sum'" in note
     assert first_step(summed, replicas=replicas, asks=True)[0] == ""
     silent, same = first_step(mean, replicas=replicas, asks=False)
     assert silent == "" and all(torch.equal(same[name], value) for name, value in weights.items())

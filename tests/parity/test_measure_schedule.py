@@ -34,5 +34,5 @@ def test_what_was_simulated_comes_back(name: str) -> None:
 def test_from_python_the_job_is_named() -> None:
     with pytest.raises(UsageError, match="one job, got 2"):
         compare("a.py", "b.py", layouts=["ddp", "fsdp"])  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="expected where the job is"):
+    with pytest.raises(UsageError, match="expected the path of a job"):
         compare(object(), layouts=["ddp", "fsdp"])  # type: ignore[call-overload]

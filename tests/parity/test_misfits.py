@@ -41,11 +41,11 @@ X, Y = torch.zeros(3, 4), torch.zeros(3)
     ("made", "batch", "words", "line"),
     [
         (One, {"image": X, "label": Y}, "keys image, label", 'model(batch["image"])'),
-        (One, {"label": Y, "name": ["a"], "image": X}, "hands over nothing", 'model(batch["image"])'),
+        (One, {"label": Y, "name": ["a"], "image": X}, "passes nothing", 'model(batch["image"])'),
         (One, [X, ("a", "b", "c"), Y], "a list of 3: Tensor[3, 4], tuple, Tensor[3]", "model(batch[0])"),
         (Two, [X, Y], "a list of 2", "model(batch[0], batch[1])"),
         (Two, X, "a Tensor[3, 4]", "model(batch)"),
-        (Two, {"x": X, "image": X, "y": Y}, "hands over image", 'model(batch["image"], batch["x"])'),
+        (Two, {"x": X, "image": X, "y": Y}, "passes image", 'model(batch["image"], batch["x"])'),
     ],
 )
 def test_a_batch_that_no_forward_takes_is_named(made: Any, batch: Any, words: str, line: str) -> None:

@@ -350,7 +350,7 @@ def test_a_model_that_rests_a_part_of_itself_does_so_from_the_first_step() -> No
     for model, is_told in ((lambda: Resting("plain", norm), False), (woken, True)):
         job = replace(job_of("plain"), model=model)
         made = built(job, 1, micro=MICRO)
-        assert any("gave norm in eval mode" in note for note in made.notes) == is_told
+        assert any("returned norm in eval mode" in note for note in made.notes) == is_told
         found, right = trained(made, micro=MICRO), plain(job, micro=MICRO)
         assert [name for name, value in right.items() if not torch.equal(value, found[name])] == []
 

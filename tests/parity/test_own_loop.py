@@ -31,9 +31,7 @@ def banner_of(folder: Path) -> str:
 
 def test_a_second_loop_after_the_run_is_over_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(
-            pl.UsageError, match=r"over: it stands at step 3 of 3, and run\.batches\(\) gives no more"
-        ) as refused,
+        pytest.raises(pl.UsageError, match=r"ended at step 3 of 3: run\.batches\(\) has no more") as refused,
         pl.Run(job(), ranks=1, run_dir=tmp_path / "a", settings=QUIET) as run,
     ):
         for _ in range(3):
@@ -127,13 +125,13 @@ def test_after_an_early_stop_the_words_for_the_best_weights_are_told(tmp_path: P
     made = job(best="score:max", early_stopping=2, on_eval=lambda run: {"score": next(scores)})
     trained(made, tmp_path / "a", eval_every=1, train_steps=9)
     told = [text for text in notes_of(tmp_path / "a") if "consolidated/ has the weights of step" in text]
-    assert len(told) == 1 and "step 4, the last; the best are of step 2:" in told[0]
+    assert len(told) == 1 and "step 4, the last one; the best weights are from step 2:" in told[0]
     assert told[0].endswith(f"paceline ckpt consolidate {tmp_path / 'a'} --best --to best")
     rising = iter(range(9))
     trained(
         job(best="score:max", on_eval=lambda run: {"score": next(rising)}), tmp_path / "b", eval_every=1, train_steps=2
     )
-    assert not [text for text in notes_of(tmp_path / "b") if "the best are of" in text]
+    assert not [text for text in notes_of(tmp_path / "b") if "the best weights are from" in text]
 
 
 def test_without_eval_data_a_run_has_no_evaluation_and_says_none(
@@ -146,7 +144,7 @@ def test_without_eval_data_a_run_has_no_evaluation_and_says_none(
     capsys.readouterr()
     found = pl.evaluate("run", job=given)
     told = capsys.readouterr().out
-    assert "the job: the one that was given" in told and "object:" not in told and found.samples == 8
+    assert "the job: the object that was passed" in told and "object:" not in told and found.samples == 8
 
 
 @pytest.mark.parametrize("part", [torch.zeros(3), "many", None])
@@ -154,7 +152,7 @@ def test_a_metric_of_another_form_is_named(part: Any, tmp_path: Path) -> None:
     for given in ((part, 3), (3.0, part)):
         made = job(metrics={"accuracy": lambda output, batch, given=given: given})
         with (
-            pytest.raises(pl.JobError, match=r"the metric 'accuracy' gave a part of .*two numbers"),
+            pytest.raises(pl.JobError, match=r"the metric 'accuracy' returned a value of .*two numbers"),
             pl.Run(made, ranks=1, run_dir=tmp_path, settings=QUIET) as run,
         ):
             run.evaluate()

@@ -93,7 +93,7 @@ def test_what_it_refuses() -> None:
         pl.place(Net, layout="cp=2", world=alone)
     with pytest.raises(LayoutError, match="needs 2 ranks, you have 1"):
         pl.place(Net, layout="dp_shard=2", world=alone)
-    with pytest.raises(UsageError, match="does not hear the setting"):
+    with pytest.raises(UsageError, match="does not use the setting"):
         pl.place(Net, world=alone, settings={"train.exact": True})
     with pytest.raises(UsageError, match=r"there is no setting 'place.unit'"):
         pl.place(Net, world=alone, settings={"place.unit": "Block"})
@@ -106,7 +106,7 @@ def test_a_step_needs_a_backward_of_its_own() -> None:
     with pytest.raises(UsageError, match="no backward since"):
         optimizer.step()
     placed.backward(placed.model(torch.ones(2, 6)).sum(), count=2)
-    with pytest.raises(UsageError, match="one without"):
+    with pytest.raises(UsageError, match="with count= and without"):
         placed.backward(placed.model(torch.ones(2, 6)).sum())
     with pytest.raises(JobError, match="has an optimizer already"):
         placed.optimizer(adam)
@@ -120,7 +120,7 @@ def test_alone_gradients_are_at_hand() -> None:
     assert nn.utils.clip_grad_norm_(placed.model.parameters(), 1.0) > 1
     optimizer.step()
     placed.backward(placed.model(x).sum(), count=3)
-    with pytest.raises(UsageError, match="is not put together yet"):
+    with pytest.raises(UsageError, match="is not reduced yet"):
         nn.utils.clip_grad_norm_(placed.model.parameters(), 1.0)
     optimizer.zero_grad()
     placed.backward(placed.model(x).sum(), count=2)

@@ -13,7 +13,7 @@ from paceline.trainer.checks.parallel_checks import is_small
 from tests.pure.test_judged import made
 
 FORECAST = made("8xH100-80G")
-NOT_REPLAYED, NOT_TRIED = "its bytes are reckoned", "may change what it computes"
+NOT_REPLAYED, NOT_TRIED = "its memory is an estimate", "may change its results"
 
 
 def row(candidate: Candidate, *, replayed: bool = True, timed: bool = False, refused: str = "") -> PlanRow:
@@ -35,8 +35,8 @@ PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4
         ((row(PARTS, replayed=False),), [NOT_REPLAYED, NOT_TRIED, "--layout cp=2"]),
         ((row(PARTS, timed=True),), []),
         ((row(PLAIN), row(PARTS, replayed=False)), []),
-        ((row(PARTS, refused="other outputs"), row(PLAIN, replayed=False)), [NOT_REPLAYED]),
-        ((row(PLAIN, refused="other outputs"),), []),
+        ((row(PARTS, refused="different outputs"), row(PLAIN, replayed=False)), [NOT_REPLAYED]),
+        ((row(PLAIN, refused="different outputs"),), []),
     ],
     ids=["none", "no time", "parts", "both", "timed", "of another", "of the first that can be had", "nothing fits"],
 )

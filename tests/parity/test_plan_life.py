@@ -16,11 +16,11 @@ def test_what_a_plan_does_is_said_now_and_then_until_it_is_done(
 ) -> None:
     with signs_of_life(tmp_path, every=0.05):
         time.sleep(0.2)
-        write_doing(tmp_path, "layouts are searched")
+        write_doing(tmp_path, "searching layouts")
         time.sleep(0.2)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "planning: processes begin; 0 s so far"
-    assert said[-1] == "planning: layouts are searched; 0 s so far"
+    assert said[-1] == "planning: searching layouts; 0 s so far"
     time.sleep(0.1)
     assert not capsys.readouterr().err
     write_doing(tmp_path, "")
@@ -37,7 +37,7 @@ def test_a_plan_tells_where_it_is_and_an_answer_for_a_script_has_nothing_of_it(
     plan = [*Shop.command()[:1], "-c", code, "plan", "job.py", "--cluster", "4xA100-80G", "--run-dir"]
     ended = shop.call([*plan, "plan"])
     assert ended.code == 0, ended.text
-    assert re.search(r"planning: what the model computes and holds is found out.*; \d+ s so far", ended.err), ended.text
+    assert re.search(r"planning: profiling the model.*; \d+ s so far", ended.err), ended.text
     assert "planning: layouts of 4 ranks are searched" in ended.err and "so far" not in ended.out
     assert not (shop.path / "plan" / "doing.txt").exists()
     assert "so far" not in shop.call([*plan, "quiet", "--json"]).text

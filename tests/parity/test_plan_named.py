@@ -129,7 +129,7 @@ def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(t
     pytest.importorskip("transformers")
     job, words, said = as_job("transformers:LlamaConfig", [], ranks=2)
     assert job == JOB and "--train.precision=bf16" in words
-    assert "--train.precision bf16 (mixed: " in said[0] and "--train.precision fp32 for all in float32" in said[0]
+    assert "--train.precision bf16 (mixed: " in said[0] and "--train.precision fp32 for float32 only" in said[0]
     for device, precision in (("H100-80G", "bf16"), ("T4", "fp16"), ("cpu", "bf16")):
         own = as_job("transformers:LlamaConfig", [], ranks=1, fleet=read_fleet(f"3x{device}"))[1]
         assert f"--train.precision={precision}" in own and "--train.global_batch_size=24" in own
@@ -177,7 +177,7 @@ def test_a_config_that_is_none_is_refused(source: str, words: dict[str, str], sa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "job.py", "--layout", "fsdp", "--layouts", "ddp"], "says two things"),
+        (["plan", "job.py", "--layout", "fsdp", "--layouts", "ddp"], "contradict each other"),
         (["plan", "job.py", "--layouts", "ddp", "ddp"], "names ddp twice"),
         (["plan", "job.py", "--layouts", "ddp", "fspd"], "fsdp"),
         (["plan", "job.py", "--against", "nowhere"], "there is no plan in nowhere"),

@@ -116,22 +116,22 @@ def test_an_operation_that_says_of_no_shapes_is_named_with_its_line(how: str, na
 
 def test_settings_that_leave_nothing_to_choose_are_refused() -> None:
     settings = replace(Settings(), train=replace(Settings().train, gradient_accumulation_steps=4))
-    with pytest.raises(UsageError, match="each layout would have other microbatches") as caught:
+    with pytest.raises(UsageError, match="each layout would have different microbatches") as caught:
         grid_of(settings, asked="paceline plan")
-    assert "what plan chooses" in caught.value.cause
+    assert "plan also chooses" in caught.value.cause
 
 
 def test_of_samples_of_many_lengths_the_longest_is_looked_at() -> None:
     many, note = facts_of("tests.parity.test_plan_odd:uneven")
     alike, none = facts_of("tests.parity.test_plan_odd:uneven", "--job.lengths=one")
-    assert "768 to 6,144 numbers, of 32 that were looked at" in note[0] and not none
+    assert "768 to 6,144 numbers (of 32 examined)" in note[0] and not none
     assert saved(many) == saved(alike)
 
 
 def test_the_command_says_it_on_one_screen(tmp_path: Path) -> None:
     for words, code, said in (
         (["job", "--job.how=operation"], 2, "register_fake"),
-        (["uneven"], 0, "samples are of 768 to 6,144 numbers"),
+        (["uneven"], 0, "samples have 768 to 6,144 numbers"),
         (["job", "--cluster=tiny.toml"], 2, "no layout of the model fits on tiny"),
     ):
         done = plan(f"{__file__}:{words[0]}", *words[1:], folder=tmp_path)

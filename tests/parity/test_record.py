@@ -148,7 +148,7 @@ def doubled(line: bytes) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-HALF = "the last line is half written, as by a kill, and was left out"
+HALF = "the last line is incomplete, as after a kill, and was left out"
 WRITTEN: dict[str, tuple[Callable[[list[bytes]], bytes], int, str]] = {  # what is in b, the exit code, and a part of what is said
     "whole": (b"".join, 0, f"bitwise: {STEPS} steps"),
     "half of the last line": (lambda lines: b"".join(lines)[:-100], 0, HALF),
@@ -157,13 +157,13 @@ WRITTEN: dict[str, tuple[Callable[[list[bytes]], bytes], int, str]] = {  # what 
     "zeros after the last line": (lambda lines: b"".join(lines) + bytes(100), 0, HALF),
     "a difference before half a line": (lambda lines: b"".join([*lines[:2], lines[3].replace(b'"step": 3', b'"step": 2'), lines[3]])[:-9], 4, HALF),
     "ended after step 2": (lambda lines: b"".join(lines[:3]), 0, f"the first recording has {STEPS}, the other 2"),
-    "the start alone": (lambda lines: lines[0], 2, "no step in common"),
+    "the start only": (lambda lines: lines[0], 2, "no step in common"),
     "another start alone": (lambda lines: doubled(lines[0]), 4, "different: first at the start, weight of 0.bias"),
     "no step of the other": (lambda lines: lines[1].replace(b'"step": 1', b'"step": 77'), 2, "no step in common"),
     "half of its only line": (lambda lines: lines[0][:50], 2, "has no step: its only line is half written"),
     "empty": (lambda lines: b"", 2, "has no step: it is empty"),
-    "a whole last line that is none": (lambda lines: b"".join(lines[:-1]) + lines[-1][:50] + b"\n", 2, "is no step of a recording"),
-    "half a line in the middle": (lambda lines: b"".join(lines[:2]) + lines[2][:50] + b"\n" + lines[3], 2, "line 3 is no step"),
+    "a whole last line that is none": (lambda lines: b"".join(lines[:-1]) + lines[-1][:50] + b"\n", 2, "is not a step of a recording"),
+    "half a line in the middle": (lambda lines: b"".join(lines[:2]) + lines[2][:50] + b"\n" + lines[3], 2, "line 3 is not a step"),
 }  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def test_two_ranks_of_ddp_are_one_process_to_rounding(tmp_path: Path) -> None:
     found = pl.compare(tmp_path / "one", tmp_path / "alone")
     assert found.first_difference is not None
     assert found.first_difference["step"] == 1
-    assert "rank 1 leaves rank 0 at step 1" in found.text
+    assert "rank 1 diverges from rank 0 at step 1" in found.text
     assert "data order" not in found.text
 
 

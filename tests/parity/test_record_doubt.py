@@ -107,7 +107,7 @@ def test_a_gradient_of_rounding_alone_is_no_difference(tmp_path: Path, optimizer
     found = pl.compare(one, two)
     assert found.exit_code == 0, found.text
     assert found.text.startswith(f"rounding: {STEPS // every} steps")
-    assert found.text.endswith("not judged, as their gradient is lost in rounding: c1.bias, c2.bias")
+    assert found.text.endswith("not judged, because their gradient is lost in rounding: c1.bias, c2.bias")
     assert found.recordings[0]["unjudged"] == BIASES
 
 
@@ -176,7 +176,7 @@ def test_a_damaged_line_is_named_and_a_torn_last_one_passed_over(tmp_path: Path,
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-0.jsonl").write_bytes(b"".join(lines))
     assert pl.compare(path, tmp_path / "torn").text.startswith("bitwise")
-    with pytest.raises(UsageError, match=r"rank-0.jsonl: line 2 is no step of a recording"):
+    with pytest.raises(UsageError, match=r"rank-0.jsonl: line 2 is not a step of a recording"):
         pl.compare(path, tmp_path / "damaged")
 
 

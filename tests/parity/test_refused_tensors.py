@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[Pair], Any], str]] = {
         buffer(lambda _: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)),
         "the buffer q is a nested tensor",
     ),
-    "nan": (lambda m: m.a.weight.data[1, 2].fill_(float("nan")), "the start weights of a.weight hold NaN"),
+    "nan": (lambda m: m.a.weight.data[1, 2].fill_(float("nan")), "the initial weights of a.weight contain NaN"),
 }
 SOUND: dict[str, Callable[[Pair], Any]] = {
     "plain": lambda _: None,

@@ -31,7 +31,7 @@ def test_weights_that_part_are_found_at_the_end(shop: Shop) -> None:
     ("change", "trains", "says"),
     [
         ("ema=0.5 + 0.2 * int(os.environ.get('RANK', 0)),", 1, "the average (ema) of first.weight differs on rank 1"),
-        ("ema=_still(0.7),", 0, "the weights agree and their average does not"),
+        ("ema=_still(0.7),", 0, "the weights agree but their average does not"),
         pytest.param("ema=0.7,", 0, '"averages": 6', marks=pytest.mark.soak),
     ],
     ids=["a rank's own decay", "an average that stands still", "sound"],

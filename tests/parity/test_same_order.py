@@ -62,7 +62,7 @@ def test_an_order_is_compared_at_the_start_of_each_epoch(workers: int) -> None:
     apart = fed(seeded, other="0", workers=workers)
     with (
         closing(apart),
-        pytest.raises(DesyncError, match="order= gives another order on rank 1 than on rank 0, in epoch 0"),
+        pytest.raises(DesyncError, match="order= gives a different order on rank 1 than on rank 0, in epoch 0"),
     ):
         next(iter(apart))
     said: list[str] = []
@@ -90,7 +90,7 @@ def test_an_epoch_is_gone_on_with_in_its_own_order_alone() -> None:
     for name, order in [("unseeded", unseeded), ("seeded", None), ("shuffled", seeded)]:
         again = fed(order, cursor=at)
         again.restore(begun[name])
-        with pytest.raises(ResumeError, match="order= gives another order than the one that was begun with"):
+        with pytest.raises(ResumeError, match="order= gives a different order than this run began with"):
             next(iter(again))
     ended = Cursor(epoch=0, position=40, samples=40, step=5)  # the next epoch may have any
     again = fed(unseeded, cursor=ended)
@@ -111,7 +111,7 @@ def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
         return fed(None, data=DataLoader(DATA, sampler=sampler))._order.name(0)  # type: ignore[attr-defined,no-any-return]
 
     assert len(read(Drawn(unseeded=False))) == 20
-    with pytest.raises(DesyncError, match="the DataLoader's sampler of eval_data gives another order on rank 1"):
+    with pytest.raises(DesyncError, match="the DataLoader's sampler of eval_data gives a different order on rank 1"):
         read(Drawn(unseeded=True))
 
 
@@ -120,14 +120,14 @@ def test_unseeded_orders_end_a_run_and_are_named_by_verify(shop: Shop) -> None:
     job = "import numpy as np\n" + SMALL_JOB.replace("        max_grad_norm=1.0,\n", f"        order={UNSEEDED},\n")
     shop.write("job.py", job)
     ended = shop.train("two")
-    assert ended.code == 1 and "order= gives another order on rank 1 than on rank 0" in ended.text, ended.text
+    assert ended.code == 1 and "order= gives a different order on rank 1 than on rank 0" in ended.text, ended.text
     assert shop.train("one", ranks=1, steps=3).code == 0
     refused = shop.train("one", ranks=1, steps=7)
-    assert refused.code == 2 and "another order than the one that was begun with" in refused.text, refused.text
+    assert refused.code == 2 and "a different order than this run began with" in refused.text, refused.text
     assert shop.train("one", "--allow", "order", ranks=1, steps=7).code == 0
     found = shop.run("verify", "job.py", "--ranks", "2", "--json")
-    assert found.code == 4 and "another one when it is asked for again" in found.text, found.text
+    assert found.code == 4 and "at the second call" in found.text, found.text
     apart = UNSEEDED.replace("default_rng()", "default_rng(int(os.environ['RANK']))")
     shop.write("job.py", job.replace(UNSEEDED, apart))
     found = shop.run("verify", "job.py", "--ranks", "2", "--json")
-    assert found.code == 4 and "order= gives another order on rank 1 than on rank 0" in found.text, found.text
+    assert found.code == 4 and "order= gives a different order on rank 1 than on rank 0" in found.text, found.text

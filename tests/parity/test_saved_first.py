@@ -30,7 +30,7 @@ FAILING: dict[str, dict[str, Any]] = {
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(tmp_path: Path, name: str) -> None:
     good = job(on_eval=lambda run: {"bleu": 1.0})
     whole = trained(good, tmp_path / "whole", checkpoint_every=2, eval_every=2)
-    with pytest.raises((ZeroDivisionError, JobError), match=r"division by zero|on_eval= gave a int"):
+    with pytest.raises((ZeroDivisionError, JobError), match=r"division by zero|on_eval= returned a int"):
         trained(replace(good, **FAILING[name]), tmp_path / "cut", checkpoint_every=2, eval_every=2)
     assert [path.name for path in sorted((tmp_path / "cut" / "checkpoints").glob("step-*"))] == ["step-00000002"]
     assert load(tmp_path / "cut" / "checkpoints" / "step-00000002").state["extra"]["unjudged"] is True
@@ -88,7 +88,7 @@ def test_a_number_that_one_rank_has_is_everybody_s_and_one_that_differs_is_told_
             "own": 2.0,
             "broken": 0,
         }
-        assert shared.note.startswith("bleu is 0.1 on rank 0 and 0.4 on rank 1: rank 0's is taken") is told
+        assert shared.note.startswith("bleu is 0.1 on rank 0 and 0.4 on rank 1: rank 0's is used") is told
     quiet = SharedMetrics(Ranks({}))
     assert quiet.share({"bleu": math.nan}).keys() == {"bleu"} and not quiet.note
 

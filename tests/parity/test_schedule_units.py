@@ -40,7 +40,7 @@ EPOCHS: dict[str, tuple[Make, str]] = {
 def test_a_schedule_in_epochs_is_told_with_the_line_to_type(name: str) -> None:
     make, line = EPOCHS[name]
     (said,) = found(make, total=90 * 391, per_epoch=391)
-    assert "once an update, not once an epoch" in said and "of 35,190 updates" in said
+    assert "once per update, not once per epoch" in said and "of 35,190 updates" in said
     assert said.endswith(f"torch.optim.lr_scheduler.{line}")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     wide = eval(line, {**vars(torch_s), "o": optimizer})
@@ -81,6 +81,6 @@ def test_a_run_warns_before_its_first_step_and_not_again(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace("StepLR(o, 5, 0.9)", "CosineAnnealingLR(o, 3)"))
     words = ("--train.epochs", "3")
     ended = shop.run("train", "job.py", "--ranks", "1", "--run-dir", "run", *words)
-    assert ended.code == 0 and ended.text.count("not once an epoch") == 1, ended.text
+    assert ended.code == 0 and ended.text.count("not once per epoch") == 1, ended.text
     assert "warning: lr_schedule=" in ended.text and "T_max=3 * 5)" in ended.text
-    assert ended.text.index("not once an epoch") < ended.text.index("step 1")
+    assert ended.text.index("not once per epoch") < ended.text.index("step 1")

@@ -288,7 +288,7 @@ def test_a_killed_server_is_restored_and_what_was_lost_is_said(shop: Shop, bound
     words = ("--update", update, "--checkpoint.every", "20", "--faults", faults)
     ended = count(shop, *words, ranks=servers + 2, epochs=12)
     assert ended.code == 0, ended.text
-    said = f"rank {servers - 1}, a server, was killed (SIGKILL) after step 36. Going on from step-00000020: 16 steps"
+    said = f"rank {servers - 1}, a server, was killed (SIGKILL) after step 36. Resuming from step-00000020: 16 steps"
     assert said in ended.err, ended.err
     assert f"lost worker {servers + 1}, whose process is gone" in notes(shop, "run")
     joint = bound == "0"
@@ -320,7 +320,7 @@ def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
         pid = pid_of(shop, rank=1)
         os.kill(pid, signal.SIGSTOP)
         until = time.monotonic() + 60
-        while "of which nothing was heard for 3 s" not in (shop.path / "run/events.jsonl").read_text():
+        while "which has not responded for 3 s" not in (shop.path / "run/events.jsonl").read_text():
             assert time.monotonic() < until, "nobody gave it up"
             time.sleep(0.1)
         os.kill(pid, signal.SIGCONT)
@@ -336,7 +336,7 @@ def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
 def test_one_that_hangs_is_given_up_and_the_run_ends(shop: Shop) -> None:
     words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "4", "--faults", "hang rank=1 step=5")
     ended = count(shop, *words, ranks=3, epochs=40, environ={"DELAY": "0.01"})
-    assert ended.code == 0 and "lost worker 1, of which nothing was heard for 4 s" in notes(shop, "run"), ended.text
+    assert ended.code == 0 and "lost worker 1, which has not responded for 4 s" in notes(shop, "run"), ended.text
     all_seen(shop, epochs=40, updates=400)
 
 
@@ -376,7 +376,7 @@ def make_job():
     words = ("train", "nan.py", "--ranks", "3", "--update", f"ps,staleness={bound}", "--train.steps", "9")
     ended = shop.run(*words, "--run-dir", "run")
     assert ended.code == 1 and "loss is nan" in ended.text and "--train.on_nonfinite skip" in ended.text, ended.text
-    assert "the inputs of this step hold NaN or infinity: sample 17 of train_data" in ended.text, ended.text
+    assert "the inputs of this step contain NaN or infinity: sample 17 of train_data" in ended.text, ended.text
     ended = shop.run(*words, "--run-dir", "skips", "--train.on_nonfinite", "skip")
     assert ended.code == 0, ended.text
     assert all(value.isfinite().all() for value in weights(shop, "skips").values())
@@ -559,7 +559,9 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
     shop.write("terms.py", TERMS)
     words = ("--job.claims", "1", "--train.steps", "3", "--run-dir", "run")
     ended = shop.run("train", "terms.py", *words, "--ranks", "3", "--update", f"ps,staleness={bound}")
-    assert ended.code == 2 and "for the term few over the global batch, the loss returns 1" in ended.text, ended.text
+    assert ended.code == 2 and "for the term few over the global batch, but the loss returns 1" in ended.text, (
+        ended.text
+    )
 
 
 def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
@@ -618,9 +620,9 @@ BAD = {
     "staleness is a whole number from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
     "servers is a whole number from 1": ("--ranks", "3", "--update", "ps,servers=0"),
     "ps has no option 'bound'": ("--ranks", "3", "--update", "ps,bound=3"),
-    "9 servers, and the model has 6 parameters": ("--ranks", "11", "--update", "ps,servers=9"),
-    "--update ps goes with ddp, not with pp": ("--ranks", "3", "--layout", "pp", "--update", "ps"),
-    "--update ps goes with ddp, not with fsdp": ("--ranks", "3", "--layout", "fsdp", "--update", "ps"),
+    "9 servers, but the model has 6 parameters": ("--ranks", "11", "--update", "ps,servers=9"),
+    "--update ps needs ddp, not pp": ("--ranks", "3", "--layout", "pp", "--update", "ps"),
+    "--update ps needs ddp, not fsdp": ("--ranks", "3", "--layout", "fsdp", "--update", "ps"),
     "--train.exact with --update ps": ("--ranks", "3", "--update", "ps", "--train.exact"),
     "fp16 with --update ps": ("--ranks", "3", "--update", "ps", "--train.precision", "fp16"),
     "sync_bn with --update ps": ("--ranks", "3", "--update", "ps", "--train.buffers", "sync_bn"),
@@ -644,12 +646,12 @@ def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop, ki
     shop.write("table.py", TABLE)
     words = ("--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
     ended = shop.run("train", "table.py", "--job.kind", kind, *words)
-    assert ended.code == 2 and f"table gives sparse gradients, and {said}" in ended.text, ended.text
+    assert ended.code == 2 and f"table gives sparse gradients, but {said}" in ended.text, ended.text
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [("loss_over='batch'", "no worker ever has the whole batch"), ("ema=0.9", "at the pace of nobody's choice")],
+    [("loss_over='batch'", "no worker ever has the whole batch"), ("ema=0.9", "at an uncontrolled rate")],
 )
 def test_what_a_job_can_not_ask_for_is_said(shop: Shop, changed: str, said: str) -> None:
     text = f"from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n    return replace(other.make_job(), {changed})\n"
@@ -663,7 +665,7 @@ def test_a_stream_is_refused(shop: Shop) -> None:
            "    return replace(job, train_data=lambda: iter(job.train_data))\n"  # fmt: skip
     shop.write("stream.py", text)
     ended = shop.run("train", "stream.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
-    assert ended.code and "train_data is a stream, and --update ps" in ended.text, ended.text
+    assert ended.code and "train_data is a stream, but --update ps" in ended.text, ended.text
 
 
 def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
@@ -675,8 +677,8 @@ def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
         assert found["verdict"] in ("bitwise", "rounding") and found["reference"].startswith("serial ps")
         assert [rung["name"] for rung in found["rungs"]] == [
             "one process",
-            "done again in float64",
-            "done again in fp32",
+            "repeated in float64",
+            "repeated in fp32",
         ]
 
 

@@ -45,7 +45,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_is_compared_is_refused_by_its_name(begun: Path, name: str) -> None:
     difference = COMPARED_SETTINGS[name.replace("_", ".", 1)]
-    with pytest.raises(PacelineError, match=rf"this is not the run that was saved: .*\b{difference}: ") as refused:
+    with pytest.raises(
+        PacelineError, match=rf"this run differs from the one that was saved: .*\b{difference}: "
+    ) as refused:
         trained(job(), begun, train_steps=4, **{**BEFORE, name: OTHER[name]})
     assert f"--allow {difference}" in refused.value.hint or f",{difference}" in refused.value.hint
 
@@ -77,8 +79,8 @@ def test_a_setting_that_is_told_stands_in_the_events_and_a_free_one_does_not(tmp
         if event.get("level") == "warning"
     ]
     assert [note.partition(":")[0] for note in notes] == [
-        "train.on_nonfinite was stop in the checkpoint, is skip",
-        "train.on_empty was stop in the checkpoint, is zero",
+        "train.on_nonfinite was stop in the checkpoint and is skip",
+        "train.on_empty was stop in the checkpoint and is zero",
     ]
     assert load(tmp_path / "checkpoints" / "step-00000004").state["settings"]["train.on_nonfinite"] == "skip"
 
@@ -89,9 +91,9 @@ def test_parameters_of_a_job_are_told_and_secrets_are_not_recorded() -> None:
     saved = json.loads(json.dumps(record_settings(before)))
     assert "one" not in saved.values()
     assert [line.partition(":")[0] for line in note_changes(saved, now)] == [
-        "train.compile was False in the checkpoint, is True",
-        f"{JOB}.smoothing was 0.0 in the checkpoint, is 0.1",
-        f"{JOB}.gone was 1 in the checkpoint, is the job's own",
-        f"{JOB}.new was the job's own in the checkpoint, is 2",
+        "train.compile was False in the checkpoint and is True",
+        f"{JOB}.smoothing was 0.0 in the checkpoint and is 0.1",
+        f"{JOB}.gone was 1 in the checkpoint and is the job's own",
+        f"{JOB}.new was the job's own in the checkpoint and is 2",
     ]
     assert note_changes(saved, before) == note_changes(None, now) == []

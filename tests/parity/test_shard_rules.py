@@ -320,16 +320,16 @@ def test_named_groups_stay_also_where_one_is_empty_here() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda named: torch.optim.Muon([p for _, p in named if p.dim() == 2]), "Muon gives other values"),
-        (lambda named: torch.optim.Adafactor([p for _, p in named]), "Adafactor gives other values"),
-        (lambda named: Trust([p for _, p in named]), "Trust gives other values"),
-        (lambda named: Trust([p for _, p in named], lr=0.0), "Trust gives other values"),
-        (lambda named: Late([p for _, p in named]), "Late gives other values"),
-        (lambda named: Clips([p for _, p in named]), "Clips gives other values"),
-        (lambda named: Spikes([p for _, p in named]), "Spikes gives other values"),
-        (lambda named: Large([p for _, p in named]), "Large gives other values"),
-        (lambda named: Skips([p for _, p in named]), "Skips gives other values"),
-        (lambda named: scheduled(named), "Muon gives other values"),
+        (lambda named: torch.optim.Muon([p for _, p in named if p.dim() == 2]), "Muon gives different values"),
+        (lambda named: torch.optim.Adafactor([p for _, p in named]), "Adafactor gives different values"),
+        (lambda named: Trust([p for _, p in named]), "Trust gives different values"),
+        (lambda named: Trust([p for _, p in named], lr=0.0), "Trust gives different values"),
+        (lambda named: Late([p for _, p in named]), "Late gives different values"),
+        (lambda named: Clips([p for _, p in named]), "Clips gives different values"),
+        (lambda named: Spikes([p for _, p in named]), "Spikes gives different values"),
+        (lambda named: Large([p for _, p in named]), "Large gives different values"),
+        (lambda named: Skips([p for _, p in named]), "Skips gives different values"),
+        (lambda named: scheduled(named), "Muon gives different values"),
     ],
 )
 def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: Any, says: str) -> None:
@@ -351,19 +351,22 @@ def test_fused_rows_are_refused_in_exact_mode_only() -> None:
     rules.refuse_rows(layout="fsdp")
     if not rules.whole(exact=True):
         pytest.skip("this processor's fused kernel rounds alike in body and tail")
-    with pytest.raises(LayoutError, match="AdamW gives other bits"):
+    with pytest.raises(LayoutError, match="AdamW gives different bits"):
         rules.refuse_rows(layout="fsdp", exact=True)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda named: Joint([p for _, p in named]), "Joint moves a parameter otherwise beside a second one"),
-        (lambda named: Noisy([p for _, p in named]), "Noisy moves a parameter otherwise beside a second one"),
-        (lambda named: JointClips([p for _, p in named]), "JointClips moves a parameter otherwise beside a second one"),
-        (lambda named: Places([p for _, p in named]), "Places moves a parameter otherwise beside a second one"),
-        (lambda named: Inner([p for _, p in named], shares=False), "Inner does not move the parameters in its param"),
-        (lambda named: closed(named), "Closed does not move the parameters in its param"),
+        (lambda named: Joint([p for _, p in named]), "Joint updates a parameter differently when a second one"),
+        (lambda named: Noisy([p for _, p in named]), "Noisy updates a parameter differently when a second one"),
+        (
+            lambda named: JointClips([p for _, p in named]),
+            "JointClips updates a parameter differently when a second one",
+        ),
+        (lambda named: Places([p for _, p in named]), "Places updates a parameter differently when a second one"),
+        (lambda named: Inner([p for _, p in named], shares=False), "Inner does not update the parameters in its param"),
+        (lambda named: closed(named), "Closed does not update the parameters in its param"),
         (lambda named: hooked(named, "pre"), r"optimizer= hooked hooked.<locals>.clip into the step of SGD"),
         (lambda named: hooked(named, "post"), r"optimizer= hooked hooked.<locals>.clip into the step of SGD"),
         (lambda named: patched(named), r"optimizer= hooked patched.<locals>.step into the step of SGD"),
@@ -392,7 +395,7 @@ def test_groups_that_differ_in_their_rate_alone_are_tried_once() -> None:
 
 def test_a_rule_on_whole_vectors_is_refused_on_pieces_of_one() -> None:
     rules = try_optimizer_factory(lambda named: Trust([p for _, p in named]), trainable_parameters(nn.LayerNorm(6)))
-    with pytest.raises(LayoutError, match="Trust looks at whole vectors, and tp leaves pieces of weight"):
+    with pytest.raises(LayoutError, match="Trust needs whole vectors, and tp leaves pieces of weight"):
         rules.refuse_pieces({"weight"}, layout="tp")
     rules.refuse_pieces(set(), layout="tp")
 

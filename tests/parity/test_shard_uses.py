@@ -146,4 +146,4 @@ def transposed(kind: str, rank: int, size: int) -> str:
 def test_a_transposed_weight_is_refused_by_name(tmp_path: Path) -> None:
     whole, cut = run(["zero1", "fsdp"], ranks=2, folder=tmp_path, work=transposed)
     assert whole == ["taken", "taken"]
-    assert all("fsdp can't cut 0.weight: its memory is not contiguous" in answer["error"] for answer in cut)
+    assert all("fsdp can't shard 0.weight: its memory is not contiguous" in answer["error"] for answer in cut)

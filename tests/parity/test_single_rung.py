@@ -55,18 +55,18 @@ def said(
 def test_a_sum_is_called_a_sum_and_a_mean_of_masked_labels_never(masked: list[int]) -> None:
     """`[0, 2]` leaves each half of the first microbatch one target: halves alone can't tell."""
     assert "is a sum over samples" in said(summed, masked)
-    assert "no sum over samples" in said(mean_as_a_sum, masked)
-    assert ("no sum over samples" in said(mean, masked)) == bool(masked)
+    assert "not a sum over samples" in said(mean_as_a_sum, masked)
+    assert ("not a sum over samples" in said(mean, masked)) == bool(masked)
 
 
 def test_a_mean_beside_a_count_is_named() -> None:
-    assert "a mean that was given beside a count" in said(mean_beside_a_count, [])
-    assert "a mean that was given beside a count" not in said(mean, [0])
+    assert "a mean that is returned with a count" in said(mean_beside_a_count, [])
+    assert "a mean that is returned with a count" not in said(mean, [0])
 
 
 def test_half_precision_is_no_reason_to_call_a_sum_no_sum() -> None:
     assert "is a sum over samples" in said(summed, [0], torch.bfloat16)
-    assert "no sum over samples" in said(mean, [0], torch.bfloat16)
+    assert "not a sum over samples" in said(mean, [0], torch.bfloat16)
 
 
 class Drawing(torch.nn.Linear):
@@ -83,13 +83,13 @@ class Drawing(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("draw", "sums", "means"),
     [
-        (lambda x: F.dropout(x, 0.5), "is a sum over samples", "no sum over samples"),
-        (lambda x: F.dropout(x, p=0.5, training=True), "is a sum over samples", "no sum over samples"),
-        (lambda x: F.alpha_dropout(x, 0.3, True), "is a sum over samples", "no sum over samples"),
+        (lambda x: F.dropout(x, 0.5), "is a sum over samples", "not a sum over samples"),
+        (lambda x: F.dropout(x, p=0.5, training=True), "is a sum over samples", "not a sum over samples"),
+        (lambda x: F.alpha_dropout(x, 0.3, True), "is a sum over samples", "not a sum over samples"),
         (
             lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], None, 0.3)[:, 0],
             "is a sum over samples",
-            "no sum over samples",
+            "not a sum over samples",
         ),
         (lambda x: x * torch.rand_like(x), "the forward draws random numbers", "the forward draws random numbers"),
         (lambda x: x * torch.rand([]), "the forward draws random numbers", "the forward draws random numbers"),

@@ -90,7 +90,7 @@ def test_parameters_read_between_blocks_and_a_counter_are_as_in_one_process() ->
         ("random", "the block blocks.3 draws from random, "),
         ("numpy", "the block blocks.1 draws from numpy.random, "),
         ("counts late", "the forward changes self.after after its first block"),
-        ("vmap", "inside of a transform of torch.func"),
+        ("vmap", "inside a torch.func"),
     ],
 )
 def test_what_a_stage_would_do_otherwise_than_one_process_is_refused(way: str, says: str) -> None:
@@ -102,8 +102,8 @@ def test_what_a_stage_would_do_otherwise_than_one_process_is_refused(way: str, s
 @pytest.mark.parametrize(
     ("way", "says"),
     [
-        ("shuffled", "does not call its blocks as it did when the model was cut: blocks.0 was due"),
-        ("skipped", "does not call its blocks as it did when the model was cut: blocks.3 was due"),
+        ("shuffled", "does not call its blocks in the order in which the model was cut: blocks.0 was expected"),
+        ("skipped", "does not call its blocks in the order in which the model was cut: blocks.3 was expected"),
         ("penalty", "asks for the gradient of a value that is on another stage"),
     ],
 )
@@ -136,7 +136,7 @@ def test_batches_of_one_row_have_shapes_without_the_weights_of_batchnorm() -> No
 def test_a_reentrant_checkpoint_in_halves_is_refused() -> None:
     block, x = _Block(), torch.ones(2, 4, requires_grad=True)
     y = block(checkpoint(block, x, use_reentrant=True))
-    with pytest.raises(LayoutError, match="use_reentrant=True, whose backward can't be had in halves"):
+    with pytest.raises(LayoutError, match="use_reentrant=True, whose backward can't be split in halves"):
         backward_input([y], [torch.ones_like(y)], [x])
 
 
@@ -162,7 +162,7 @@ class _Leaving(_Block):
 
 def test_a_list_that_blocks_append_to_is_refused() -> None:
     model = _Appending()
-    with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it is given"):
+    with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it gets"):
         plan_graph(model, num_stages=2, call=lambda: _odd_loss(model, 0))
 
 

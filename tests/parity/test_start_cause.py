@@ -26,8 +26,8 @@ def compared(model: nn.Module, right: nn.Module) -> RungResult:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("running_mean", "unequal start buffers on rank 0: a forward before"),
-        ("weight", "unequal start weights on rank 0"),
+        ("running_mean", "unequal initial buffers on rank 0: a forward before"),
+        ("weight", "unequal initial weights on rank 0"),
     ],
 )
 def test_a_buffer_is_no_weight_and_the_distance_is_its_own(name: str, says: str) -> None:

@@ -167,9 +167,9 @@ def test_2bw_goes_on_in_another_number_of_stages_with_the_same_bits(bench: Shop)
 
 
 BAD = {
-    "needs a pipeline, and layout ddp has none": ("--layout", "ddp"),
+    "needs a pipeline, but layout ddp has none": ("--layout", "ddp"),
     "not with dp_shard": ("--layout", "pp=2,dp_shard=2", "--ranks", "4"),
-    "has a schedule of its own": ("--layout", "pp,schedule=gpipe"),
+    "has its own schedule": ("--layout", "pp,schedule=gpipe"),
     "--train.exact with --update pipedream": ("--layout", "pp", "--train.exact"),
     "on_nonfinite skip with --update pipedream": ("--layout", "pp", "--train.on_nonfinite", "skip"),
     "has no option 'sideways'": ("--layout", "pp", "--update", "pipedream,sideways"),
@@ -259,7 +259,7 @@ def make_job(kind: str = "") -> pl.Job:
 KINDS = {
     "buffer": "writes to the buffer",
     "hook": "the hook on it would never be called",
-    "list": "by another way than the attribute of its module",
+    "list": "through the attribute of its module",
     "write": "the forward writes to the parameter",
 }
 

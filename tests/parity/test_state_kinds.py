@@ -53,7 +53,7 @@ class Thawing(nn.Module):
 
 
 def test_a_frozen_layer_that_thaws_ends_the_run_before_its_step(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"trunk.weight was frozen when the run was built and is thawed now"):
+    with pytest.raises(JobError, match=r"trunk.weight was frozen when the run was built and is trainable now"):
         trained(job(model=lambda: Thawing(trains=False), eval_data=None), tmp_path, checkpoint_every=1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))[-1] == "step-00000002"
 
@@ -146,7 +146,7 @@ def test_what_is_meant_to_be_fixed_or_is_the_model_s_is_no_note() -> None:
 
 
 def test_a_loss_that_ranks_have_drawn_apart_is_refused() -> None:
-    with pytest.raises(JobError, match=r"loss= holds loss.centres, which ranks have with other values"):
+    with pytest.raises(JobError, match=r"loss= contains loss.centres, whose values differ between ranks"):
         loss_notes(Centres(), model=nn.Linear(4, 2), world=Ranks({"loss.centres": 1}))
 
 
@@ -179,7 +179,7 @@ def test_a_count_of_any_type_is_a_number(count: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda o, b: 3.0, "loss= gave a float"),
+        (lambda o, b: 3.0, "loss= returned a float"),
         (lambda o, b: (torch.tensor(1j), 1), "is complex"),
         (lambda o, b: (np.float32(1.0), 1), "expected a scalar tensor"),
         (nn.CrossEntropyLoss(), "takes \\(output, target\\)"),
@@ -353,9 +353,9 @@ def test_attributes_that_training_moves_are_named_once(tmp_path: Path) -> None:
 
     trained(job(model=Moving, loss=loss), tmp_path, train_steps=4, checkpoint_every=2)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = [event["text"] for event in events if "no checkpoint has" in event.get("text", "")]
+    told = [event["text"] for event in events if "checkpoints do not contain" in event.get("text", "")]
     expected = "Moving.temperature, Moving.phase, Moving.table, Moving.recent, layer.seen, centre.mean, and a run"
-    assert len(told) == 1 and told[0].startswith(f"no checkpoint has {expected}"), told
+    assert len(told) == 1 and told[0].startswith(f"checkpoints do not contain {expected}"), told
 
 
 def test_the_zoo_s_models_keep_nothing(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_a_schedule_that_is_shorter_than_the_run_is_refused_before_a_step(tmp_pa
     made = job(lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=5))
     with pytest.raises(JobError, match="OneCycleLR, which ends before the run does") as refused:
         trained(made, tmp_path, train_steps=6)
-    assert "it has 5 steps, the run has 6" in str(refused.value) and not rows_of(tmp_path)
+    assert "it has 5 steps, but the run has 6" in str(refused.value) and not rows_of(tmp_path)
     trained(made, tmp_path / "fits", train_steps=5)
 
 
@@ -447,11 +447,11 @@ def rows_of(folder: Path) -> list[Any]:
         ({"global_batch_size": 25}, "larger than the data, 24 samples an epoch"),
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=math.nan)}, "with lr=nan in group 0"),
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=torch.tensor(math.inf))}, "with lr=inf in group 0"),
-        ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "moves another optimizer"),
+        ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "controls a different optimizer"),
         ({"lr_schedule": lambda o: 3}, "expected a schedule with step"),
-        ({"model": lambda: nn.DataParallel(nn.Linear(4, 2))}, "model= gave a DataParallel"),
+        ({"model": lambda: nn.DataParallel(nn.Linear(4, 2))}, "model= returned a DataParallel"),
         ({"model": lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 2))}, "model= failed: .*process group"),
-        ({"forward": lambda model, batch: None}, "forward= gave None"),
+        ({"forward": lambda model, batch: None}, "forward= returned None"),
     ],
 )
 def test_what_is_wrong_from_the_start_is_said_at_the_start(tmp_path: Path, fields: dict[str, Any], words: str) -> None:

@@ -108,19 +108,19 @@ def test_a_state_without_its_buffer_is_seen_and_read_again_exactly() -> None:
 
 def test_a_stream_that_differs_is_refused() -> None:
     before = read_together(lambda: Files([90, 80]), replicas=2, steps=9)
-    with pytest.raises(DataError, match="differs from what this run read before"):
+    with pytest.raises(DataError, match="differs from what this run has read"):
         read_together(
             lambda: Files([90, 80], spread=999), replicas=1, steps=1, cursor=before[0].cursor, state=before[0].state
         )
     numbers = iter((1000, 999))
-    with pytest.raises(DataError, match="gives other samples on rank 1 than on rank 0"):
+    with pytest.raises(DataError, match="gives different samples on rank 1 and rank 0"):
         read_together(lambda: Files([90, 80], spread=next(numbers)), replicas=2, steps=9, micro=6)
 
     class Same(Files):
         def shard(self, num_shards: int, index: int) -> Files:
             return super().shard(num_shards=num_shards, index=0)
 
-    with pytest.raises(DataError, match="begin with the same"):
+    with pytest.raises(DataError, match="start with the same"):
         read_together(lambda: Same([90, 80]), replicas=2, steps=9)
 
 
@@ -151,7 +151,7 @@ def test_the_number_of_shards_is_the_runs() -> None:
     assert any("4 virtual shards" in note for note in after[0].notes) or after[0].state["shards"] == 4
     with pytest.raises(ResumeError, match="was 4, is 2"):
         read_together(lambda: Files([90] * 8), replicas=1, steps=9, cursor=cursor, state=state, shards=2)
-    with pytest.raises(ResumeError, match="can't be now"):
+    with pytest.raises(ResumeError, match="can't be split now"):
         read_together(lambda: Files([900]), replicas=1, steps=9, cursor=cursor, state=state)
 
 
@@ -258,18 +258,18 @@ OTHERS = [
     ("blocks", lambda rank: range(100 * rank, 100 * rank + 100), "none of the first 64 is the same"),
     ("short", lambda rank: range(5 * rank, 5 * rank + 5), "none of the first 5 is the same"),
     ("order", lambda rank: random.Random(rank).sample(range(100), 100), r"of the first 64 are the same, in other"),
-    ("drawn", lambda rank: drawn.sample(range(100), 100), "and others when it is read again"),
+    ("drawn", lambda rank: drawn.sample(range(100), 100), "and different ones when it is read again"),
 ]
 
 
 @pytest.mark.parametrize(("part", "said"), [case[1:] for case in OTHERS], ids=[case[0] for case in OTHERS])
 def test_a_stream_that_differs_by_rank_is_refused_with_its_cause(part: Any, said: str) -> None:
     ranks = count()
-    with pytest.raises(DataError, match=rf"gives other samples on rank 1 than on rank 0.*{said}") as found:
+    with pytest.raises(DataError, match=rf"gives different samples on rank 1 and rank 0.*{said}") as found:
         read_together(lambda: Numbers(part, next(ranks)), replicas=2, steps=1)
     by_rank = "none of the first" in said
     assert ("takes its own part by rank" in found.value.cause) == by_rank
-    assert ("the whole stream" in found.value.hint) == (by_rank or "in other" in said)
+    assert ("the whole stream" in found.value.hint) == (by_rank or "different positions" in said)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

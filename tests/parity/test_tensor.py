@@ -29,7 +29,7 @@ def test_equal_to_one_process(kind: str, sequence: bool) -> None:
     make, run = of(kind)
     notes = bed.check(make, run, sequence=sequence)
     if not sequence:
-        assert not any("put together" in note for note in notes), notes
+        assert not any("is gathered for" in note for note in notes), notes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "text"])

@@ -225,7 +225,7 @@ def test_what_no_rule_knows_is_right_and_noted(kind: str) -> None:
         "places": lambda x: x[torch.where(x > 0)] * 2,
     }  # fmt: skip
     told = compare(work[kind], random(4, 6, 5), dim=1)
-    assert all("put together" in note for each in told for note in each) and told[0]
+    assert all("is gathered for" in note for each in told for note in each) and told[0]
 
 
 def test_fused_projections() -> None:

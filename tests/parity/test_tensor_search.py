@@ -156,10 +156,10 @@ def _penalty(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def test_a_gradient_of_a_gradient_is_refused_with_its_line() -> None:
     said = _said(_penalty)
-    assert said.what.startswith("a gradient of a gradient goes through work that is cut")
+    assert said.what.startswith("a second-order gradient goes through operations that are split")
     assert "test_tensor_search.py:" in said.where and said.hint
 
 
 def test_torch_func_on_what_a_plan_of_the_user_cuts_is_refused() -> None:
     said = _said(TRANSFORMS["vmap"])
-    assert "is called inside of torch.func" in said.what and "first.weight" in said.what and said.hint
+    assert "is called inside torch.func" in said.what and "first.weight" in said.what and said.hint

@@ -67,7 +67,7 @@ def test_code_that_looks_at_values_is_planned_and_keeps_the_cut(decide: Callable
 @pytest.mark.parametrize(("decide", "reader"), [(_iterated, "amax"), (_drawn, "broadcast_tensors")])
 def test_a_loop_that_ends_by_a_value_goes_as_often_as_in_one_process(decide: Any, reader: str) -> None:
     """No rule keeps the cut there, so the layer stays whole; with made-up values it would never end."""
-    with pytest.raises(LayoutError, match="finds nothing to cut") as caught:
+    with pytest.raises(LayoutError, match="finds nothing to split") as caught:
         choose_plan(Deciding(decide), ranks=2, run=run)
     assert f"up.weight stays whole: {reader}" in caught.value.cause
 
@@ -120,7 +120,7 @@ def test_a_rule_that_reads_a_call_wrongly_stops_the_run_before_its_first_step(mo
     """`u.flip(0, 1)` with dimension 1 cut: turned within each piece, which no shape shows."""
     monkeypatch.setitem(RULES, "flip", lambda call: _like(call, call.values()[0].local.flip(0, 1)))
     with pytest.raises(
-        LayoutError, match=r"flip on a tensor that tp=2 cuts gives values that are .* on rank 0"
+        LayoutError, match=r"flip on a tensor that tp=2 splits gives values that are .* on rank 0"
     ) as caught:
         choose_plan(Deciding(lambda u: u.flip(0, 1)), ranks=2, run=run)
     assert "test_tensor_values.py" in caught.value.where
@@ -128,7 +128,7 @@ def test_a_rule_that_reads_a_call_wrongly_stops_the_run_before_its_first_step(mo
 
 def test_a_sum_over_ranks_that_is_left_out_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.parallel.tensor_parallel.rules.matmul.reduce_out", lambda partial, wire: partial)
-    with pytest.raises(LayoutError, match="linear on a tensor that tp=2 cuts gives values"):
+    with pytest.raises(LayoutError, match="linear on a tensor that tp=2 splits gives values"):
         choose_plan(Deciding(torch.tanh), ranks=2, run=run)
 
 

@@ -350,11 +350,11 @@ def test_a_replica_that_is_stuck_ends_the_step_by_the_clock(monkeypatch: pytest.
 
 ONE = Net()
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "one model handed out twice": (lambda: ONE, {}, "gave Net twice"),
-    "a part handed out twice": (lambda: nn.Sequential(ONE.first, nn.Linear(8, 4)), {}, "gave 0.weight twice"),
+    "one model handed out twice": (lambda: ONE, {}, "returned Net twice"),
+    "a part handed out twice": (lambda: nn.Sequential(ONE.first, nn.Linear(8, 4)), {}, "returned 0.weight twice"),
     "another model each time": (lambda: nn.Linear(6, 4 + next(COUNTER)), {}, "two different models"),
-    "statistics over replicas": (lambda: Net(norm=True), {"buffers": "sync_bn"}, "sync_bn does not go with"),
-    "compiled": (Net, {"compile": True}, "compile does not go with"),
+    "statistics over replicas": (lambda: Net(norm=True), {"buffers": "sync_bn"}, "sync_bn does not work with"),
+    "compiled": (Net, {"compile": True}, "compile does not work with"),
 }
 COUNTER = iter(range(100))
 
@@ -374,7 +374,7 @@ COMMON = ("--train.exact", "--train.micro_batch_size", "5", "--job.norm", "true"
 def test_a_world_of_several_processes_is_not_nested(shop: Shop) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
     ended = shop.run("train", "job.py", "--layout", "threads", "--ranks", "2", environ=world)
-    assert ended.code == 2 and "layout threads is one process, torchrun started 4" in ended.err
+    assert ended.code == 2 and "layout threads is one process, but torchrun started 4" in ended.err
 
 
 PYTHON = """

@@ -199,7 +199,9 @@ def test_samples_that_depend_on_the_data_worker_are_named_as_data(shop: Shop) ->
     ended = shop.run("verify", "job.py", "--ranks", "2", "--data.workers", "2", "--json")
     assert ended.code == 4, ended.text
     first = ended.json()["first_difference"]
-    assert (first["step"], first["parameter"]) == (1, "(data)") and "asks for the data worker" in first["cause"], first
+    assert (first["step"], first["parameter"]) == (1, "(data)") and "depends on the data worker" in first["cause"], (
+        first
+    )
 
 
 def test_metrics_have_the_precision_of_the_loss(shop: Shop) -> None:

@@ -232,7 +232,7 @@ SIZES: dict[str, tuple[Spoil, str, str]] = {
     "a gradient, by 1e-3": (scaled_gradient("first.weight", 1.001), "first.weight", "a scaled loss"),
     "a gradient, by 2e-4": (scaled_gradient("second.bias", 1.0002), "second.bias", "a scaled loss"),
     "the learning rate, by 1e-3": (wrong_rate(1e-3), "", "times as long"),
-    "one bit of a start weight": (moved_start, "second.bias", "unequal start weights"),
+    "one bit of a start weight": (moved_start, "second.bias", "unequal initial weights"),
     "running statistics, by 1e-4": (wrong_statistics, "norm.running_mean", "buffers"),
     "running statistics between steps": (statistics_between_steps, "norm.running_mean", "a buffer does not"),
     "the norm that is clipped by, by 2e-3": (wrong_norm(2e-3), "(gradient norm)", "measures their norm"),
@@ -273,7 +273,7 @@ def test_an_evaluation_that_leaves_a_sample_out_is_seen(monkeypatch: pytest.Monk
         return replace(found, samples=found.samples - 1)
 
     monkeypatch.setattr(Evaluator, "run", other)
-    assert "evaluation saw 16 samples for 17" in verify(job_of(), None, monkeypatch)["lines"][-1]
+    assert "evaluation saw 16 samples instead of 17" in verify(job_of(), None, monkeypatch)["lines"][-1]
 
 
 @pytest.mark.parametrize(("by", "is_sum"), [(0.0, True), (0.01, False)])
@@ -292,6 +292,6 @@ def test_a_learning_rate_of_zero_is_no_test_of_the_weights(monkeypatch: pytest.M
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step < 4 else 1.0)
 
     answer = verify(job_of(lr_schedule=warming), None, monkeypatch)
-    assert answer["verdict"] == "bitwise" and answer["lines"][-1].endswith("but for what is not covered")
-    assert any("no step moved them" in line for line in answer["lines"])
-    assert not any("no step moved" in line for line in verify(job_of(), None, monkeypatch)["lines"])
+    assert answer["verdict"] == "bitwise" and answer["lines"][-1].endswith("except what is not covered")
+    assert any("no step changed them" in line for line in answer["lines"])
+    assert not any("no step changed" in line for line in verify(job_of(), None, monkeypatch)["lines"])

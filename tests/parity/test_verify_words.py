@@ -103,13 +103,13 @@ def test_parts_without_a_gradient_are_a_warning_that_does_not_ask_for_what_is_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = said(verify(replace(job_of(), model=Mixing), None, monkeypatch))
-    assert "though loss= gives (sum, count)" in text and "Hint: loss=(sum, count)" not in text
+    assert "although loss= returns (sum, count)" in text and "Hint: loss=(sum, count)" not in text
     assert "in microbatches of 4: " in text
 
 
 def test_a_state_is_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = verify(replace(job_of(), model=Keeping), None, monkeypatch)
-    assert "keeps something from one forward to the next" in answer["rungs"][0]["detail"]
+    assert "keeps state from one forward to the next" in answer["rungs"][0]["detail"]
     assert "random" not in answer["rungs"][0]["detail"]
 
 
@@ -131,7 +131,7 @@ def test_parameters_of_the_loss_are_named(is_closure: bool, monkeypatch: pytest.
     job = job_of(loss=(lambda output, batch: centres(output, batch)) if is_closure else centres)
     text = said(verify(job, None, monkeypatch))
     assert f"not covered: {'a parameter [4, 4]' if is_closure else 'Centres.W'} of the loss" in text
-    assert text.endswith("but for what is not covered")
+    assert text.endswith("except what is not covered")
 
 
 def test_class_weights_are_in_float64_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +156,13 @@ def counts(batch: Any) -> Any:
 
 def test_a_term_without_a_target_is_said_and_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(verify(job_of(loss=two_terms(1.0), count=counts), None, monkeypatch))
-    assert "Step 1 has no target of rarely: train stops there" in text and "step 1 and what comes after it" in text
+    assert "Step 1 has no target of rarely: train stops there" in text and "step 1 and later" in text
 
 
 def test_where_nothing_is_finite_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(verify(job_of(loss=two_terms(float("nan")), count=counts), None, monkeypatch))
     assert "its counts are 8 of often, 0 of rarely" in text
-    assert "no compared step has a finite gradient" in text and text.endswith("but for what is not covered")
+    assert "no compared step has a finite gradient" in text and text.endswith("except what is not covered")
 
 
 def test_fp16_gradients_that_overflow_at_the_usual_scale_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_a_wrong_one_is_found(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--train.micro_batch_size", "3"), "refuses accumulation: 4 microbatches for 2 replicas"),
+        (("--train.micro_batch_size", "3"), "does not support accumulation: 4 microbatches for 2 replicas"),
         (("--train.exact", "true"), "--train.exact is not proved"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_run_on_fewer_ranks_is_told_the_line_that_works(shop: Shop) -> None:
     shop.write("job.py", "TERMS = False\n" + JOB)
     assert shop.train("run", ranks=3, steps=2).code == 0
     ended = shop.train("run", ranks=2, steps=4)
-    assert ended.code == 2 and "this run was started in microbatches of 4" in ended.err, ended.text
+    assert ended.code == 2 and "this run was started with microbatches of 4" in ended.err, ended.text
     assert "to do: --train.micro_batch_size 6 --allow micro_batch_size, or more --ranks" in ended.err, ended.text
     ended = shop.train("run", "--train.micro_batch_size", "6", "--allow", "micro_batch_size", ranks=2, steps=4)
     assert ended.code == 0 and "done at step 4" in ended.text, ended.text

@@ -40,8 +40,8 @@ def made(sizes: Decoder, cluster: str, *, length: int = 8192, batch: int = 64) -
         (SMALL, "8xH100-80G", 512, 1, "fit on one device"),
         (LLAMA_8B, "8xH100-80G", 8192, 2, "every layer fits"),
         (LLAMA_405B, "128x8xH100-80G", 8192, 2, "do not fit on one device, nor"),
-        (LLAMA_405B, "1024xRTX-4090", 8192, 3, "tensors have to be split"),
-        (LLAMA_8B, "8xH100-80G", 1 << 20, 3, "tensors have to be split"),
+        (LLAMA_405B, "1024xRTX-4090", 8192, 3, "tensors must be split"),
+        (LLAMA_8B, "8xH100-80G", 1 << 20, 3, "tensors must be split"),
     ],
 )
 def test_the_three_cases(sizes: Decoder, cluster: str, length: int, case: int, says: str) -> None:
@@ -84,7 +84,7 @@ def test_json_has_its_fixed_keys_and_reads_back() -> None:
     advice = advise(made(LLAMA_8B, "8xH100-80G"))
     answer = advice.as_json()
     assert set(answer) == {"case", "recommended", "replayed", "unreplayed", "tie", "plans", "limits"}
-    assert not answer["replayed"] and "numbers alone" in answer["unreplayed"]
+    assert not answer["replayed"] and "analytical only" in answer["unreplayed"]
     assert json.loads(json.dumps(answer)) == answer
     assert answer["case"] == 2 and answer["recommended"] == answer["plans"][0]["layout"]
     for plan in answer["plans"]:
@@ -153,7 +153,7 @@ def test_families_that_the_model_or_the_optimizer_refuses_say_why() -> None:
         refused={"pp": "a skip over every border"},
     )  # fmt: skip
     missing = "\n".join(advise(CostModel(facts=facts, fleet=read_fleet("8xA100-80G"))).missing)
-    assert "pp: a skip over every border" in missing and "fsdp: Muon looks at whole tensors" in missing
+    assert "pp: a skip over every border" in missing and "fsdp: Muon needs whole tensors" in missing
 
 
 def test_memory_is_named_where_it_keeps_out_what_is_quicker() -> None:

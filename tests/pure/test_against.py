@@ -77,4 +77,4 @@ def test_what_says_nothing_of_larger_runs_is_neither_divided_nor_kept(monkeypatc
     for forecast, busy in ((rung(step_seconds=0.03), 0.0), (rung(), 0.9)):
         (told,), kept = run(forecast, monkeypatch, steps=3, busy=busy)
         assert kept[0][1]["longer"] is None and told.others == pytest.approx(busy)
-        assert line_of(told).endswith("while other programs had 90% of the cores") == bool(busy)
+        assert line_of(told).endswith("while other programs used 90% of the cores") == bool(busy)

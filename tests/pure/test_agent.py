@@ -56,7 +56,7 @@ end(second, 1)
 """
     code, failure = attempt(tmp_path, told)
     assert code == 1 and failure is not None and failure.rank == 1
-    assert failure.message == f"the process left with exit code {status} before the run was over."
+    assert failure.message == f"the process exited with code {status} before the run was finished."
     assert "os._exit" in failure.screen and failure.said["error"] == "exit"
 
 
@@ -92,7 +92,7 @@ end(start(0, lambda: os._exit(7)), 0)
 end(other, 1)
 """
     code, failure = attempt(tmp_path, told)
-    assert code == 1 and failure is not None and failure.rank == 0 and "exit code 7" in failure.message
+    assert code == 1 and failure is not None and failure.rank == 0 and "exited with code 7" in failure.message
     assert not (tmp_path / "slept").exists()
 
 

@@ -41,7 +41,7 @@ def test_its_stages_and_microbatches_are_those_it_had(tmp_path: Path, capsys: An
         json.dumps(first.settings)
     )
     assert found.origins[STAGES] == found.origins[MICRO] == ORIGIN
-    said = "auto: --layout pp --train.micro_batch_size 8 --place.stages 1,2,1, as this run had it"
+    said = "auto: --layout pp --train.micro_batch_size 8 --place.stages 1,2,1, as in this run so far"
     assert said in capsys.readouterr().err
     assert command_again(found) == command_again(first) and "--place.stages 1,2,1" in command_again(found)
     (tmp_path / "task.json").write_text(json.dumps(found.as_json()))

@@ -32,7 +32,7 @@ def everywhere(weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 CASES = {
-    "loss times the ranks": (lambda o, c, r: everywhere(np.full(len(c), float(r))), "a factor of 3"),
+    "loss multiplied by the ranks": (lambda o, c, r: everywhere(np.full(len(c), float(r))), "a factor of 3"),
     "divided twice": (lambda o, c, r: everywhere(np.full(len(c), 1 / r)), "1/3"),
     "one reduced twice": (lambda o, c, r: {"b.weight": np.full(len(c), float(r))}, "1 of 3: b.weight"),
     "one not reduced": (lambda o, c, r: {"a.bias": (o == 0) * 1.0}, "not reduced: rank 0"),
@@ -66,7 +66,7 @@ def test_other_random_numbers_fit_nothing() -> None:
     rng = np.random.default_rng(5)
     rows = rng.standard_normal((6, 40))
     evidence = [Evidence(name="w", found=rng.standard_normal(40), contributions=rows, floor=1e-7)]
-    assert "other random numbers" in find_cause(evidence, counts=[1.0] * 6, ranks=3, num_parameters=1)
+    assert "different random numbers" in find_cause(evidence, counts=[1.0] * 6, ranks=3, num_parameters=1)
 
 
 def test_data_order_is_named() -> None:
@@ -75,4 +75,4 @@ def test_data_order_is_named() -> None:
     assert "same samples" in str(data_cause({0: (1, 2), 1: (1, 2)}, right))
     assert "dropped" in str(data_cause({0: (1, 2), 1: (3,)}, right))
     assert "repeated" in str(data_cause({0: (1, 2), 1: (3, 4, 4)}, right))
-    assert "other microbatches" in str(data_cause({0: (3, 4), 1: (1, 2)}, right))
+    assert "different microbatches" in str(data_cause({0: (3, 4), 1: (1, 2)}, right))

@@ -46,14 +46,14 @@ def test_words_are_read_and_said_again(text: str, wanted: str) -> None:
     ("text", "said"),
     [
         ("bf61", "did you mean 'bf16'"),
-        ("zip", "the ways: bf16, fp16, int8, powersgd, topk"),
+        ("zip", "the methods: bf16, fp16, int8, powersgd, topk"),
         ("bf16,rank=2", "has no option 'rank'"),
         ("topk,ration=1", "did you mean 'ratio'"),
         ("topk,ratio=0", "ratio is a number above 0, at most 1"),
         ("topk,ratio=nan", "ratio is a number above 0, at most 1"),
         ("topk,ratio", "ratio is a number above 0, at most 1"),
-        ("powersgd,rank=1.5", "rank is a whole number from 1 to 1,024"),
-        ("int8,block=4", "block is a whole number from 8 to 65,536"),
+        ("powersgd,rank=1.5", "rank is an integer from 1 to 1,024"),
+        ("int8,block=4", "block is an integer from 8 to 65,536"),
         ("int8,block=8,block=16", "has block twice"),
     ],
 )

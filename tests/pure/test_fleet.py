@@ -39,16 +39,16 @@ def test_a_cluster_as_it_is_typed(text: str, nodes: int, devices: int, name: str
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0xH100-80G", "0 is no count"),
-        ("4x0xH100-80G", "0 is no count"),
+        ("0xH100-80G", "0 is not a valid count"),
+        ("4x0xH100-80G", "0 is not a valid count"),
         ("H100", "did you mean 'H100-80G'"),
         ("8xA100-80", "did you mean 'A100-80G'"),
         ("4x8xH100-80G@ib-nd", "did you mean 'ib-ndr'"),
-        ("8x", "no known device"),
+        ("8x", "not a known device"),
         ("", "can't be read"),
         ("here", "was not measured"),
         ("99999x9xT4", "899,991 ranks"),
-        ("999999999xT4", "a digit too many"),
+        ("999999999xT4", "one digit too many"),
         ("nowhere/cluster.toml", "does not exist"),
     ],
 )
@@ -109,11 +109,11 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
         read_fleet(str(path))
     said = str(caught.value)
     for words in (
-        "no betwen", "did you mean 'between'", "nodes = 0 is no count", "devices = True is no count",
-        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is none", "no device.colour",
-        "'nvlnk4' is no known link", "'hours' is no unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
-        "that is a unit of bytes a second", "did you mean 'USD/h'", "host = 5 is no link", "neither true nor false",
-        r"name = 'a\x1b[31m' is no name", "device.name = 7 is no name",
+        "no key betwen", "did you mean 'between'", "nodes = 0 is not a valid count", "devices = True is not a valid count",
+        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is unknown", "no key device.colour",
+        "'nvlnk4' is not a known link", "'hours' is not a unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
+        "that is a unit of bytes per second", "did you mean 'USD/h'", "host = 5 is not a link", "neither true nor false",
+        r"name = 'a\x1b[31m' is not a name", "device.name = 7 is not a name",
     ):  # fmt: skip
         assert words in said, words
     assert all(str(path) in problem.where for problem in caught.value.problems)
@@ -130,7 +130,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 def test_a_file_without_a_device(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("nodes = 2\n")
-    with pytest.raises(UsageError, match="does not say which device"):
+    with pytest.raises(UsageError, match="does not name a device"):
         read_fleet(str(path))
 
 
@@ -246,7 +246,7 @@ def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="nvidia-smi does not say") as caught:
+    with pytest.raises(MachineError, match="nvidia-smi does not report") as caught:
         node_memory("cuda")
     assert "toml" in caught.value.hint
     assert node_memory("cpu") > 1 << 30
@@ -262,4 +262,4 @@ def test_a_file_says_what_is_given_and_the_rest_is_assumed(tmp_path: Path) -> No
     assert (fleet.inside.origin, fleet.between.origin, fleet.device.reserve_origin) == ("assumed", "given", "assumed")
     lines = "\n".join(assumption_lines(fleet, precision="bf16"))
     assert "reserve: 2.0 GiB of the 80.0 GiB of each GPU (assumed, for " in lines
-    assert "MFU: of 20 TFLOP/s of each GPU, dense fp32, since it has no bf16 (" in lines
+    assert "MFU: of 20 TFLOP/s of each GPU, dense fp32, because it has no bf16 (" in lines

@@ -52,8 +52,8 @@ def test_what_nobody_has_is_none() -> None:
 def test_an_option_that_is_a_number_says_so_of_each_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.py", "--ranks", "two", "--wibble", "1"]) == 2
     told = capsys.readouterr().err
-    assert "--ranks two: expected a whole number." in told and "no option --wibble" in told and "tyro" not in told
+    assert "--ranks two: expected an integer." in told and "no option --wibble" in told and "tyro" not in told
     assert main(["verify", "job.py", "--ranks=2", "--steps=1.5"]) == 2
-    assert "--steps 1.5: expected a whole number." in capsys.readouterr().err
+    assert "--steps 1.5: expected an integer." in capsys.readouterr().err
     assert main(["plan", "job.py", "--seconds", "soon"]) == 2
     assert "--seconds soon: expected a number." in capsys.readouterr().err

@@ -46,12 +46,12 @@ def test_a_library_that_nobody_has_imported_yet_stays_to_be_had(
 @pytest.mark.parametrize(
     "file, given, says, line",
     [
-        ("m/config.json", "m", "is the folder of a model", "paceline plan m "),
-        ("m/adapter_config.json", "m", "is the folder of a model", "paceline new hf"),
-        ("m/model-00001-of-00002.safetensors", "m", "is the folder of a model", "paceline new hf"),
-        ("m/config.json", "m/config.json", "is no Python file", "paceline plan m/config.json"),
-        ("run.toml", "run.toml", "is a file of settings", "--config run.toml"),
-        ("runs/r/task.json", "runs/r", "is the folder of a run", "--resume runs/r"),
+        ("m/config.json", "m", "is a model's folder", "paceline plan m "),
+        ("m/adapter_config.json", "m", "is a model's folder", "paceline new hf"),
+        ("m/model-00001-of-00002.safetensors", "m", "is a model's folder", "paceline new hf"),
+        ("m/config.json", "m/config.json", "is not a Python file", "paceline plan m/config.json"),
+        ("run.toml", "run.toml", "is a settings file", "--config run.toml"),
+        ("runs/r/task.json", "runs/r", "is a run folder, not a job", "--resume runs/r"),
         ("code/model.py", "code", "is a folder", "code/job.py"),
     ],
 )

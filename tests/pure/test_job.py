@@ -78,14 +78,14 @@ def test_all_that_is_wrong_with_parameters_is_said_at_once(tmp_path: Path) -> No
     with pytest.raises(Problems) as refused:
         load_job(parse_jobref(str(path)), params={"width": "wide", "foo": 3})
     assert [one.what for one in refused.value.problems] == [
-        f"{path} has no parameter foo.", "make_job needs lr, which has no default.", "--job.width=wide is no int."
+        f"{path} has no parameter foo.", "make_job needs lr, which has no default.", "--job.width=wide is not a valid int."
     ]  # fmt: skip
     assert "--job.lr VALUE" in refused.value.problems[1].hint
     asked = RequestedSettings(values={"job.width": "wide", "job.foo": "3", "job.names": "a"})
     before_start = misfit_parameters(parameter_sources(parse_jobref(str(path))), asked)
     assert {one.what for one in before_start} == {
-        "make_job has no parameter 'foo'.", "--job.width=wide is no int.", "make_job needs lr, which has no default.",
-        "--job.names=a is no list[int].",
+        "make_job has no parameter 'foo'.", "--job.width=wide is not a valid int.", "make_job needs lr, which has no default.",
+        "--job.names=a is not a valid list[int].",
     }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_a_job_with_a_parser_of_its_own_is_loaded_as_a_script_without_words(tmp_
     path, words = tmp_path / "parser_job.py", list(sys.argv)
     begin = "import argparse, sys\nwords = sys.argv\np = argparse.ArgumentParser()\np.add_argument('--lr', default=1)\n"
     path.write_text(begin + place)
-    with pytest.raises(JobError, match="gave a int, expected"):
+    with pytest.raises(JobError, match="returned a int, expected"):
         load_job(parse_jobref(str(path)), params={})
     assert sys.modules["parser_job"].words == [str(path)] and sys.argv == words
     path.write_text(begin + "p.add_argument('--data', required=True)\n" + place)
@@ -220,7 +220,7 @@ def test_numbers_of_any_type_are_numbers() -> None:
 
 @pytest.mark.parametrize("order", [[0.5, 1.5], ["a"], [0, None], torch.tensor([0.5])])
 def test_an_order_of_what_is_no_number_of_a_sample_is_refused(order: Any) -> None:
-    with pytest.raises(JobError, match=r"order= gave .* at place"):
+    with pytest.raises(JobError, match=r"order= returned .* at position"):
         whole_indices(list(order))
 
 
@@ -232,8 +232,8 @@ def test_an_order_of_whole_numbers_of_any_type_is_taken(order: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("async def make_job(): pass", "async and gave a coroutine"),
-        ("def make_job(): pass", "gave a NoneType"),
+        ("async def make_job(): pass", "async and returned a coroutine"),
+        ("def make_job(): pass", "returned a NoneType"),
         ("job = 3", "is a int, expected a paceline.Job or a function"),
         ("make_job = 3", "is a int, expected a paceline.Job or a function"),
     ],

@@ -74,7 +74,7 @@ def test_patience_of_another_metric_is_counted_anew() -> None:
     assert judged(progress, [], best="loss:min", early_stopping=2)[0].is_over, "by the same rule it has ended"
     judge, _ = judged(progress, [], best="near:max", early_stopping=2)
     assert not judge.is_over
-    assert "early stopping: by near:max from here on, counted anew; it was by loss:min" in judge.anew
+    assert "early stopping: by near:max from here on, with a new count; before, it was by loss:min" in judge.anew
     assert not judged(progress, values[:2], best="near:max", early_stopping=2)[0].is_over
     assert judged(progress, values[:1], best="near:max", early_stopping=2)[0].is_over
 

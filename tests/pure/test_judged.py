@@ -68,13 +68,13 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
     assert first[0].startswith("ddp in microbatches of 1 -> fsdp,remat=full") and "remat none -> full" in first[1]
     assert "dp_replicate 8 -> 1" in second[1]
     text = "\n".join(found.lines())
-    assert "GiB too much: " in text and "quickest that fits, NOT REPLAYED (" in text
+    assert "GiB too much: " in text and "fastest that fits, NOT REPLAYED (" in text
 
 
 def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:
     found = judge_asked_layouts(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
     assert [row["layout"] for row in found.as_json()["plans"]] == ["fsdp,remat=full", "fsdp,remat=every:2"]
-    assert "every:2 lies between none and full" in found.missing["fsdp,remat=every:2"]
+    assert "every:2 is between none and full" in found.missing["fsdp,remat=every:2"]
     with pytest.raises(LayoutError, match="remat=none, selective and full") as caught:
         judge_asked_layouts(made(), ["fsdp,remat=every:2"])
     assert caught.value.hint == "--layouts fsdp,remat=none fsdp,remat=full"
@@ -96,9 +96,9 @@ def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
     [
         ("threads", "replicas in one process"),
         ("tp=3,dp=1", "needs 3 ranks"),
-        ("tp=8", "the model can have tp of 2, 4"),
-        ("dp=8,remat=full,tp=1,cp=1,ep=8", "the model can have no ep"),
-        ("pp=2,dp=4", "pp=2,dp_replicate=4 can't be had: no chain of blocks was found"),
+        ("tp=8", "the model allows tp of 2, 4"),
+        ("dp=8,remat=full,tp=1,cp=1,ep=8", "the model allows no ep"),
+        ("pp=2,dp=4", "pp=2,dp_replicate=4 is not possible: no chain of blocks was found"),
         ("pp=8,schedule=interleaved,virtual=9", "72 stages can't be cut from 32 blocks"),
         ("fsp", "fsp"),
     ],
@@ -131,7 +131,7 @@ def test_a_plan_in_a_file_is_what_it_was() -> None:
     assert row_named(told)["layout"] == told["recommended"]
     with pytest.raises(UsageError, match="the plan has no layout ddp,remat=no"):
         row_named(told, "ddp,remat=no")
-    with pytest.raises(UsageError, match="does not say what it is of"):
+    with pytest.raises(UsageError, match="does not state its model or its cluster"):
         forecast_of({"plans": []})
 
 
@@ -172,4 +172,4 @@ def test_the_page_shows_every_part_against_the_limit() -> None:
 
 def test_a_picture_of_many_microbatches_is_one_of_few() -> None:
     html = plan_page(answer(made(batch=512), "pp=2,dp_shard=4,remat=full,zero=1"), job="x")
-    assert "A step of 24 of its 128 microbatches is drawn." in html and html.count("<title>F") == 48
+    assert "The picture shows 24 of its 128 microbatches." in html and html.count("<title>F") == 48

@@ -22,7 +22,7 @@ def test_a_pipeline_counts_microbatches_and_others_count_gradients() -> None:
     for rule, told in (("ps,staleness=4", {}), ("hogwild", {"lost": 1, "made": 80})):
         shown = told_of(rule, {"who": "worker 1", "late": late, **told})
         assert "19 gradients 1 update late" in shown and "microbatch" not in shown
-        assert "since this attempt began" in shown
+        assert "from the start of this attempt" in shown
 
 
 def test_very_late_is_not_drawn_as_not_late() -> None:
@@ -43,5 +43,5 @@ def test_the_head_says_how_a_batch_became_an_update(tmp_path: Path) -> None:
 
 def test_sites_have_met_and_nothing_was_late() -> None:
     shown = told_of("diloco,every=10", {"who": "rank 0", "late": [], "sent_bytes": 3 << 20, "waited_seconds": 0.2})
-    assert "Meetings of the sites" in shown and "3.0 MiB" in shown and "200 ms" in shown
+    assert "Synchronisation of the sites" in shown and "3.0 MiB" in shown and "200 ms" in shown
     assert told_of("sync") == ""

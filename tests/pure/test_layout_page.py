@@ -78,11 +78,11 @@ def test_the_table_has_what_was_measured_and_no_empty_column() -> None:
     row = dict(zip(head, body[2], strict=True))
     assert row == {
         "layout": "fsdp", "ranks": "4", "step": "475.0 ms", "samples/s": "134", "tokens/s": "34,304",
-        "peak a rank": "20.0 MiB", "parameters": "1.0 MiB", "gradients": "1.0 MiB", "optimizer": "2.0 MiB",
-        "activations": "16.0 MiB", "sent a step": "9.0 MiB", "bubble": "–",
+        "peak per rank": "20.0 MiB", "parameters": "1.0 MiB", "gradients": "1.0 MiB", "optimizer": "2.0 MiB",
+        "activations": "16.0 MiB", "sent per step": "9.0 MiB", "bubble": "–",
         "verdict": "rounding",
     }  # fmt: skip
-    assert dict(zip(head, body[3], strict=True))["peak a rank"] == "36.0 MiB"  # its fullest rank
+    assert dict(zip(head, body[3], strict=True))["peak per rank"] == "36.0 MiB"  # its fullest rank
     short, _ = comparison_rows([Measured(name="ddp", ranks=2, step_seconds=2.0)])
     assert short == ["layout", "ranks", "step"]
 
@@ -133,4 +133,4 @@ def test_names_are_escaped() -> None:
 
 def test_nothing_but_refusals_is_a_page_too() -> None:
     html = comparison_page([Measured(name="tp=4", ranks=4, verdict="refused", reason="no")], job="x")
-    assert "What each rank holds" not in html and "refused" in html
+    assert "Memory per rank" not in html and "refused" in html

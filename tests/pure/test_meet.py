@@ -61,7 +61,7 @@ def test_each_mpiexec_says_the_place_on_the_node_in_its_own_words(names: tuple[s
     ],
 )
 def test_a_local_rank_that_nobody_says_is_not_the_global_one(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="does not say which of this machine's ranks rank 3 of 4 is"):
+    with pytest.raises(UsageError, match="does not give the local rank of rank 3 of 4"):
         detect(environ)
     one = {name: value for name, value in environ.items() if name != "MASTER_ADDR"} | {"MASTER_ADDR": "127.0.0.1"}
     assert found(one)[3:] == (3, 4, True)  # no other machine can be meant
@@ -96,14 +96,14 @@ def test_the_word_of_a_process_that_is_gone_is_not_believed(tmp_path: Path, monk
     folder.mkdir()
     for holder in ({**this_process(), "born": "1"}, {**this_process(), "pid": 2**22 + 1}, {}, None, 7):
         (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
-        with pytest.raises(MachineError, match="rank 0 did not say where it listens"):
+        with pytest.raises(MachineError, match="rank 0 did not publish its address"):
             meet.adopt_launcher_variables(world(1), {})
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         born = (Path("/proc") / str(other.pid) / "stat").read_text().rpartition(")")[2].split()[19]
         holder = {**this_process(), "pid": other.pid, "born": born}
         (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
-        with pytest.raises(UsageError, match=f"process {other.pid} waits for the other ranks"):
+        with pytest.raises(UsageError, match=f"process {other.pid} is waiting for the other ranks"):
             meet.adopt_launcher_variables(world(0), {})
     finally:
         other.communicate(b"\n")

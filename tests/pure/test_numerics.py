@@ -52,7 +52,7 @@ def test_an_option_says_what_to_type_what_it_gains_and_what_becomes_of_the_numbe
     best = advise(forecast, grid=FEW).recommended
     options = numerics_options(forecast, best, FEW)
     title, *lines = option_lines(options)
-    assert title == "not recommended, since they change the numbers; yours to permit:"
+    assert title == "not recommended, because they change the numbers; use them if you accept that:"
     for option, typed, said in zip(options, lines[::2], lines[1::2], strict=True):
         assert typed == f"  with {option.words}: {option.command}"
         ratio = best.step_seconds / option.estimate.step_seconds
@@ -84,7 +84,7 @@ def test_who_compiles_already_is_told_so_in_every_row() -> None:
     for row in advice.rows:
         candidate = row.estimate.candidate
         assert candidate.tp == 1 and candidate.remat != "selective" and str(candidate).endswith(", compiled")
-    assert "tp: torch.compile does not see through" in "\n".join(advice.missing)
+    assert "tp: torch.compile does not support" in "\n".join(advice.missing)
     assert [option.words for option in numerics_options(forecast, advice.recommended, FEW)] == ["params=bf16"]
     assert estimate_named(forecast, "fsdp,remat=full").candidate.compiles
 

@@ -63,15 +63,15 @@ def test_equal_copies_are_no_parts() -> None:
 def test_one_copy_is_right() -> None:
     copies = [RIGHT, {**RIGHT, "a": RIGHT["b"]}]
     found = told(Mesh(pp=2), {"a": [ALL, ALL], "b": [ALL, NONE], "c": [NONE, ALL]}, copies)
-    assert "right on stage 0 (rank 0) and not on stage 1 (rank 1)" in found
+    assert "right on stage 0 (rank 0) but not on stage 1 (rank 1)" in found
 
 
-@pytest.mark.parametrize(("by", "words"), [(1, "moved by 1: off by one"), (-1, "moved by -1: off by one")])
+@pytest.mark.parametrize(("by", "words"), [(1, "shifted by 1: off by one"), (-1, "shifted by -1: off by one")])
 def test_rows_in_other_places(by: int, words: str) -> None:
     wrong = RIGHT["a"].clone()
     wrong[2:] = wrong[2:].roll(by, 0)
     found = told(Mesh(dp_shard=2, zero=2), {"a": HALVES, "b": HALVES}, [{**RIGHT, "a": wrong}])
-    assert "moved by 1: off by one, on rank 1" in found  # of two rows, up is down
+    assert "shifted by 1: off by one, on rank 1" in found  # of two rows, up is down
     rolled = told(Mesh(tp=2), {"a": [ALL, ALL], "b": HALVES}, [{**RIGHT, "a": RIGHT["a"].roll(by, 0)}] * 2)
     assert words in rolled
 

@@ -171,7 +171,7 @@ def test_a_product_is_timed_by_its_work_and_its_narrowest_side() -> None:
     assert between == pytest.approx(8**0.5)
     one, four = (own.products["fp32"].longer(least) for least in (1, 4))
     assert one == pytest.approx(4 * four)
-    with pytest.raises(MachineError, match="no products in fp8"):
+    with pytest.raises(MachineError, match="no matmuls in fp8"):
         own.product_seconds(rows=1, inner=1, columns=1, precision="fp8")
 
 

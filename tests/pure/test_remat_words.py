@@ -26,9 +26,9 @@ def test_what_is_read() -> None:
         ("every", "got ''"),
         ("every:0", "got '0'"),
         ("every:-1", "got '-1'"),
-        ("full:2", "says nothing"),
-        ("selective:", "says nothing"),
-        ("selective:mm+", "says nothing"),
+        ("full:2", "takes no option"),
+        ("selective:", "takes no option"),
+        ("selective:mm+", "takes no option"),
     ],
 )
 def test_what_is_refused(text: str, said: str) -> None:

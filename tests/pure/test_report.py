@@ -309,7 +309,7 @@ def test_a_module_that_has_changed_since_the_verify_is_named_and_a_secret_is_not
     assert "verify: rounding" in run_page(run) and "hush-hush" not in run_page(run)
     write(other, answer_verify=answer(settings=settings, modules={"job": "1" * 64, "model": "3" * 64}))
     text = run_page(run)
-    assert f"Verified in {other.path} with other code than this run&#x27;s: module model" in text
+    assert f"Verified in {other.path} with different code than this run&#x27;s: module model" in text
     assert "verify:" not in text and "hush-hush" not in text
 
 
@@ -446,7 +446,7 @@ def test_compare_says_what_was_set_differently_and_where_losses_part(tmp_path: P
     assert [(one["first"], one["beyond_floor"]) for one in found.losses] == [(2, 3), (None, None)]
     assert [row["eval/loss"] for row in found.runs] == [1.0, 1.1, 1.0]
     assert found.text.endswith("compare.html") and found.page == str(tmp_path / "compare.html")
-    assert "over the one that was there" in compare(*paths, page=tmp_path / "compare.html").text
+    assert "replaced the earlier page" in compare(*paths, page=tmp_path / "compare.html").text
     text = (tmp_path / "compare.html").read_text()
     assert "<script" not in text and "http" not in text
     chart = re.search(r'aria-label="loss">.*?</figure>', text)
@@ -505,7 +505,11 @@ def test_a_run_s_steps_are_those_it_came_to_and_not_those_it_logged(tmp_path: Pa
 @pytest.mark.parametrize(
     ("first", "head", "log"),
     [
-        ({"rank": -1, "kind": "signal", "message": "SIGKILL"}, "what starts the ranks", "logs/attempt-1</p>"),
+        (
+            {"rank": -1, "kind": "signal", "message": "SIGKILL"},
+            "the process that starts the ranks",
+            "logs/attempt-1</p>",
+        ),
         ({"rank": 1, "kind": "timeout", "message": "no answer", "told_by": 0}, ": rank 1<", "attempt-1/rank-0.log"),
     ],
 )

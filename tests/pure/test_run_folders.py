@@ -99,9 +99,9 @@ def test_a_name_that_is_none_gets_the_one_that_was_meant(tmp_path: Path, monkeyp
         find_run("digits")
     assert found.value.hint == "runs/digits/20251125-120000-aaaa"  # the one that began last
     for empty in ("", "  "):
-        with pytest.raises(UsageError, match="the run is empty: an unset variable"):
+        with pytest.raises(UsageError, match="the run is empty: is a variable unset"):
             find_run(empty)
-    with pytest.raises(UsageError, match="/dev/null is no folder, and a run is one"):
+    with pytest.raises(UsageError, match="/dev/null is not a folder, but a run must be one"):
         find_run("/dev/null")
 
 
@@ -114,15 +114,15 @@ BAD: list[Any] = [
 
 def test_a_damaged_task_is_refused_in_words(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    with pytest.raises(UsageError, match="does not say what it ran"):
+    with pytest.raises(UsageError, match="does not record its job"):
         read_task(run)
     for content in ("", "{", "[" * 100_000, "\x00", *map(json.dumps, BAD)):
         run.task.write_text(content)
-        with pytest.raises(UsageError, match="is not what was written"):
+        with pytest.raises(UsageError, match="differs from what was written"):
             read_task(run)
     run.task.unlink()
     os.mkfifo(run.task)
-    with pytest.raises(UsageError, match="is no regular file"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         read_task(run)
     run.task.unlink()
     task = Task(verb="train", job="job.py", settings={"job.lr": "1"}, allow=("seed",), resume=None)
@@ -137,7 +137,7 @@ def test_a_run_does_not_lie_among_everything_else(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path / "home" / "work")
     named = {"~": tmp_path / "home", "above": tmp_path}.get(place, Path(place))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match="the run's files would lie among everything else there"):
+    with pytest.raises(UsageError, match="the run's files would mix with everything else there"):
         make_folder(named)
     assert sorted(tmp_path.rglob("*")) == before
     make_folder(Path())
@@ -175,7 +175,7 @@ def test_a_rank_that_could_not_make_its_log_has_the_disk_s_reason(tmp_path: Path
     found = without_log(1, log=tmp_path / "gone" / "rank-1.log")
     assert found is not None
     assert (found.rank, found.exit_code) == (1, 3)
-    assert "the log rank-1.log can't be made: No such file" in found.screen and "moved or removed" in found.screen
+    assert "the log rank-1.log can't be created: No such file" in found.screen and "moved or removed" in found.screen
     assert without_log(1, log=tmp_path / "rank-1.log") is None
     assert not (tmp_path / "rank-1.log").exists()  # nothing of ours in the place of the rank's
     (tmp_path / "rank-1.log").write_text("said")

@@ -165,14 +165,14 @@ def test_torchs_names_and_others_spellings() -> None:
 
 
 def test_what_cannot_be_built_is_refused() -> None:
-    with pytest.raises(LayoutError, match="no pipeline schedule") as found:
+    with pytest.raises(LayoutError, match="not a pipeline schedule") as found:
         build("1f1n", ranks=2, micro=2)
     assert "1f1b" in str(found.value)
     with pytest.raises(LayoutError, match="0 microbatches"):
         build("1f1b", ranks=2, micro=0)
-    with pytest.raises(LayoutError, match="1 stage on each rank, 2 are asked"):
+    with pytest.raises(LayoutError, match="1 stage on each rank, but 2 are requested"):
         build("1f1b", ranks=2, micro=2, virtual=2)
-    with pytest.raises(LayoutError, match="2 stages on each rank, 3 are asked"):
+    with pytest.raises(LayoutError, match="2 stages on each rank, but 3 are requested"):
         build("zbv", ranks=2, micro=2, virtual=3)
 
 

@@ -189,7 +189,7 @@ def test_both_ways_of_backward_at_once_are_too_many() -> None:
     program = build("1f1b", ranks=2, micro=2)
     extra = Action(op=Op.WEIGHT, stage=0, microbatch=1)
     error = fault_of(broken(program, 0, lambda row: row.append(extra)))
-    assert "W0.1 computes again" in error.what
+    assert "W0.1 repeats" in error.what
 
 
 def test_weights_without_their_gradient() -> None:
@@ -203,10 +203,10 @@ def test_weights_without_their_gradient() -> None:
     ("action", "words"),
     [
         (Action(op=Op.FORWARD, stage=7, microbatch=0), "there is no stage 7"),
-        (Action(op=Op.FORWARD, stage=1, microbatch=0), "stage 1 lies on rank 1"),
+        (Action(op=Op.FORWARD, stage=1, microbatch=0), "stage 1 is on rank 1"),
         (Action(op=Op.FORWARD, stage=0, microbatch=9), "there is no microbatch 9"),
-        (Action(op=Op.SEND_F, stage=0, microbatch=0, peer=2), "is no message"),
-        (Action(op=Op.RECV_F, stage=0, microbatch=0, peer=1), "is no message"),
+        (Action(op=Op.SEND_F, stage=0, microbatch=0, peer=2), "is not a message"),
+        (Action(op=Op.RECV_F, stage=0, microbatch=0, peer=1), "is not a message"),
     ],
     ids=str,
 )

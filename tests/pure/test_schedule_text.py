@@ -58,14 +58,14 @@ def test_a_file_with_comments_and_lines_that_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
-        ("rank 0: F0 X1 B0", "mine:1:12", "'X1' is no action"),
-        (MINE.replace("B1 B2", "B1 B-2"), "mine:5:15", "'B-2' is no action"),
-        ("rank 0: F0 B0\nrank 0: F1 B1", "mine:2:1", "stands twice"),
-        ("\n\nrang 0: F0", "mine:3:1", "is no line of a schedule"),
-        ("  F0 B0", "mine:1:1", "goes on with no line"),
+        ("rank 0: F0 X1 B0", "mine:1:12", "'X1' is not an action"),
+        (MINE.replace("B1 B2", "B1 B-2"), "mine:5:15", "'B-2' is not an action"),
+        ("rank 0: F0 B0\nrank 0: F1 B1", "mine:2:1", "appears twice"),
+        ("\n\nrang 0: F0", "mine:3:1", "is not a line of a schedule"),
+        ("  F0 B0", "mine:1:1", "continues no line"),
         ("rank 0: F0>1 B0", "mine:1:9", "a send says >RANK"),
-        ("rank 0: F0 B0\nrank 1: F1.0 F0.0", "mine:2:14", "lies on rank 0"),
-        ("rank 0: SF0<1", "mine:1:9", "is no action"),
+        ("rank 0: F0 B0\nrank 1: F1.0 F0.0", "mine:2:14", "is on rank 0"),
+        ("rank 0: SF0<1", "mine:1:9", "is not an action"),
     ],
 )
 def test_what_is_not_understood_has_its_place(text: str, where: str, words: str) -> None:
@@ -79,10 +79,10 @@ def test_what_is_not_understood_has_its_place(text: str, where: str, words: str)
     [
         ("", "lines for ranks none"),
         ("rank 1: F0 B0", "lines for ranks 1"),
-        ("rank 0: F0.0 B0.0\nrank 1: F2.0 B2.0", "nobody computes in stage 1"),
-        ("rank 0: F0 F2 B0 B2", "nobody computes microbatch 1"),
-        ("rank 0: F0 F999999999999 B0", "nobody computes microbatch 1"),
-        ("rank 0:\nrank 1:", "nobody computes in stage 0"),
+        ("rank 0: F0.0 B0.0\nrank 1: F2.0 B2.0", "no rank computes stage 1"),
+        ("rank 0: F0 F2 B0 B2", "no rank computes microbatch 1"),
+        ("rank 0: F0 F999999999999 B0", "no rank computes microbatch 1"),
+        ("rank 0:\nrank 1:", "no rank computes stage 0"),
     ],
 )
 def test_what_is_not_there_is_said(text: str, words: str) -> None:

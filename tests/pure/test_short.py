@@ -107,7 +107,7 @@ def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
         error, held={"parameters": 3 << 20}, room=MemoryLimit(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20)
     )
     assert told.part == part and ("in " + part in told.what if part else " in " not in told.what)
-    assert "this room ends at 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
+    assert "this room is limited to 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
     assert told.as_json()["held"] == {"parameters": 3 << 20}
 
 
@@ -153,9 +153,9 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
     ("said", "words", "hint"),
     [
         ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
-         "shared memory.", "/dev/shm has little room, the shared memory through which data workers hand samples over: "
+         "shared memory.", "/dev/shm is small, the shared memory through which data workers pass samples: "
          "1.0 MiB of 64.0 MiB are free now", "--shm-size"),
-        ("unable to mmap 8 bytes from file </torch_7_1>: Cannot allocate memory (12)", "little room", "--shm-size"),
+        ("unable to mmap 8 bytes from file </torch_7_1>: Cannot allocate memory (12)", "/dev/shm is small", "--shm-size"),
         ("unable to write to file </torch_71_1_0>: No space left on device (28)", "/dev/shm was full", "--shm-size"),
         ("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)", "ulimit -n",
          "ulimit -n"),

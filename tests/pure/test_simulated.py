@@ -183,15 +183,15 @@ def test_a_plan_in_a_file_is_simulated(tmp_path: Path) -> None:
     ("words", "said", "to_do"),
     [
         ({"failures": "50000"}, "has no unit", '"50000 h"'),
-        ({"failures": "50000 GB"}, "is no unit of time", '"50000 h"'),
-        ({"failures": "1 ms"}, "leaves nothing of a run", "of one device"),
-        ({"every": 10}, "where nothing fails", "--failures"),
+        ({"failures": "50000 GB"}, "is not a unit of time", '"50000 h"'),
+        ({"failures": "1 ms"}, "leaves no useful time", "for one device"),
+        ({"every": 10}, "has no effect without --failures", "--failures"),
         ({"failures": "50000 h", "every": 0}, "--every 0", "--every 1000"),
         ({"failures": "50000 h", "every": 1, "write_seconds": 900}, "takes 900 s to write", "at least"),
         ({"failures": "50000 h", "checkpoint_seconds": -1}, "stall_seconds=-1", ""),
         ({"layout": "dpp"}, "dpp", "ddp"),
         ({"layout": "tp=16,dp=2"}, "needs 32 ranks, you have 16", "tp=16"),
-        ({"cluster": "8xH100-80G"}, "is a plan for a cluster of its own", "paceline simulate"),
+        ({"cluster": "8xH100-80G"}, "is a plan, which has its own", "paceline simulate"),
     ],
 )
 def test_nonsense_is_refused(words: dict[str, object], said: str, to_do: str, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_nonsense_is_refused(words: dict[str, object], said: str, to_do: str, tm
 
 
 def test_a_folder_without_a_plan_is_told(tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match=r"(?s)is a folder without plan\.json.*did not end"):
+    with pytest.raises(PacelineError, match=r"(?s)is a folder without plan\.json.*did not finish"):
         simulate(tmp_path)
 
 

@@ -133,22 +133,22 @@ def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: 
     ("text", "words"),
     [
         ("fdsp", "did you mean 'fsdp'"),
-        ("auto", "auto stands alone"),
+        ("auto", "auto can't be combined"),
         ("atuo", "did you mean 'auto'"),
         ("dp=0", "needs a count, got '0'"),
         ("dp=x", "needs a count, got 'x'"),
-        ("wide=3", "is no axis"),
-        ("", "is no layout"),
+        ("wide=3", "is not an axis"),
+        ("", "is not a layout"),
         ("threads=0", "needs a count"),
-        ("threads=2,dp=2", "for threads and for something else"),
-        ("dp=2,threads=2", "for threads and for something else"),
-        ("single,tp=2", "for single and for something else"),
-        ("fsdp,tp=-1", "one axis at most is -1"),
-        ("ddp,schedule=1f1b", "schedule=1f1b says how pp is done, and there is no pp"),
-        ("pp=2,zero=2", "zero=2 says how dp_shard is done, and there is no dp_shard"),
+        ("threads=2,dp=2", "threads with something else"),
+        ("dp=2,threads=2", "threads with something else"),
+        ("single,tp=2", "single with something else"),
+        ("fsdp,tp=-1", "one axis may be -1"),
+        ("ddp,schedule=1f1b", "schedule=1f1b is an option of pp, and the layout has no pp"),
+        ("pp=2,zero=2", "zero=2 is an option of dp_shard, and the layout has no dp_shard"),
         ("dp_shard=2,zero=4", "zero=4 is not known"),
         ("dp_shard=2,offload=disk", "'disk' is not known"),
-        ("pp=2,virtual=none", "no count of stages"),
+        ("pp=2,virtual=none", "not a number of stages"),
     ],
 )
 def test_layouts_that_can_not_be_had_say_so(text: str, words: str) -> None:
@@ -184,7 +184,7 @@ def test_a_layout_becomes_a_mesh(text: str, ranks: int, mesh: str, name: str) ->
     ("text", "ranks", "words"),
     [
         ("pp=2,dp_shard=3,tp=2", 8, "pp=2 × dp_shard=3 × tp=2 needs 12 ranks, you have 8."),
-        ("pp=2,dp_shard=-1,tp=3", 8, "8 ranks do not divide by the 6 that the other axes"),
+        ("pp=2,dp_shard=-1,tp=3", 8, "8 ranks do not divide by the 6 ranks of the other axes"),
         ("hsdp", 2, "dp_replicate=2 × dp_shard=2 needs 4 ranks, you have 2."),
         ("single", 2, "layout single is one process, you have 2 ranks."),
         ("threads=2", 3, "threads=2 needs 2 ranks, you have 3."),
@@ -413,7 +413,7 @@ def test_a_setting_of_any_text_comes_back_from_the_runs_own_config(tmp_path: Pat
 
 
 def test_text_of_another_encoding_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"job.data is no text in UTF-8: '/data/caf\\udce9'"):
+    with pytest.raises(UsageError, match=r"job.data is not UTF-8 text: '/data/caf\\udce9'"):
         read_asked(file=None, overrides=["--job.data", b"/data/caf\xe9".decode("utf-8", "surrogateescape")])
 
 
@@ -429,11 +429,11 @@ def test_the_dots_of_a_secret_are_no_value_of_any_option(tmp_path: Path) -> None
     file = tmp_path / "run.toml"
     file.write_text('[job]\napi_key = "•••"\n')
     for words, source in ((["--job.api_key", "•••"], None), (["--run_dir=•••"], None), ([], file)):
-        with pytest.raises(UsageError, match="stands for a secret that is not printed") as refused:
+        with pytest.raises(UsageError, match="placeholder for a hidden secret") as refused:
             read_asked(file=source, overrides=words)
         assert refused.value.exit_code == 2 and "VALUE" in refused.value.hint
     for mask in ("***", "********", "[REDACTED]", "<hidden>", "••••"):
-        with pytest.raises(UsageError, match="stands for a secret that is not printed"):
+        with pytest.raises(UsageError, match="placeholder for a hidden secret"):
             read_asked(file=None, overrides=[f"--job.token={mask}"])
     for name, value in (("job.api_key", "hush"), ("job.api_key", "*"), ("job.glob", "***"), ("job.kind", "hidden")):
         assert read_asked(file=None, overrides=[f"--{name}", value]).values == {name: value}
@@ -454,7 +454,7 @@ def test_a_module_that_is_nowhere_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("nosuchcfg", "nosuchcfg:make_job", "no.such.cfg"):
-        with pytest.raises(UsageError, match="there is no such file, folder or module") as refused:
+        with pytest.raises(UsageError, match=" no such file, folder or module") as refused:
             parse_jobref(name)
         hints = ("config.json", "transformers:", "job.py")
         assert refused.value.exit_code == 2 and all(word in refused.value.hint for word in hints)

@@ -133,11 +133,11 @@ def test_a_hook_of_the_users_own_hears_every_rank_and_prints_on_one(process: Pro
         assert uncaught(ValueError("no loss today"), hook) == "BOX no loss today\n"
         told = json.loads((tmp_path / "error.json").read_text())["message"]
         process.be(0)
-        late = uncaught(PeerError("rank 0 could not go on"), hook)
+        late = uncaught(PeerError("rank 0 could not continue"), hook)
         echo = json.loads((tmp_path / "error.json").read_text())["message"]
     finally:
         del os.environ[ERROR_FILE]
-    assert late == "rank 0 could not go on\n"
+    assert late == "rank 0 could not continue\n"
     assert heard == [("1", ValueError, True), ("0", PeerError, True)]
     assert told["message"].startswith("FAILED. rank 1, ") and told["message"].endswith("ValueError: no loss today")
     assert told["extraInfo"]["py_callstack"] == told["message"] and "Traceback" in told["extraInfo"]["traceback"]

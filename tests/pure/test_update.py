@@ -33,16 +33,31 @@ def test_spaces_are_no_part_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("text", "what", "cause", "hint"),
     [
-        ("async", "is no update rule", "did you mean 'sync'", "--update sync"),
-        ("diloko", "is no update rule", "did you mean 'diloco'", "--update diloco"),
-        ("easgd", "is no update rule", "the rules: sync, pipedream, 2bw, hogwild, local, diloco, ps", "--update sync"),
-        ("local,lr=0.7", "no option 'lr'", "diloco has it; those of local: every", "--update diloco,lr=0.7"),
+        ("async", "is not an update rule", "did you mean 'sync'", "--update sync"),
+        ("diloko", "is not an update rule", "did you mean 'diloco'", "--update diloco"),
+        (
+            "easgd",
+            "is not an update rule",
+            "the rules: sync, pipedream, 2bw, hogwild, local, diloco, ps",
+            "--update sync",
+        ),
+        (
+            "local,lr=0.7",
+            "no option 'lr'",
+            "it is an option of diloco; options of local: every",
+            "--update diloco,lr=0.7",
+        ),
         ("ps,stalenes=2", "no option 'stalenes'", "did you mean 'staleness'", "--update ps,staleness=2"),
         ("ps,stalenes=-2", "no option 'stalenes'", "did you mean 'staleness'", "--update ps,staleness=4"),
         ("diloco,dely=x", "no option 'dely'", "did you mean 'delay'", "--update diloco,delay=1"),
         ("ps,workers=2", "no option 'workers'", "its options: servers, staleness", "--update ps,servers=1"),
         ("pipedream,vertical=true", "vertical takes no value", "", "--update pipedream,vertical"),
-        ("2bw,vertical", "no option 'vertical'", "pipedream has it; those of 2bw: none", "--update pipedream,vertical"),
+        (
+            "2bw,vertical",
+            "no option 'vertical'",
+            "it is an option of pipedream; options of 2bw: none",
+            "--update pipedream,vertical",
+        ),
         ("diloco,lr=1e9", "above 0, at most 1,000,000", "", "--update diloco,lr=0.7"),
     ],
 )
@@ -109,7 +124,7 @@ def test_a_table_of_rows_is_sent_to_the_servers() -> None:
     check_job(job, job.model(), takes_sparse=True)
     with pytest.raises(JobError) as caught:
         check_job(job, job.model())
-    assert "only --update ps takes rows" in caught.value.cause and "--update ps" in caught.value.hint
+    assert "only --update ps takes sparse" in caught.value.cause and "--update ps" in caught.value.hint
 
 
 def test_a_rank_that_serves_is_told() -> None:
@@ -156,6 +171,6 @@ def test_a_run_that_is_over_before_its_sites_meet_is_told_so() -> None:
     def told(text: str, total: int | None) -> str:
         return "".join(never_meet(parse_update(text), total_steps=total))
 
-    assert told("diloco,lr=0.5", 200).endswith("they meet every 500; --update diloco,every=20,lr=0.5")
+    assert told("diloco,lr=0.5", 200).endswith("they do so every 500; --update diloco,every=20,lr=0.5")
     assert told("diloco,fragments=4,delay=1", 9).endswith("--update diloco,every=4,fragments=4,delay=1")
     assert told("local", 8) == told("diloco", None) == told("diloco", 500) == told("sync", 3) == ""

@@ -139,7 +139,7 @@ def test_without_a_length_it_is_samples() -> None:
     ("cluster", "inside", "between"),
     [
         ("2x8xH100-80G", "nvlink4, 450 GB/s each way, latency 3 us (assumed: ", "ib-ndr, 50 GB/s each way, latency 6 us (assumed: "),
-        ("2x8xH100-80G@eth-100g", "nvlink4, ", "eth-100g, 12.5 GB/s each way for all ranks of a node together, latency 25 us (given: "),
+        ("2x8xH100-80G@eth-100g", "nvlink4, ", "eth-100g, 12.5 GB/s each way shared by all ranks of a node, latency 25 us (given: "),
         ("8xL4", "pcie4, 31.5 GB/s each way, latency 8 us (assumed: ", None),
         ("L4", None, None),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.events import EvalDone, Event, EventBus, Note, RunStarted, StepDone
 from paceline.reporting.run_report import run_page
-from paceline.reporting.sinks.console_lines import line_of
+from paceline.reporting.sinks.console_lines import BANNER_LINES, ConsoleSink, line_of
 from paceline.reporting.sinks.jsonl import JsonlSink, read_lines
 from paceline.run_folder.run_folder import RunFolder
 
@@ -52,10 +52,49 @@ class Kept:
 
 def test_the_log_line_is_fixed() -> None:
     expected = (
-        "step 120 | epoch 0.31 | loss 2.1034 | grad_norm 0.870 | lr 3.00e-04 | 812 samples/s | 52.0k tokens/s"
-        " | 78.0 ms (data 1% comm 9%)"
+        "step 120 | epoch  0.31 | loss  2.1034 | grad_norm   0.870 | lr 3.00e-04 |    812 samples/s |   52.0k tokens/s"
+        " |   78.0 ms (data  1% comm  9%)"
     )
     assert line_of(step(120)) == expected
+
+
+def test_log_lines_are_aligned_and_have_the_remaining_time() -> None:
+    early, late = line_of(step(1, loss=12.3, samples_per_second=9.0), total=2000), line_of(step(1990), total=2000)
+    bars = [[at for at, mark in enumerate(line) if mark == "|"] for line in (early, late)]
+    assert bars[0] == bars[1], (early, late)
+    assert early.startswith("step 1    | ") and early.endswith("| ETA 2.6 min") and late.endswith("| ETA 780 ms")
+    assert line_of(step(2000), total=2000).endswith("| ETA 0 ms")
+    assert "ETA" not in line_of(step(5)) and "ETA" not in line_of(step(11), total=10), "an end that is not known"
+
+
+LINES = (
+    "run: runs/a", "model: 10 trainable parameters", "layout: pp, 1 replica", "backend: gloo", "batch: 64 samples",
+    "threads: 1", "pipeline: 1f1b", "warning: few microbatches", "data: 1,437 samples per epoch", "steps: 5",
+    "precision: fp32", "buffers: fold", "batch norm: over microbatches", "note: no block is compiled", "lr: 0.003",
+    "resumed: step-00000002",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_the_start_banner_has_five_lines_and_every_warning(is_verbose: bool) -> None:
+    written: list[str] = []
+    sink = ConsoleSink(written.append, is_verbose=is_verbose)
+    sink.handle(RunStarted(run_id="a", job="job.py", layout="pp", ranks=2, banner=LINES, total_steps=5))
+    shown = written[0].splitlines()
+    if is_verbose:
+        assert shown == list(LINES)
+        return
+    extra = [line for line in shown if line.startswith(("warning", "note"))]
+    assert len(extra) == 2 and len(shown) == BANNER_LINES + len(extra)
+    assert [line.partition(":")[0] for line in shown if line not in extra] == [
+        "run",
+        "layout",
+        "pipeline",
+        "steps",
+        "resumed",
+    ]
+    sink.handle(step(5))
+    assert written[1].rstrip().endswith("ETA 0 ms"), "the number of steps is known from the start"
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
@@ -129,7 +168,7 @@ def test_a_page_of_a_broken_run(tmp_path: Path, file: str, text: str) -> None:
 
 
 def test_a_page_of_an_empty_folder(tmp_path: Path) -> None:
-    assert "not begun" in run_page(RunFolder(tmp_path))
+    assert "not started" in run_page(RunFolder(tmp_path))
 
 
 def test_a_step_done_again_replaces_the_first(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def test_sizes_and_times_are_in_a_unit_to_read() -> None:
         "9.0 GiB",
     ]
     assert [format_duration(s) for s in (0.0004, 0.048, 1.26)] == ["0 ms", "48 ms", "1.3 s"]
-    saved = CheckpointSaved(step=3, path="x", seconds=0.05, num_bytes=6200)
-    assert line_of(saved) == "saved x | 6.1 KiB in 50 ms"
+    saved = CheckpointSaved(step=3, path="runs/a/checkpoints/step-00000003", seconds=0.05, num_bytes=6200)
+    assert line_of(saved) == "saved step-00000003 | 6.1 KiB in 50 ms"
 
 
 def test_a_derived_interval_is_a_tenth_of_the_run_and_ten_at_least() -> None:

@@ -58,9 +58,9 @@ def _begin(folder: Path, *, step: int, num_bytes: int, place: FolderIdentity | N
 def _write_own(aside: Path, files: Files, world: World) -> dict[str, Any]:
     if files and not aside.is_dir():
         raise SaveError(
-            f"rank {world.rank} on {socket.gethostname()} does not see the folder that the checkpoint is written into.",
+            f"rank {world.rank} on {socket.gethostname()} can't see the folder that the checkpoint is written to.",
             where=str(aside),
-            cause="the ranks hold parts of the model and are on several machines, the run folder is on one's own disk",
+            cause="ranks on several machines hold parts of the model, and the run folder is on one machine's own disk",
             hint="--run-dir on a disk that all machines share",
         )
     with as_checkpoint_error(f"what rank {world.rank} holds", aside.parent):

@@ -102,7 +102,7 @@ def refuse_short(schedules: Sequence[Any], *, total_steps: int | None) -> None:
     for schedule in schedules:
         most = last_step(schedule)
         if total_steps is not None and most is not None and most < total_steps:
-            raise schedule_error(schedule, cause=f"it has {most:,} steps, the run has {total_steps:,}")
+            raise schedule_error(schedule, cause=f"it has {most:,} steps, but the run has {total_steps:,}")
 
 
 def last_step(schedule: Any) -> int | None:
@@ -244,7 +244,7 @@ def _differences(was: Description, has: Description, *, lr_differs: bool) -> Ite
     inner, now = was.get("inner", []), has["inner"]
     if len(inner) != len(now) or any(a.get("kind") not in (None, b["kind"]) for a, b in zip(inner, now, strict=False)):
         names = [", ".join(str(one.get("kind")) for one in each) for each in (inner, now)]
-        yield f"{kind} was of {names[0]}, is of {names[1]}"
+        yield f"{kind} was over {names[0]}, is over {names[1]}"
         return
     for before, after in zip(inner, now, strict=True):
         yield from _differences(before, after, lr_differs=lr_differs)

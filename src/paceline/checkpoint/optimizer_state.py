@@ -117,8 +117,8 @@ def split_state(
 
 def _unwritable(what: str, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"{what} can't be saved: it is or holds a {kind}.",
-        cause="checkpoints hold no pickle, so that a resumed optimizer would not have it",
+        f"{what} can't be saved: it is or contains a {kind}.",
+        cause="checkpoints contain no pickle, so a resumed optimizer would lack it",
         hint="tensors, numbers, text, and lists, tuples, sets and dicts of these are saved",
     )
 
@@ -165,9 +165,12 @@ def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[
             raise CheckpointError(
                 f"the state of {kind} has a key that can't be saved: "
                 + (
-                    "a tensor that is no parameter of this model." if is_tensor else f"{key!r}, another after a resume."
+                    "a tensor that is not a parameter of this model."
+                    if is_tensor
+                    else f"{key!r}, which is different after a resume."
                 ),
-                cause="state[...] by an address, which is another after a resume, or of a tensor that is in no group",
+                cause="state[...] keyed by an address, which differs after a resume, or by a "
+                "tensor that is in no group",
                 hint="self.state[parameter], with the parameters of self.param_groups",
             )
         found.append([plain, to_plain(value, where=kind, keep=keep)])
@@ -181,8 +184,8 @@ def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[
 def _nobody_s(kind: str, keys: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
         f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter, and ranks hold "
-        "parts of them: each would have its own.",
-        cause="state[...] by a number or a name; how it is cut is not known",
+        "parts of them: each rank would keep its own copy.",
+        cause="state[...] keyed by a number or a name; its sharding is not known",
         hint="self.state[parameter] in the optimizer, or --layout ddp",
     )
 
@@ -195,7 +198,7 @@ def _own(key: str, value: Tensor, name: str, parameter: Tensor, shares: Shares, 
         raise CheckpointError(
             f"the state {key.rpartition('/')[2]} of {optimizer} for {name} can't be saved: it has the shape "
             f"{list(value.shape)}, and this rank holds a part of the parameter.",
-            cause="an optimizer that looks at whole tensors was given a part of one",
+            cause="an optimizer that needs whole tensors was given a part of one",
             hint="a layout that keeps parameters whole: ddp",
         )
     return [to_bytes(key, value)] if writer_rank(parts) == rank else []

@@ -16,7 +16,7 @@ _BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
 _LATER = frozenset(
     {"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"}
 )  # earlier runs did not record them
-_CAUSE = "another setting, another job file, or other data"
+_CAUSE = "a different setting, a different job file, or different data"
 
 
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
@@ -37,11 +37,11 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
     changed = [name for name, text in differing.items() if text]
     if changed:
         lines = [f"{name}: {differing[name]}" for name in changed]
-        cause, hint = _CAUSE, f"--allow {','.join(changed)} to go on all the same"
+        cause, hint = _CAUSE, f"--allow {','.join(changed)} to resume anyway"
         if changed == ["kernels"]:
-            cause = f"another {EXACT_KERNELS} in the environment, and with it other last bits"
+            cause = f"a different {EXACT_KERNELS} in the environment, which changes the last bits"
             hint = f"{EXACT_KERNELS}={saved['kernels']} before the same command, or {hint}"
-        raise ResumeError(f"this is not the run that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
+        raise ResumeError(f"this run differs from the one that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
 
 
 def record_settings(settings: Settings) -> dict[str, str]:
@@ -61,11 +61,11 @@ def note_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[st
     found = []
     for name in dict.fromkeys([*saved, *now]):
         why = TOLD_SETTINGS.get(
-            name, "what it changes in model, data, optimizer or schedule was compared, code was not"
+            name, "its effect on model, data, optimizer and schedule was compared, its code was not"
         )
         was, has = (values.get(name, _unset(name)) for values in (saved, now))
         if was != has:
-            found.append(f"{name} was {_short(was)} in the checkpoint, is {_short(has)}: {why}")
+            found.append(f"{name} was {_short(was)} in the checkpoint and is {_short(has)} now: {why}")
     return found
 
 

@@ -60,7 +60,7 @@ def list_model(model: nn.Module, *, weights: ShardedTensors, world: World) -> St
     if unknown:
         raise CheckpointError(
             f"{first_names(unknown)} of the state_dict can't be saved where ranks hold parts of the model.",
-            cause="it is neither a parameter nor a buffer, and how it is cut is not known",
+            cause="it is neither a parameter nor a buffer, so its sharding is not known",
             hint="register_buffer(...), or a layout that keeps the model whole: ddp, zero1, zero2",
         )
     return StateDictView(entries={name: weights.mine[first] for name, first in told.items()}, weights=weights)

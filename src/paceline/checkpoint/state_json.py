@@ -163,7 +163,7 @@ def _numpy_again(value: Mapping[str, Any]) -> Any:
 
 def _tensor(value: Tensor, where: str) -> dict[str, Any]:
     if value.numel() > _MOST_ELEMENTS:
-        raise CheckpointError(f"{where} holds a tensor of {value.numel()} elements outside the parameters.")
+        raise CheckpointError(f"{where} contains a tensor of {value.numel()} elements that is not a parameter.")
     value = value.detach().cpu()
     value = value.to_dense() if value.layout is not torch.strided else value
     flat = torch.view_as_real(value) if value.is_complex() else value

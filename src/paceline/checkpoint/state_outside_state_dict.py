@@ -60,8 +60,8 @@ class NonPersistentBuffers:
                 found += owned_shards(name, dtype=held.dtype, find=held.find, parts=parts, rank=world.rank)
             elif "other" in said:
                 raise CheckpointError(
-                    f"{name} is cut over ranks and has another shape than was built: it can't be saved.",
-                    cause="a forward put a tensor of another shape in the place of the buffer",
+                    f"{name} is sharded and its shape has changed since the model was built: it can't be saved.",
+                    cause="a forward replaced the buffer by a tensor of a different shape",
                     hint="register_buffer(..., persistent=False) in a module that is not split",
                 )
             elif first == world.rank:
@@ -123,7 +123,7 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
             if kind:
                 raise CheckpointError(
                     f"{name} holds a value of type {kind}, which can't be saved.",
-                    cause="get_extra_state() gives an object that only pickle could write",
+                    cause="get_extra_state() returns an object that only pickle could write",
                     hint="return numbers, text, lists, dicts and tensors",
                 )
     return found

@@ -79,7 +79,7 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> Non
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise JobError(
-                f"optimizer= gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
+                f"optimizer= returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
                 hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])",
             )
     _check_groups(optimizers, names)
@@ -141,9 +141,10 @@ def _check_model(
     if differing:
         name = differing[0]
         raise CheckpointError(
-            f"{loaded.path.name} is another model's: {first_names(differing)} differ.",
+            f"{loaded.path.name} belongs to a different model: {first_names(differing)} differ.",
             where=str(loaded.path),
-            cause=f"{name} is {found.get(name) or 'absent'} there and {wanted.get(name) or 'absent'} here",
+            cause=f"{name} is {found.get(name) or 'absent'} in the checkpoint and "
+            f"{wanted.get(name) or 'absent'} in the model",
             hint="the same --job.* settings as when it was saved",
         )
 
@@ -180,9 +181,9 @@ def _load_update(loaded: OpenCheckpoint, trained: TrainState, began: Mapping[str
     state, update = loaded.state, trained.update
     if len(state["optimizers"]) != len(update.optimizers):
         raise CheckpointError(
-            f"the checkpoint holds {len(state['optimizers'])} optimizers, the job makes {len(update.optimizers)}.",
+            f"the checkpoint has {len(state['optimizers'])} optimizers, but the job builds {len(update.optimizers)}.",
             where=str(loaded.path),
-            cause="optimizer= of the job was changed since",
+            cause="the job's optimizer= has changed since",
             hint="the job as it was, or a new run with another --run-dir",
         )
     for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
@@ -320,12 +321,12 @@ def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> 
     if missing or twice or foreign:
         parts = [
             f"no group holds {first_names(missing)}" if missing else "",
-            f"{first_names(twice)} stand in two groups" if twice else "",
-            f"{len(foreign)} parameters in its groups are not trainable ones of this model" if foreign else "",
+            f"{first_names(twice)} are in two groups" if twice else "",
+            f"{len(foreign)} parameters in its groups are not trainable parameters of this model" if foreign else "",
         ]
         raise JobError(
             f"optimizer=: {'; '.join(part for part in parts if part)}.",
             cause="every trainable parameter belongs in exactly one group",
             hint="build the groups from the (name, parameter) pairs that the factory is given; a parameter of the loss "
-            "trains as a part of the model: put the loss's module into model= (docs/loss.md)",
+            "trains as part of the model: put the loss's module into model= (docs/loss.md)",
         )

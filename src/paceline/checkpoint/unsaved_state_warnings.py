@@ -58,7 +58,7 @@ class UntrackedOptimizerState:
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         places = [place for place, each in zip(_PLACES, owned, strict=True) if each]
         return (
-            f"no checkpoint has {shown}, and a run that goes on from one starts with what the job makes: "
+            f"checkpoints do not contain {shown}, and a resumed run starts with the job's initial value: "
             f"keep it {', and '.join(places)}"
         )
 

@@ -1,4 +1,4 @@
-"""`ckpt ls`, `ckpt verify`, `ckpt diff`, `ckpt consolidate`, `ckpt prune`: a tensor at a time, without torch."""
+"""The `ckpt` subcommands (ls, verify, diff, consolidate, prune): one tensor in memory at a time, without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ CONSOLIDATED = "consolidated"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRow:
-    """One checkpoint."""
+    """One row of `ckpt ls`: a checkpoint and its state."""
 
     step: int
     path: str
@@ -47,7 +47,7 @@ class CheckpointRow:
 
 
 def ls(run: str | None = None) -> list[CheckpointRow]:
-    """Every checkpoint of a run, each read whole and compared with its digests."""
+    """List every checkpoint of a run; each is read whole and compared with its digests."""
     folder, _ = find_run(run, trains=True)
     marks = {mark: pointed_checkpoint(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
@@ -57,22 +57,22 @@ def ls(run: str | None = None) -> list[CheckpointRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was read whole and found to be what was written."""
+    """The result of `ckpt verify`: what was read whole and matches its digests."""
 
     step: int | None
     path: str
     num_bytes: int
     good: bool = True
     consolidated: str = ""
-    """The final model's folder, where that was compared too."""
+    """The final model's folder, if it was verified too."""
     note: str = ""
 
 
 def verify_checkpoint(run: str | None = None) -> Verified:
-    """Read a checkpoint, or the newest and the final model of a run, whole and compare them with their digests.
+    """Verify a checkpoint, or a run's newest one and its final model: read it whole and compare it with its digests.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: a tensor or file differs from its digest.
     """
     if run is not None and Path(run).name == CONSOLIDATED and Path(run).is_dir():
         return _verify_consolidated(Path(run))
@@ -88,14 +88,14 @@ def verify_checkpoint(run: str | None = None) -> Verified:
         return found
     if check_consolidated(final):
         return replace(found, consolidated=str(final))
-    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} beside it does not say what was written")
+    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} next to it has no digests")
 
 
 def _verify_consolidated(folder: Path) -> Verified:
     if not (folder.parent / WEIGHTS_FILE).exists() or not check_consolidated(folder):
         raise CheckpointError(
-            f"nothing says what was written into {folder}.",
-            cause=f"{WEIGHTS_FILE}, beside it in the run's folder, is missing or from before it had digests",
+            f"{folder} can't be verified: its digests are missing.",
+            cause=f"{WEIGHTS_FILE}, next to it in the run's folder, is missing or from a version without digests",
             hint="paceline ckpt consolidate RUN --to FOLDER writes it from a checkpoint",
         )
     return Verified(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
@@ -103,7 +103,7 @@ def _verify_consolidated(folder: Path) -> Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What two checkpoints do not have in common: names by kind, and what the manifest says."""
+    """The differences between two checkpoints: names by kind, and the manifest entries that differ."""
 
     steps: tuple[int, int]
     tensors: Mapping[str, list[str]]
@@ -112,15 +112,15 @@ class Difference:
 
     @property
     def is_none(self) -> bool:
-        """Whether all tensors and all that must be equal on a resume are the same."""
+        """True if all tensors match, and so does all that must be equal on a resume."""
         return not (self.tensors or self.only or self.state)
 
 
 def diff(one: str | None, other: str | None) -> Difference:
-    """Compare the bits of two checkpoints, or of the newest of two runs, however many ranks wrote each.
+    """Compare two checkpoints (or the newest of two runs) bit by bit, however many ranks wrote each.
 
     Raises:
-        CheckpointError: one is not what was written.
+        CheckpointError: one of them differs from its digests.
     """
     if one is None or other is None:
         raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
@@ -138,19 +138,19 @@ def diff(one: str | None, other: str | None) -> Difference:
 
 
 def summarize_differences(found: Difference) -> str:
-    """For the screen: how many differ of each kind, and the first of them."""
+    """Return the lines for the screen: how many names of each kind differ, and the first few of them."""
     lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
     for kind, names in found.tensors.items():
-        lines.append(f"{kind}: differ in {plural(len(names), 'tensor')}: {_few(names)}")
+        lines.append(f"{kind}: {plural(len(names), 'tensor')} differ: {_few(names)}")
     for kind, alone in found.only.items():
         for number, names in zip(("first", "second"), alone, strict=True):
             lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []
-    lines += [f"not the same: {', '.join(found.state)}"] if found.state else []
+    lines += [f"different: {', '.join(found.state)}"] if found.state else []
     return "\n".join(lines if not found.is_none else [*lines, "every tensor is the same, bit for bit"])
 
 
 def _few(names: Sequence[str], *, most: int = 5) -> str:
-    """A few names, and how many more."""
+    """Return at most `most` of the names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -164,7 +164,7 @@ def _newest(run: str) -> Path:
 
 
 def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
-    """Return the names in both whose tensors are not the same; where both are cut alike, their digests say it."""
+    """Return the names in both whose tensors differ. If both are cut alike, digests decide without reading the data."""
     both = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
     alike = {name for name in both if _digests(a, name).keys() == _digests(b, name).keys()}
     for stored in (a, b):
@@ -178,12 +178,12 @@ def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
 
 
 def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]:
-    """Return the digest of each piece by where it begins and its shape."""
+    """Return the digest of each piece, keyed by the piece's offset and shape."""
     return {(piece.at, piece.entry.shape): piece.entry.digest for piece in stored.pieces(name)}
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
-    """Remove all but the last `keep` and the best, and never the only good one; returns what went.
+    """Remove all but the last `keep` checkpoints and the best one, never the only good one; return the removed paths.
 
     Raises:
         UsageError: `keep` is less than 1.
@@ -201,7 +201,7 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
         )
     if is_mark_lost(place, BEST):
         raise CheckpointError(
-            f"{place / BEST} can't be read: which checkpoint is best is not known, and none is removed.",
+            f"{place / BEST} can't be read: the best checkpoint is not known, so none is removed.",
             where=str(place),
             hint=f"echo step-NNNNNNNN > {place / BEST} names it; without one: rm {place / BEST}",
         )
@@ -210,7 +210,7 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """What was written, from which step, and which of its weights."""
+    """The result of `ckpt consolidate`: what was written, from which step, and which weights."""
 
     path: str
     step: int
@@ -229,18 +229,23 @@ def consolidate(
         CheckpointError: there is no such good checkpoint or no average in it, or `to` exists.
     """
     if raw and average:
-        raise UsageError("--raw and --average are different weights.", hint="one of them; the average is the default")
+        raise UsageError(
+            "--raw and --average name different weights.", hint="give one of them; the average is the default"
+        )
     folder, checkpoint = find_run(run, trains=True)
     path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
     if path is None:
         kind = "best" if best else "good"
         raise CheckpointError(f"the run has no {kind} checkpoint.", where=str(folder.checkpoints))
     if to.exists():
-        raise CheckpointError(f"{to} exists and is left alone.", hint="another --to")
+        raise CheckpointError(f"{to} exists and is not overwritten.", hint="another --to")
     loaded = load(path)
     if average and AVERAGE not in loaded.files:
         raise CheckpointError(
-            f"{path.name} holds no average.", where=str(path), cause="the job has no ema=", hint="leave --average out"
+            f"{path.name} contains no average.",
+            where=str(path),
+            cause="the job has no ema=",
+            hint="leave --average out",
         )
     config = _config_of(folder.path / CONSOLIDATED / "config.json")
     with as_checkpoint_error("the consolidated weights", to):
@@ -256,12 +261,12 @@ def _config_of(given: Path) -> Any:
         return read_json(given)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{given} is not the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
+            f"{given} differs from the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
         ) from error
 
 
 def _weights(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
-    """Every name of the model, the average's values under its names. Each is read when it is written."""
+    """Return every tensor of the model, with averaged values under their own names. Each is read when it is written."""
     if WEIGHTS not in loaded.files:
         raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
     weights, average = loaded.files[WEIGHTS], StoredTensors([]) if raw else loaded.files.get(AVERAGE, StoredTensors([]))
@@ -290,7 +295,7 @@ def _row(path: Path, marks: tuple[str, ...]) -> CheckpointRow:
 
 
 def unknown_action_error(word: str) -> UsageError:
-    """For a word that is none of them."""
+    """Return the error for a word that is no `ckpt` action."""
     known = ("ls", "verify", "diff", "consolidate", "prune")
     return UsageError(
         f"ckpt does not know {word!r}.", cause=did_you_mean(word, known), hint=f"ckpt {' | '.join(known)}"
@@ -298,7 +303,7 @@ def unknown_action_error(word: str) -> UsageError:
 
 
 def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
-    """The row of the table of verbs: exit code, what `--json` prints, and lines for the screen."""
+    """Run the `ckpt` verb and return its exit code, the value that `--json` prints, and the lines for the screen."""
     if options.what == "ls":
         rows = ls(options.run)
         lines = [
@@ -310,7 +315,7 @@ def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
     if options.what == "verify":
         row = verify_checkpoint(options.run)
         paths = dict.fromkeys(path for path in (row.path, row.consolidated) if path)
-        lines = [f"{path} is what was written, bit for bit" for path in paths]
+        lines = [f"{path} is intact, bit for bit" for path in paths]
         return 0, row, "\n".join([*lines, *([row.note] if row.note else [])])
     if options.what == "consolidate":
         made = consolidate(options.run, to=options.to, best=options.best, raw=options.raw, average=options.average)

@@ -26,11 +26,11 @@ class Verb:
 
 @dataclass(frozen=True, kw_only=True)
 class Starting:
-    """Options of verbs that start processes."""
+    """The options shared by the verbs that start processes."""
 
     job: _Job
     ranks: int | None = None
-    """Processes on this machine; default: all GPUs, else 1."""
+    """Number of processes on this machine; default: one per GPU, or 1."""
     layout: str | None = None
     """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp, ep, axes: pp=2,dp_shard=2, or auto; default: ddp."""
     update: str = "sync"
@@ -42,25 +42,27 @@ class Starting:
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """The run folder; one that holds a checkpoint is gone on with."""
+    """The run folder. If it holds a checkpoint, the run is resumed."""
     faults: str = ""
     """Break the run on purpose: "kill rank=1 step=50"."""
     dry_run: bool = False
-    """Check what can be checked, start nothing."""
+    """Check everything that can be checked, and start nothing."""
     json: bool = False
-    """The answer for a script."""
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Starting):
-    """Train a job. Settings may follow: --train.steps 100; `paceline config JOB` prints all of them."""
+    """Train a job, or resume a run."""
 
     resume: str | None = None
-    """Go on with this run or checkpoint; `newest`, or `--resume` alone: with the job's newest run."""
+    """Resume this run or checkpoint; `--resume` alone (or `newest`) resumes the job's newest run."""
     allow: str = ""
     """Differences to accept on resume, by name: model,data,seed,..."""
     evaluate_first: bool = False
     """Evaluate before the first step."""
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    """Print the whole start banner, not only its most important lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +70,9 @@ class VerifyOptions(Starting):
     """Check a layout, an update rule or compressed gradients against one process."""
 
     steps: int = 3
-    """How many steps are compared."""
+    """Number of steps to compare."""
     against: str = "single"
-    """What it is held against: one process, written naively."""
+    """The reference: one process, written naively."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,60 +80,76 @@ class NewOptions:
     """Write an example job."""
 
     name: _Job
+    """text, digits or hf."""
     json: bool = False
+    """Print the file's path as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Exact metrics of a checkpoint."""
+    """Print the exact metrics of a checkpoint."""
 
     run: _Run = None
+    """A run folder, or a checkpoint in it; default: the newest run."""
     split: str = "eval"
+    """The data to evaluate on: eval or test."""
     best: bool = False
+    """Evaluate the checkpoint that is marked best."""
     ranks: int | None = None
+    """Number of processes; default: as in the run."""
     layout: str | None = None
-    """How the model is placed; not given: as in the run."""
+    """The layout of the model; default: that of the run."""
     json: bool = False
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """Every setting."""
+    """Print every setting of a job, its value, and where the value comes from."""
 
     job: _Job
     config: Path | None = None
+    """A TOML file of settings."""
     json: bool = False
+    """Print the settings as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Write the page."""
+    """Write a run's page: curves, timings, settings and failures."""
 
     run: _Run = None
+    """A run folder; default: the newest run."""
     page: Path | None = None
-    """Where the page goes; default: report.html in the run's folder."""
+    """The file to write; default: report.html in the run folder."""
     json: bool = False
+    """Print the page's path as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Runs side by side, or layouts of one job."""
+    """Compare runs side by side, or layouts of one job."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """RUN RUN, or JOB with --layouts."""
     layouts: tuple[str, ...] = ()
     """Run the job in each: --layouts single ddp."""
     ranks: int | None = None
+    """With --layouts: number of processes on this machine."""
     steps: int = 8
-    """Steps of each layout."""
+    """With --layouts: number of steps of each layout."""
     device: str = "auto"
+    """With --layouts: auto, cpu or cuda."""
     config: Path | None = None
+    """With --layouts: a TOML file of settings."""
     run_dir: str | None = None
-    """A folder for the runs of the layouts."""
+    """With --layouts: a folder for the runs."""
     dry_run: bool = False
+    """Check everything that can be checked, and start nothing."""
     page: Path = Path("compare.html")
-    """Where the page with the pictures goes."""
+    """The page to write, with curves and pictures."""
     json: bool = False
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +163,17 @@ class CkptOptions:
     other: _Run = None
     """diff: the run or checkpoint to compare with."""
     keep: int = 3
-    """prune: how many of the last to keep; the best and the only good one always stay."""
+    """prune: number of newest checkpoints to keep; the best and the only good one always stay."""
     to: Path = Path("consolidated")
     """consolidate: the folder to write, which must not exist."""
     best: bool = False
     """consolidate: the checkpoint marked best, not the newest good one."""
     raw: bool = False
-    """consolidate: the weights in training, also where the job has an average (ema=), which is what was evaluated."""
+    """consolidate: the training weights, even if the job evaluates an average (ema=)."""
     average: bool = False
-    """consolidate: the average, or a refusal where there is none."""
+    """consolidate: the average; fail if there is none."""
     json: bool = False
+    """Print the result as JSON."""
 
 
 VERBS: dict[str, Verb] = {

@@ -1,4 +1,4 @@
-"""`compare` of runs, and of what `pl.record` wrote; or of layouts of one job."""
+"""The `compare` verb: runs, recordings of `pl.record`, or layouts of one job."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +26,7 @@ from paceline.verification.fingerprints.fingerprint import Recording, has_record
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What was found; these are the keys of `--json`."""
+    """The result of `compare`; the fields are the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -67,12 +67,12 @@ def compare(
     device: str = "auto",
     page: str | Path | None = None,
 ) -> Compared | LayoutComparison:
-    """Runs side by side, each against the first; recordings, to the first step and parameter where they part.
+    """Compare runs side by side, each with the first; recordings up to the first step and parameter that differ.
 
-    With `layouts` one job, `"job.py"`, in each of them: a few steps on the same samples, one after another.
+    With `layouts`, run one job (`"job.py"`) in each layout: a few steps on the same samples, one after another.
 
     Raises:
-        UsageError: fewer than two, or a folder that is neither a run nor a recording; settings that are wrong.
+        UsageError: fewer than two runs, a folder that is neither a run nor a recording, or wrong settings.
     """
     if layouts:
         common = RunOptions(ranks=ranks, device=device, run_dir=None if run_dir is None else str(run_dir))
@@ -95,11 +95,11 @@ def compare(
 def _job(runs: Sequence[str | Path]) -> str:
     if len(runs) != 1:
         raise UsageError(
-            f"layouts= goes with one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+            f"layouts= takes one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
         )
     if not isinstance(runs[0], str | Path):
         raise UsageError(
-            f"compare got a {type(runs[0]).__name__}, expected where the job is.",
+            f"compare got a {type(runs[0]).__name__}, expected the path of a job.",
             cause="its processes import the job themselves",
             hint='pl.compare("job.py", layouts=["ddp", "fsdp"], ranks=2)',
         )
@@ -112,7 +112,7 @@ def _check(paths: list[Path]) -> None:
     if len(kinds) > 1 and not all(has_recording(path) for path in paths):
         lone = next(path for path in paths if not has_recording(path))
         raise UsageError(
-            f"{lone} is a run without a recording, and can't be compared with one.",
+            f"{lone} is a run without a recording, so it can't be compared with a recording.",
             hint="record both: pl.record(run.model, run.optimizers, run.folder / 'record')",
         )
 
@@ -178,7 +178,7 @@ def _answer(
 
 
 def _replicas(path: Path) -> list[str]:
-    """Whether the ranks of the run that differs are at least like one another."""
+    """Return lines that say whether the ranks of the differing run at least agree with one another."""
     try:
         ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
     except UsageError as error:
@@ -186,7 +186,7 @@ def _replicas(path: Path) -> list[str]:
     apart = ranks_part(ranks)
     if apart is None:
         return []
-    return [f"{path}: rank {apart['rank']} leaves rank 0 at step {apart['step']}, first in {apart['parameter']}"]
+    return [f"{path}: rank {apart['rank']} diverges from rank 0 at step {apart['step']}, first in {apart['parameter']}"]
 
 
 def _lines(sides: list[ComparedRun], parted: list[LossDivergence]) -> list[str]:
@@ -220,7 +220,7 @@ def answer(options: CompareOptions, settings: list[str]) -> Printed:
 
 def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
     if len(options.runs) != 1:
-        raise UsageError(f"--layouts goes with one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
+        raise UsageError(f"--layouts takes one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
     common = RunOptions(
         ranks=options.ranks,
         device=options.device,

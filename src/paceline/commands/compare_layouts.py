@@ -1,4 +1,4 @@
-"""`compare JOB --layouts A B C`: each layout in a run of its own, on the same samples in the same microbatches."""
+"""`compare JOB --layouts A B C`: one run per layout, on the same samples in the same microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,15 +21,15 @@ from paceline.verification.finding import FLOOR, verdict_of_distance
 
 ENTRY = "paceline.measured_planning.timing.layout_benchmark:measure"
 _REFUSED, _FAILED = "refused", "failed"
-_THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
+_THREADS = "replicas are threads: memory between steps, without activations and messages"
 _WARM = 1  # steps that are not timed
-_BESIDE = 5  # steps that a rank may take beside those that are timed: to watch a schedule, to look at memory
-_PROOF = "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
+_BESIDE = 5  # further steps that a rank may take: to watch a schedule, to measure memory
+_PROOF = "Verdicts compare losses with {first}. To compare gradients and weights too: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """What was found; these are the keys of `--json`."""
+    """The result of `compare --layouts`; the fields are the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -48,10 +48,10 @@ def compare_layouts(
 ) -> LayoutComparison:
     """Run each layout for a few steps and set them side by side; verdicts are of the losses, against the first.
 
-    A layout that the job can't have is a row with the reason.
+    A layout that does not fit the job becomes a row with the reason.
 
     Raises:
-        PacelineError, Problems: what can be seen before a process starts, of all layouts at once.
+        PacelineError, Problems: whatever can be checked before a process starts, for all layouts at once.
     """
     tasks, refused = _tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
@@ -90,7 +90,7 @@ def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence
 
 
 def _proof(measured: Sequence[Measured], job: str) -> str:
-    """What the verdicts are worth, and the line to type for more."""
+    """Return the line that says what the verdicts cover, and the command for a full proof."""
     ran = [each for each in measured if each.losses]
     others = [each for each in ran[1:] if each.name != "single"]
     if not others:
@@ -104,21 +104,23 @@ def _proof(measured: Sequence[Measured], job: str) -> str:
 def _tasks(
     job: str, layouts: Sequence[str], common: RunOptions, overrides: Sequence[str], steps: int
 ) -> tuple[dict[str, Task], dict[str, Measured]]:
-    """What to run, and the rows of layouts that can't be had with these ranks."""
+    """Return the tasks to run, and a row for each layout that does not fit these ranks."""
     problems: list[PacelineError] = []
     if len(layouts) < 2:
         problems.append(UsageError(f"compare needs two layouts, got {len(layouts)}.", hint="--layouts single ddp"))
     problems += [
-        UsageError(f"--layouts names {name} twice.", hint="each once")
+        UsageError(f"--layouts names {name} twice.", hint="name each layout once")
         for name in dict.fromkeys(layouts)
         if list(layouts).count(name) > 1
     ]
     if steps < _WARM + 2:
         problems.append(
-            UsageError(f"--steps {steps}: at least {_WARM + 2}, of which {_WARM} is not timed.", hint="--steps 8")
+            UsageError(
+                f"--steps {steps}: at least {_WARM + 2} are needed, because {_WARM} is not timed.", hint="--steps 8"
+            )
         )
     if common.layout is not None:
-        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+        problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
     last = steps + _BESIDE
     never = str(last + 1)
     own = [f"--train.steps={last}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
@@ -158,7 +160,7 @@ def _task(job: str, name: str, common: RunOptions, overrides: Sequence[str], ste
 
 
 def _replicas(task: Task) -> int:
-    """The layout with most replicas runs first: its microbatches are then everybody's."""
+    """Return the replica count. The layout with most replicas runs first: all others use its microbatch size."""
     layout = parse_layout(task.layout)
     return task.ranks if layout.kind is LayoutKind.THREADS else mesh_of(layout, ranks=task.ranks, problems=[]).replicas
 
@@ -241,12 +243,12 @@ def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
 
 
 def page_line(page: Path, *, over: bool) -> str:
-    """Where the page is, and what is no longer there."""
-    return f"{page} (over the one that was there; --page FILE keeps both)" if over else str(page)
+    """Return the page's path, and say so if it replaced an earlier page."""
+    return f"{page} (replaced the earlier page; --page FILE keeps both)" if over else str(page)
 
 
 def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
-    """Words that belong to the other half of `compare`.
+    """Refuse arguments that belong to the other form of `compare`.
 
     Raises:
         UsageError, LayoutError
@@ -255,5 +257,5 @@ def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
         raise UsageError(f"compare of runs takes no settings, got {settings[0]}.", hint="compare JOB --layouts A B")
     if len(runs) == 1 and runs[0].partition(":")[0].endswith(".py"):
         raise LayoutError(
-            f"compare {runs[0]} says no layouts.", hint=f"paceline compare {runs[0]} --layouts single ddp"
+            f"compare {runs[0]}: --layouts is missing.", hint=f"paceline compare {runs[0]} --layouts single ddp"
         )

@@ -1,4 +1,4 @@
-"""`config`."""
+"""The `config` verb."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.plugins import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, its value (dots for a secret) and where that came from."""
+    """One setting: its value (dots for a secret) and where the value came from."""
 
     name: str
     value: Any
@@ -23,7 +23,7 @@ class Setting:
 
 
 def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> list[Setting]:
-    """Every setting of `job`. Its own code runs for it: what it sets may follow from its parameters.
+    """Return every setting of `job`. The job's code runs, because its settings may follow from its parameters.
 
     Raises:
         JobError: the job can't be loaded.

@@ -1,4 +1,4 @@
-"""`evaluate`."""
+"""The `evaluate` verb."""
 
 import os
 from contextlib import suppress
@@ -31,12 +31,12 @@ def evaluate(
 ) -> CommandResult:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
 
-    Without a layout it is the run's own, where the ranks are as many: what was trained so can be evaluated so. The
-    ranks' logs lie outside of the run, which nothing changes until the metrics are there.
+    Without `layout` the run's own is used, if the number of ranks is the same. The ranks' logs lie outside of the run;
+    nothing in the run changes until the metrics are there.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
-        raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
+        raise UsageError(f"{split!r} is not a split.", hint="--split eval | test")
     folder, checkpoint = find_run(run, trains=True)
     task = replace(read_task(folder), job_handle=common.job_handle)
     if common.job_handle is None:
@@ -52,26 +52,26 @@ def evaluate(
     if not common.quiet and (joined is None or joined.rank == 0):
         print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
         given = common.job_handle is not None
-        print_line("the job: the one that was given" if given else f"the job, which this runs: {task.job}")
+        print_line("the job: the object that was passed" if given else f"the job (its code runs): {task.job}")
     with scratch_folder("evaluate") as aside:
         task = replace(task, options={**options, "answer": str(aside.path / ANSWER)})
         answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
         if answer.exit_code:
             if answer.failure is not None:
-                aside.keep()  # what is said of the failure names its logs
+                aside.keep()  # the failure message names these logs
             return answer
         value = read_json(aside.path / ANSWER) if (aside.path / ANSWER).exists() else None
     if value is not None:
-        with suppress(OSError):  # the disk may only be read
+        with suppress(OSError):  # the disk may be read-only
             write_json(folder.path / ANSWER, value)
     return replace(answer, value=value)
 
 
 def as_evaluated(task: Task, common: RunOptions) -> Task:
-    """Return the task in the layout and on the ranks that are asked for, without settings that are of training alone.
+    """Return the task for the requested layout and ranks, without the settings that only training uses.
 
     Raises:
-        LayoutError, Problems: no layout, or one that these ranks can't have.
+        LayoutError, Problems: not a layout, or one that does not fit these ranks.
     """
     if common.layout is None:
         ranks = common.ranks or task.ranks
@@ -106,6 +106,6 @@ def answer(options: EvaluateOptions, _: list[str]) -> Printed:
         return ended.exit_code, ended.summary(), ended.screen
     value = ended.value
     lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
-    of = ", its average (ema)" if value["average"] else ""
+    of = ", averaged weights (ema)" if value["average"] else ""
     lines.append(f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
     return 0, value, "\n".join(lines)

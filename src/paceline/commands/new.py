@@ -1,4 +1,4 @@
-"""`new`."""
+"""The `new` verb."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +11,7 @@ EXAMPLES = {"text": "text.py", "digits": "digits_cnn.py", "hf": "hf_llama.py"}
 
 
 def new(name: str, *, folder: Path | None = None) -> Path:
-    """Write an example job into `folder`; an existing file is left alone.
+    """Write an example job into `folder`; never overwrite a file.
 
     Raises:
         UsageError: no such example, or the file exists.
@@ -28,9 +28,11 @@ def new(name: str, *, folder: Path | None = None) -> Path:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"{target} exists and is left alone.", hint=f"rm {target}, or another folder") from None
+        raise UsageError(
+            f"{target} exists and is not overwritten.", hint=f"rm {target}, or use another folder"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{target} can't be written: {error.strerror}.", hint="cd to a folder you may write") from None
+        raise UsageError(f"{target} can't be written: {error.strerror}.", hint="cd to a writable folder") from None
     return target
 
 

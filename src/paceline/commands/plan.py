@@ -1,4 +1,4 @@
-"""`plan`."""
+"""The `plan` verb."""
 
 import math
 import os
@@ -43,42 +43,42 @@ from paceline.run_folder.plan_file import NAME, read_advice, read_doing
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
 _LIFE_SECONDS = 10.0
-_CALIBRATION_SECONDS = 60.0  # the probe and layouts that are timed, where nobody says how long
+_CALIBRATION_SECONDS = 60.0  # probe plus timed layouts, if `--seconds` is not given
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Which layouts of a job fit, how fast, and why the others do not."""
+    """Find which layouts of a job fit, how fast they are, and why the others do not fit."""
 
     job: Annotated[str, tyro.conf.Positional]
     cluster: str = "here"
     """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
     layout: str | None = None
-    """Judge this one in place of a search: fsdp, pp=2,dp_shard=4,remat=full, ..."""
+    """Judge this layout instead of searching: fsdp, pp=2,dp_shard=4,remat=full, ..."""
     layouts: tuple[str, ...] = ()
-    """Judge these, and say what is different between them: --layouts fsdp pp=2,dp=4."""
+    """Judge these layouts and compare them: --layouts fsdp pp=2,dp=4."""
     against: Path | None = None
-    """A plan.json, or the folder of one: what is different from its recommended layout."""
+    """A plan.json or its folder: compare with its recommended layout."""
     page: Path | None = None
-    """Where a page with the pictures goes."""
+    """An HTML page to write, with pictures."""
     ranks: int | None = None
-    """Processes on this machine, where the cluster is `here`."""
+    """With --cluster here: number of processes on this machine."""
     device: str = "auto"
-    """auto, cpu or cuda, where the cluster is `here`."""
+    """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
-    """For timing layouts, where the cluster is `here`, at most; 0 takes what the probe forecasts. 60 with the probe."""
+    """With --cluster here: time limit for timing layouts; 0 times nothing; default: 60 with the probe."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """Where the answer and its log are kept."""
+    """The folder for the plan and its log."""
     dry_run: bool = False
-    """Check what can be checked, start nothing."""
+    """Check everything that can be checked, and start nothing."""
     json: bool = False
-    """The answer for a script."""
+    """Print the plan as JSON."""
 
 
 def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandResult:
-    """As it was typed."""
+    """Run `plan` with the options of the command line."""
     common = RunOptions(
         ranks=options.ranks,
         layout=options.layout,
@@ -105,16 +105,16 @@ def plan(
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
 ) -> CommandResult:
-    """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
+    """Return the layouts of a job that fit a cluster, their predicted memory and time, and why the others do not fit.
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
-    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. What is here is probed once, and layouts
-    are timed for at most so many `seconds`: by default what the probe leaves of a minute. `layouts` are judged in place
-    of a search, and told apart from the first; `against` is another plan.json to be told apart from. `page` is an HTML
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is probed once; then
+    layouts are timed for at most `seconds`, by default a minute less the probe's time. `layouts` replaces the search:
+    each one is judged and compared with the first. `against` is another plan.json to compare with. `page` is an HTML
     file to write.
 
     Raises:
-        UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
+        UsageError, Problems: a cluster or a setting that can't be read, all problems at once.
     """
     common = common or RunOptions()
     named = [*layouts, *([common.layout] if common.layout else [])]
@@ -151,21 +151,21 @@ def plan(
             write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
-    lines.append(f"all of it: {Path(task.run) / NAME}")
+    lines.append(f"full plan: {Path(task.run) / NAME}")
     code = answer.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(answer, exit_code=code, value=value, screen="\n".join(lines))
 
 
 def _read_before(path: Path) -> dict[str, Any]:
-    """Return an earlier plan, which recommends something."""
+    """Return an earlier plan.json; it must recommend a layout."""
     found = read_advice(path)
     row_named(found)
     return found
 
 
 def _say_what_comes(*, seconds: float) -> None:
-    more = f", and layouts timed for {seconds:.0f} s at most" if seconds else ""
-    print_line(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
+    more = f", and timing layouts for at most {seconds:.0f} s" if seconds else ""
+    print_line(f"planning: profiling the model, searching, replaying the best layouts{more}", sys.stderr)
 
 
 def _executed(task: Task, common: RunOptions) -> CommandResult:
@@ -175,7 +175,7 @@ def _executed(task: Task, common: RunOptions) -> CommandResult:
 
 @contextmanager
 def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
-    """Say now and then on standard error what the plan in this folder is doing, and for how long it has run."""
+    """Report on standard error now and then what the plan in this folder is doing, and for how long it has run."""
     over, began = Event(), time.monotonic()
 
     def tell() -> None:
@@ -192,22 +192,26 @@ def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
 
 
 def refuse_ranks(common: RunOptions, fleet: Cluster, *, cluster: str) -> None:
-    """Raises: UsageError, of another number than the cluster has."""
+    """Refuse a `--ranks` that differs from the cluster's number of ranks.
+
+    Raises:
+        UsageError: the numbers differ.
+    """
     if common.ranks not in (None, fleet.ranks):
         raise UsageError(
-            f"--ranks {common.ranks} with --cluster {cluster}, which has {fleet.ranks:,}.",
-            cause="a cluster says itself how many ranks there are: one a device",
+            f"--ranks {common.ranks} contradicts --cluster {cluster}, which has {fleet.ranks:,} ranks.",
+            cause="the cluster sets the number of ranks: one per device",
             hint=f"leave --ranks out, or --cluster {common.ranks}x{fleet.device.name}",
         )
 
 
 def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
-    """What is wrong with the words, before anything runs."""
+    """Refuse layouts that can't be parsed, before anything runs."""
     problems: list[PacelineError] = []
     if layouts and len(named) > len(layouts):
-        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+        problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
     problems += [
-        UsageError(f"--layouts names {name} twice.", hint="each once")
+        UsageError(f"--layouts names {name} twice.", hint="name each layout once")
         for name in dict.fromkeys(named)
         if list(layouts).count(name) > 1
     ]
@@ -220,7 +224,7 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
 
 
 def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
-    """That none of them can be had of so many ranks, whatever the model; else what can't is told beside what can."""
+    """Refuse the layouts if none fits this number of ranks, whatever the model; otherwise the plan reports each one."""
     problems = list[PacelineError]()
     for name in named:
         try:
@@ -234,12 +238,12 @@ def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
 
 def _refuse_seconds(seconds: float | None) -> None:
     if seconds is not None and not 0 <= seconds < math.inf:
-        what = f"--seconds {seconds:g} is no time to measure in."
+        what = f"--seconds {seconds:g} is not a valid time limit."
         raise UsageError(what, hint="--seconds 20; 0 times nothing")
 
 
 def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-    """What a probe found of this machine; where a launcher has started the ranks, they find it themselves."""
+    """Return what a probe measured on this machine; ranks of a joined world measure it themselves."""
     joined = detect(os.environ)
     if joined is not None:
         local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
@@ -252,11 +256,11 @@ def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = tim
 
 
 def _corrected(fleet: Cluster) -> Iterator[str]:
-    """That runs here have changed the forecast, and by how much."""
+    """Yield lines that say how far runs on this machine have corrected the forecast."""
     for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
         said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
         if said:
-            yield f"{what} are corrected by what runs here took beside their forecast: {said}"
+            yield f"{what} are corrected by the ratio of measurement to forecast in runs here: {said}"
 
 
 def answer(options: PlanOptions, settings: list[str]) -> Printed:

@@ -1,8 +1,8 @@
 """The verbs as functions: `pl.train`, `pl.verify`, `pl.plan` and the others.
 
-Each takes its verb's options as keyword arguments of the same names, and settings by their dotted names. A job is a
-`Job`, or where one is, as the command has it. What comes back has the keys of the verb's `--json` as attributes. A run
-that fails raises the error that its first failing rank met.
+Each takes its verb's options as keyword arguments of the same names, and settings by their dotted names. A job is
+a `Job` object, or the text that the command takes. The result has the keys of the verb's `--json` as attributes. A
+run that fails raises the error of its first failing rank.
 """
 
 import sys
@@ -107,7 +107,7 @@ def verify(
     settings: Settings | None = None,
     dry_run: bool = False,
 ) -> Result:
-    """Check that a layout, an update rule or compressed gradients train as their reference in one process does.
+    """Check that a layout, an update rule or compressed gradients train as their single-process reference does.
 
     Args are those of `train`, and `steps`: how many steps are compared.
 
@@ -293,13 +293,13 @@ def compare(
         if idle := [name for name, value in given.items() if value]:
             raise UsageError(
                 f"pl.compare got {', '.join(idle)} without layouts.",
-                cause="runs that are there are read; nothing is started",
+                cause="comparing runs reads their folders and starts nothing",
                 hint='pl.compare(job, layouts=["ddp", "fsdp"], ranks=2), or pl.compare(RUN, RUN)',
             )
         return resolve("paceline.commands.compare:compare")(*what, page=page)  # brings numpy
     if len(what) != 1:
         raise UsageError(
-            f"layouts= goes with one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+            f"layouts= takes one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
         )
     with _common(what[0], ranks=ranks, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
         text,
@@ -319,7 +319,7 @@ def _common(
     config: str | Path | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, RunOptions]]:
-    """Give the job as text and the options as the verbs take them; a `Job` is open for processes meanwhile."""
+    """Yield the job as text and the options as the verbs take them; a `Job` object stays open for child processes."""
     hook = watch_uncaught()
     own: dict[str, Any] = {
         **options,
@@ -347,8 +347,8 @@ def _refuse_other(job: Any) -> None:
     makes = callable(job)
     name = getattr(job, "__name__", "make_job")
     raise UsageError(
-        f"the job is a {type(job).__name__}, expected a pl.Job or the path of one.",
-        cause="a function that makes a job was given, not the job" if makes else "",
+        f"the job is a {type(job).__name__}, expected a pl.Job or a path.",
+        cause="this is the function that makes a job, not the job" if makes else "",
         hint=f"{name}()" if makes else 'pl.verify(make_job()), or pl.verify("job.py")',
     )
 
@@ -368,12 +368,12 @@ def _resumed(resume: str | Path | bool) -> str | None:
     if isinstance(resume, bool):
         return "" if resume else None
     if not str(resume).strip():
-        raise UsageError("resume is empty: an unset variable?", hint="resume=True resumes the newest run")
+        raise UsageError("resume is empty: is a variable unset?", hint="resume=True resumes the newest run")
     return str(resume)
 
 
 def _result(answer: CommandResult, *, is_found: bool = False) -> Result:
-    """Return what the verb found, or raise what ended it unless something `is_found` all the same.
+    """Return what the verb found, or raise what ended it; with `is_found` return it even after an error.
 
     Raises:
         KeyboardInterrupt: it was interrupted twice. PacelineError: it failed. In a process of another launcher what
@@ -389,7 +389,7 @@ def _result(answer: CommandResult, *, is_found: bool = False) -> Result:
 
 
 def _error(answer: CommandResult) -> BaseException:
-    """Return the error of the first failing rank, of the type that it had where that is one of ours."""
+    """Return the error of the first failing rank, with its own type if that is one of ours."""
     said = answer.keys
     if answer.error is not None:
         return _with_notes(answer.error, said)

@@ -1,4 +1,4 @@
-"""`report`."""
+"""The `report` verb."""
 
 from pathlib import Path
 

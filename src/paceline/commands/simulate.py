@@ -1,4 +1,4 @@
-"""`simulate`."""
+"""The `simulate` verb."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,41 +39,41 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """One step of a planned layout on virtual time, on any number of ranks, and what failures leave of a run."""
+    """Simulate one step of a planned layout on virtual time, on any number of ranks, and the goodput under failures."""
 
     job: Annotated[str, tyro.conf.Positional]
-    """A job; or a plan.json, or the folder of one."""
+    """A job, a plan.json, or the folder of one."""
     cluster: str | None = None
-    """here, 16x8xH100-80G@ib-ndr, or a TOML file; of a plan.json its own."""
+    """here, 16x8xH100-80G@ib-ndr, or a TOML file; a plan.json has its own."""
     layout: str | None = None
-    """fsdp, pp=8,tp=8,dp=2, ...; default: the one that is recommended."""
+    """fsdp, pp=8,tp=8,dp=2, ...; default: the recommended one."""
     ranks: int | None = None
-    """Processes on this machine, where the cluster is `here`."""
+    """With --cluster here: number of processes on this machine."""
     device: str = "auto"
-    """auto, cpu or cuda, where the cluster is `here`."""
+    """With --cluster here: auto, cpu or cuda."""
     failures: str | None = None
     """Mean time between failures of one device: "50000 h"."""
     every: int | None = None
-    """Steps between checkpoints; without it what is best is told."""
+    """Steps between checkpoints; default: report the best interval only."""
     checkpoint_seconds: float = Checkpoints.stall_seconds
-    """Training stops so long for a checkpoint."""
+    """Seconds that training stops for a checkpoint."""
     write_seconds: float = Checkpoints.write_seconds
-    """So long after that it is safe, while training goes on."""
+    """Seconds after that until the checkpoint is safe; training continues meanwhile."""
     restart_seconds: float = Checkpoints.restart_seconds
-    """From a failure until training goes on."""
+    """Seconds from a failure until training continues."""
     page: Path | None = None
-    """Where a page with the pictures goes; a name that ends in .svg gets the step's timeline alone."""
+    """An HTML page to write; a name that ends in .svg gets the step's timeline only."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """Where the log is kept."""
+    """The folder for the log."""
     json: bool = False
-    """The answer for a script."""
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What was found; `value` are the keys of `--json`."""
+    """The result of `simulate`; `value` holds the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -83,7 +83,7 @@ class Simulation:
 
 
 def simulate_from_options(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
-    """As it was typed."""
+    """Run `simulate` with the options of the command line."""
     common = RunOptions(
         ranks=options.ranks,
         device=options.device,
@@ -120,13 +120,13 @@ def simulate(
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
 ) -> Simulation:
-    """A step of the recommended layout, or of `layout`, on virtual time: what its seconds go to, and its rate.
+    """Simulate a step of the recommended layout, or of `layout`, on virtual time; return its parts and its rate.
 
-    `job` is a job, or a plan.json. With `failures`, the mean time between two of one device (`"50000 h"`), what they
-    leave of a run with a checkpoint `every` so many steps, and at the best distance.
+    `job` is a job, or a plan.json. `failures` is the mean time between failures of one device (`"50000 h"`): with it,
+    the goodput is forecast for a checkpoint every `every` steps and for the best interval.
 
     Raises:
-        UsageError, LayoutError, Problems: a cluster, a layout or a number that can't be.
+        UsageError, LayoutError, Problems: a cluster, a layout or a number that is not valid.
     """
     if layout is not None:
         parse_layout(layout)
@@ -137,15 +137,15 @@ def simulate(
         stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
     )
     if mean is None and every is not None:
-        raise UsageError("--every says nothing where nothing fails.", hint='--failures "50000 h"')
+        raise UsageError("--every has no effect without --failures.", hint='--failures "50000 h"')
     if _is_plan(Path(job)):
         if cluster is not None:
-            raise UsageError(f"{job} is a plan for a cluster of its own.", hint=f"paceline simulate {job}")
+            raise UsageError(f"{job} is a plan, which has its own cluster.", hint=f"paceline simulate {job}")
         found: _Found | CommandResult = _planned(Path(job), layout)
     elif Path(job).is_dir() and not is_config(str(job)):
         raise UsageError(
-            f"{job} is a folder without {NAME}, and no model's either.",
-            cause="a plan that did not end, or the folder of another run",
+            f"{job} is a folder without {NAME}, and it is not a model's folder.",
+            cause="a plan that did not finish, or another kind of run folder",
             hint="paceline plan job.py --run-dir planned, then paceline simulate planned",
         )
     else:
@@ -157,7 +157,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What is to be simulated; `assumed` are lines on what was not given."""
+    """The inputs of a simulation; `assumed` holds lines about values that were not given."""
 
     forecast: CostModel
     estimate: Estimate
@@ -187,11 +187,11 @@ def _simulation(
 
 
 def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
-    """What a plan says of the step, where that is not its closed forms' alone."""
+    """Yield what the plan's correction adds to the step, if the plan used more than its closed forms."""
     if abs(ratio - 1) > _SMALL:
-        rest = "; what follows is of that step" if has_more else ""
+        rest = "; the lines below use that step time" if has_more else ""
         took = format_precise_duration(seconds)
-        yield f"  by what was timed for the plan it is {took}, {ratio:.2f} times as long{rest}"
+        yield f"  with the plan's timings it is {took}, {ratio:.2f} times as long{rest}"
 
 
 def _is_plan(path: Path) -> bool:

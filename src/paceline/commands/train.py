@@ -1,5 +1,6 @@
-"""`train`."""
+"""The `train` verb."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.config.auto_layout_word import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.reporting.run_history import json_or_none, read_history
+from paceline.reporting.sinks.console_lines import VERBOSE
 from paceline.run_folder.run_folder import RunFolder
 
 ENTRY = "paceline.trainer.entrypoints:train"
@@ -35,9 +37,9 @@ def train(
     allow: Sequence[str] = (),
     evaluate_first: bool = False,
 ) -> CommandResult:
-    """Train `job`; `resume=""` goes on with its newest run, a path with that one.
+    """Train `job`; `resume=""` resumes its newest run, a path resumes that run.
 
-    With the layout `auto` it is planned first, and falls back to a layout that needs less where memory is short.
+    With the layout `auto` the job is planned first; if memory runs out, it falls back to a layout that needs less.
     """
     common = common or RunOptions()
     raise_all(refuse_unknown_allowances(tuple(allow)))
@@ -64,7 +66,7 @@ def train(
 
 
 def came_to(answer: CommandResult) -> dict[str, Any]:
-    """Of a run that ended whole: its last step, its last evaluation and, where it was written, the weights' digest."""
+    """Return the last step, the last evaluation and (if written) the weights' digest of a run that ended whole."""
     run = RunFolder(answer.run)
     latest = pointed_checkpoint(run.checkpoints, LATEST)
     if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
@@ -82,8 +84,10 @@ def came_to(answer: CommandResult) -> dict[str, Any]:
 def answer(options: TrainOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     allow = [name for name in options.allow.split(",") if name]
+    if options.verbose:
+        os.environ[VERBOSE] = "1"
     if options.resume is not None and not options.resume.strip():
-        raise UsageError("--resume is empty: an unset variable?", hint="--resume alone resumes the newest run")
+        raise UsageError("--resume is empty: is a variable unset?", hint="--resume alone resumes the newest run")
     resume = "" if options.resume == "newest" else options.resume
     ended = train(
         options.job,

@@ -1,4 +1,4 @@
-"""`verify`."""
+"""The `verify` verb."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,12 +34,12 @@ def verify(
     steps: int = 3,
     against: str = "single",
 ) -> CommandResult:
-    """Check the layout against one process on this job; exit code 4 where they differ."""
+    """Compare the layout with one process on this job; exit code 4 if they differ."""
     common = common or RunOptions()
     if steps < 1:
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
     if against != "single":
-        raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
+        raise UsageError(f"verify --against {against} is not supported yet.", hint="--against single")
     if is_auto(common.layout):
         common, overrides = _chosen(job, common, overrides)
     update = parse_update(common.update)
@@ -62,7 +62,7 @@ def verify(
 
 
 def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[RunOptions, Sequence[str]]:
-    """With the layout that train would take, and its microbatches.
+    """Return the options and settings with the layout and microbatch size that `auto` would choose for training.
 
     Raises:
         RunError: the plan failed.
@@ -79,26 +79,26 @@ def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[Run
 
 
 def _refuse_race(update: UpdateRule, job: str) -> None:
-    """What has no one right answer has none to be held against."""
+    """Refuse an update rule whose result depends on timing: it has no single right answer to compare with."""
     if update.kind is UpdateKind.HOGWILD:
         raise UsageError(
-            "verify has no verdict on hogwild: what comes of a race differs from run to run, and each is right.",
-            cause="workers read and write the same weights at whatever moment they come",
+            "verify has no verdict on hogwild: races make every run different, and each one is valid.",
+            cause="workers read and write the same weights without synchronisation",
             hint=f"paceline train {job} --ranks 2 --update hogwild, once without it, then paceline compare RUN RUN",
         )
 
 
 def _refuse_rounding(task: Task) -> None:
-    """What rounds at every use otherwise than one process has no floor to be held against."""
+    """Refuse settings that round differently from one process at every use: no noise floor exists for them."""
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return
     rest = replace(layout, params="fp32")
     raise LayoutError(
-        f"verify has no measure for params={layout.params}: it rounds every parameter where one process rounds none.",
+        f"verify can't judge params={layout.params}: it rounds every parameter, and one process rounds none.",
         where=f"--layout {layout}",
-        cause="each difference would be that rounding, and a mistake could hide in it",
-        hint=f"--layout {rest}, which is the same but for that rounding",
+        cause="every tensor would differ by that rounding, which could hide a real error",
+        hint=f"--layout {rest}, which differs only by that rounding",
     )
 
 

@@ -48,7 +48,7 @@ def parse_remat(text: str) -> Remat:
     word = word.lower()
     if word not in set(RematKind):
         raise LayoutError(
-            f"remat={text} is no policy.",
+            f"remat={text} is not a policy.",
             cause=did_you_mean(word, list(RematKind)),
             hint="remat=none | full | every:2 | selective | selective:mm+bmm",
         )
@@ -58,7 +58,7 @@ def parse_remat(text: str) -> Remat:
     names = tuple(name.strip() for name in rest.split("+")) if colon else ()
     if colon and (kind is not RematKind.SELECTIVE or not all(names)):
         raise LayoutError(
-            f"remat={text}: {rest!r} says nothing to {kind}.", hint="remat=selective:mm+bmm, or remat=every:2"
+            f"remat={text}: {kind} takes no option {rest!r}.", hint="remat=selective:mm+bmm, or remat=every:2"
         )
     return Remat(kind=kind, keep=names)
 

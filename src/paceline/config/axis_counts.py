@@ -33,7 +33,7 @@ def read_virtual(value: str | None, problems: list[PacelineError]) -> int | None
             return int(value)
         problems.append(_too_many("virtual", value, _MOST_STAGES, hint="virtual=2"))
         return None
-    problems.append(LayoutError(f"virtual={value} is no count of stages per rank.", hint="virtual=2"))
+    problems.append(LayoutError(f"virtual={value} is not a number of stages per rank.", hint="virtual=2"))
     return None
 
 
@@ -49,4 +49,4 @@ def _is_beyond(digits: str, most: int) -> bool:
 
 def _too_many(name: str, digits: str, most: int, *, hint: str) -> LayoutError:
     said = digits if len(digits) <= 30 else f"{digits[:27]}..."
-    return LayoutError(f"{name}={said} is too many: {most:,} at most.", cause="a digit too many", hint=hint)
+    return LayoutError(f"{name}={said} is too many: {most:,} at most.", cause="one digit too many", hint=hint)

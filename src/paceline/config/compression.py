@@ -43,8 +43,8 @@ def _share(text: str) -> float:
 
 _MOST_BLOCK, _MOST_RANK = 65_536, 1_024
 _OPTIONS: dict[Method, dict[str, _Option]] = {
-    Method.INT8: {"block": _Option("a whole number from 8 to 65,536", lambda t: _whole(t, least=8, most=_MOST_BLOCK))},
-    Method.POWERSGD: {"rank": _Option("a whole number from 1 to 1,024", lambda t: _whole(t, least=1, most=_MOST_RANK))},
+    Method.INT8: {"block": _Option("an integer from 8 to 65,536", lambda t: _whole(t, least=8, most=_MOST_BLOCK))},
+    Method.POWERSGD: {"rank": _Option("an integer from 1 to 1,024", lambda t: _whole(t, least=1, most=_MOST_RANK))},
     Method.TOPK: {"ratio": _Option("a number above 0, at most 1", _share)},
 }
 
@@ -101,8 +101,8 @@ def parse_compress(text: str) -> Compression:
     if word not in set(Method):
         near = closest_word(word, list(Method))
         raise LayoutError(
-            f"{text!r} is no way to compress gradients.",
-            cause=did_you_mean(word, list(Method)) or f"the ways: {', '.join(list(Method)[1:])}",
+            f"{text!r} is not a compression method.",
+            cause=did_you_mean(word, list(Method)) or f"the methods: {', '.join(list(Method)[1:])}",
             hint=f"--compress {Compression(method=Method(near or Method.BF16))}",
         )
     method = Method(word)

@@ -20,6 +20,6 @@ def as_written(found: Any, kind: type[_Kind]) -> _Kind:
     except msgspec.ValidationError as error:
         raise UsageError(
             f"this plan can't be read, in its {kind.__name__.strip('_').lower()}: {error}.",
-            cause="another version wrote it, or it was changed by hand",
-            hint="paceline plan job.py --run-dir FOLDER writes it anew",
+            cause="another version wrote it, or it was edited by hand",
+            hint="paceline plan job.py --run-dir FOLDER writes it again",
         ) from None

@@ -41,24 +41,26 @@ def parse_jobref(text: str) -> JobRef:
         JobError: a syntax error, or nothing in the file is a job.
     """
     if not text.strip():
-        raise UsageError("the job is empty: an unset variable?", hint="job.py, job.py:name or pkg.module:name")
+        raise UsageError("the job is empty: is a variable unset?", hint="job.py, job.py:name or pkg.module:name")
     place, _, name = split_jobref(text)
     if place == GIVEN:
         raise UsageError(
-            f"the job {name!r} is an object of Python, which no command can import.",
-            cause="its run was started from Python with a Job, not with the file of one",
-            hint="pl.evaluate(run, job=job) and pl.train(job, run_dir=run) take the object again",
+            f"the job {name!r} is a Python object, which a command can't import.",
+            cause="the run was started from Python with a Job object, not with a job file",
+            hint="pl.evaluate(run, job=job) and pl.train(job, run_dir=run) take the object",
         )
     if not place.endswith(".py") and "/" not in place and not Path(place).exists():
         if all(part.isidentifier() for part in place.split(".")) and place:
             _check_module(text, place.partition(".")[0])
             return JobRef(module=place, name=name or None)
-        raise UsageError(f"{text!r} is no job.", hint="job.py, job.py:name or pkg.module:name")
+        raise UsageError(f"{text!r} is not a job.", hint="job.py, job.py:name or pkg.module:name")
     path = Path(place)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # a name that is too long, or with a character that no name has
-        raise UsageError(f"{place!r} is no path: {getattr(error, 'strerror', error)}.", hint="job.py") from None
+        raise UsageError(
+            f"{place!r} is not a valid path: {getattr(error, 'strerror', error)}.", hint="job.py"
+        ) from None
     if is_folder:
         raise _folder(path)
     if is_file and path.suffix in (".toml", ".json"):
@@ -78,7 +80,7 @@ def _check_module(text: str, package: str) -> None:
     if here.is_dir() or here.with_suffix(".py").is_file() or package in sys.modules or find_spec(package) is not None:
         return
     raise UsageError(
-        f"{text!r} is no job: there is no such file, folder or module.",
+        f"{text!r} is not a job: no such file, folder or module.",
         where=str(Path.cwd()),
         hint="job.py, job.py:name or pkg.module:name; for `plan` and `simulate` also config.json, the folder with it, "
         "or transformers:SomeConfig",
@@ -88,21 +90,21 @@ def _check_module(text: str, package: str) -> None:
 def _folder(path: Path) -> UsageError:
     """Return the error for a folder given as a job: what it is, and what to type instead."""
     if (path / "task.json").is_file():
-        return UsageError(f"{path} is the folder of a run.", hint=f"paceline train --resume {path} continues it")
+        return UsageError(f"{path} is a run folder, not a job.", hint=f"paceline train --resume {path} continues it")
     if any((path / name).is_file() for name in _OF_A_MODEL) or any(path.glob("*.safetensors")):
         return UsageError(
-            f"{path} is the folder of a model, and a job has data, a loss and an optimizer as well.",
+            f"{path} is a model's folder; a job also has data, a loss and an optimizer.",
             hint=f"paceline new hf writes a job for it; paceline plan {path} needs no data",
         )
-    return UsageError(f"{path} is a folder.", hint=f"{path}/job.py")
+    return UsageError(f"{path} is a folder, not a job.", hint=f"{path}/job.py")
 
 
 def _no_python(path: Path) -> UsageError:
     """Return the error for a file of settings or of a model that was given as a job."""
     if path.suffix == ".toml":
-        return UsageError(f"{path} is a file of settings, and no job.", hint=f"paceline train JOB --config {path}")
+        return UsageError(f"{path} is a settings file, not a job.", hint=f"paceline train JOB --config {path}")
     return UsageError(
-        f"{path} is no Python file, and a job is one: it has data, a loss and an optimizer.",
+        f"{path} is not a Python file; a job is one, with data, a loss and an optimizer.",
         hint=f"paceline new hf writes a job for a model's folder; paceline plan {path} needs no data",
     )
 
@@ -167,7 +169,7 @@ def _tree(path: Path) -> ast.Module:
             hint=f"python -m py_compile {path}",
         ) from None
     except (UnicodeDecodeError, ValueError) as error:
-        raise JobError(f"{path.name} is not Python text: {error}.", where=str(path), hint="job.py") from None
+        raise JobError(f"{path.name} is not Python source: {error}.", where=str(path), hint="job.py") from None
     except RecursionError:
         raise JobError(
             f"{path.name} is nested too deeply to be read.", where=str(path), hint="keep long tables in a data file"

@@ -137,11 +137,11 @@ def parse_layout(text: str) -> Layout:
 
 def _word(text: str, name: str, problems: list[PacelineError]) -> LayoutKind:
     if name == AUTO:
-        what = f"{text!r}: auto stands alone, and only train, verify and pl.Run choose."
-        hint = "paceline plan JOB --ranks 2 says what train would take; type that after --layout"
-        problems.append(LayoutError(what, cause="everything else is asked about one layout", hint=hint))
+        what = f"{text!r}: auto can't be combined, and only train, verify and pl.Run accept it."
+        hint = "paceline plan JOB --ranks 2 shows what train would choose; pass that to --layout"
+        problems.append(LayoutError(what, cause="every other verb needs one given layout", hint=hint))
     elif name not in _WORDS:
-        what, known = f"{text!r} is no layout.", [*_WORDS, AUTO]
+        what, known = f"{text!r} is not a layout.", [*_WORDS, AUTO]
         if name in set(Rule):
             raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
         hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
@@ -151,24 +151,29 @@ def _word(text: str, name: str, problems: list[PacelineError]) -> LayoutKind:
 
 def _twice(text: str, part: str, name: str) -> LayoutError:
     once = ",".join(piece for piece in text.split(",") if piece.strip() != part) or text.split(",")[0]
-    cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option is said once"
-    return LayoutError(f"{text!r} says {name} twice.", cause=cause, hint=f"--layout {once}")
+    cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option may be given once"
+    return LayoutError(f"{text!r} has {name} twice.", cause=cause, hint=f"--layout {once}")
 
 
 def _no_axis(text: str, place: int, name: str, value: str) -> LayoutError:
     known = ["dp", *AXES, "threads", *OPTIONS]
     if name == LayoutKind.THREADS:
-        cause, hint = "replicas as threads of one process go with nothing else", "--layout threads=2, or --layout dp=2"
-        return LayoutError(f"{text!r} asks for threads beside another layout.", cause=cause, hint=hint)
+        cause, hint = (
+            "replicas as threads of one process can't be combined with anything else",
+            "--layout threads=2, or --layout dp=2",
+        )
+        return LayoutError(f"{text!r} combines threads with another layout.", cause=cause, hint=hint)
     if name in _WORDS:
-        what = f"is a layout's word and takes no count, got {value!r}" if value else "has no count"
+        what = f"is a layout name and takes no count, got {value!r}" if value else "has no count"
         return LayoutError(
             f"{name!r} in {text!r} {what}.",
-            cause="a layout's word stands first and alone; what goes with it is written as axes",
+            cause="a layout name comes first; anything else is written as axes",
             hint=f"--layout {_as_axes(text, place, LayoutKind(name), value if is_count(value) else '2')}",
         )
     return LayoutError(
-        f"{name!r} in {text!r} is no axis.", cause=did_you_mean(name, known), hint=f"one of {', '.join(known)}: dp=2"
+        f"{name!r} in {text!r} is not an axis.",
+        cause=did_you_mean(name, known),
+        hint=f"one of {', '.join(known)}: dp=2",
     )
 
 
@@ -199,11 +204,11 @@ def _checked(
             "--layout threads=2, or --layout dp=2" if kind is LayoutKind.THREADS else "--layout dp=2, or single alone"
         )
         cause = (
-            "replicas as threads of one process go with no other axis"
+            "replicas as threads of one process can't be combined with another axis"
             if kind is LayoutKind.THREADS
             else "single has no axes"
         )
-        problems.append(LayoutError(f"{text!r} asks for {kind} and for something else.", cause=cause, hint=hint))
+        problems.append(LayoutError(f"{text!r} combines {kind} with something else.", cause=cause, hint=hint))
     if not alone:
         if kind is LayoutKind.HSDP:
             sizes = {**sizes} if {"dp_replicate", "dp_shard"} & set(sizes) else {**sizes, "dp_shard": REST}
@@ -212,8 +217,10 @@ def _checked(
         if list(sizes.values()).count(REST) > 1:
             first, *others = (axis for axis, size in sizes.items() if size == REST)
             said = ",".join(f"{axis}={2 if axis in others else size}" for axis, size in sizes.items())
-            cause = f"{first} and {others[0]} would both be what the number of ranks leaves"
-            problems.append(LayoutError(f"{text!r}: one axis at most is {REST}.", cause=cause, hint=f"--layout {said}"))
+            cause = f"{first} and {others[0]} would both take the remaining ranks"
+            problems.append(
+                LayoutError(f"{text!r}: at most one axis may be {REST}.", cause=cause, hint=f"--layout {said}")
+            )
     zero = _AXIS_OF.get(kind, ("", 3))[1] or 3
     layout = Layout(
         kind=kind,
@@ -273,7 +280,7 @@ def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
     homes = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
     homes |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
     found: list[PacelineError] = [
-        LayoutError(f"{name}={options[name]} says how {axis} is done, and there is no {axis}.", hint=f"{axis}=2")
+        LayoutError(f"{name}={options[name]} is an option of {axis}, and the layout has no {axis}.", hint=f"{axis}=2")
         for name, axis in homes.items()
         if name in options and layout.sizes.get(axis, 1) == 1 and layout.kind is not LayoutKind.HSDP
     ]
@@ -284,19 +291,19 @@ def _gathers_nothing(layout: Layout, options: dict[str, str]) -> Iterator[Layout
     """Yield errors for words that disagree about the ZeRO stage, or that need stage 3."""
     if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
         yield LayoutError(
-            f"{layout.kind} is ZeRO stage {stage}, and zero={layout.zero} says another.",
-            cause="zero= is for dp_shard and hsdp, whose word says no stage",
+            f"{layout.kind} is ZeRO stage {stage}, which contradicts zero={layout.zero}.",
+            cause="zero= is for dp_shard and hsdp, whose names imply no stage",
             hint=f"--layout {('zero1', 'zero2', 'fsdp')[layout.zero - 1]}",
         )
     elif layout.zero != 3 and "params" in options and layout.params != "fp32":
         yield LayoutError(
-            f"params={layout.params} with ZeRO stage {layout.zero} can't be had: nothing is gathered there.",
-            cause="it is the type in which fsdp gathers parameters",
+            f"params={layout.params} with ZeRO stage {layout.zero} is not supported: no parameters are gathered there.",
+            cause="it is the dtype in which fsdp gathers parameters",
             hint=f"--layout fsdp,params={layout.params}, or --train.precision bf16",
         )
     elif layout.zero != 3 and "parameters" in layout.offload:
         yield LayoutError(
-            f"offload=parameters with ZeRO stage {layout.zero} can't be had: the ranks keep them whole.",
-            cause="only what fsdp gathers and frees can lie elsewhere in between",
+            f"offload=parameters with ZeRO stage {layout.zero} is not supported: ranks keep whole parameters.",
+            cause="only parameters that fsdp gathers and frees can be offloaded in between",
             hint="--layout fsdp,offload=parameters, or offload=optimizer",
         )

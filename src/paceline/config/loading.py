@@ -113,7 +113,7 @@ def merge(asked: RequestedSettings) -> Settings:
     try:
         return msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"a setting can't be used: {error}.", hint="docs/settings.md lists all") from None
+        raise UsageError(f"a setting is not valid: {error}.", hint="docs/settings.md lists all") from None
 
 
 def as_toml(asked: RequestedSettings) -> str:
@@ -169,7 +169,7 @@ def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, An
     if file is None:
         return {}
     try:
-        tree = tomllib.loads(given_text(file, what="a file of settings", hint="[train], and below it steps = 100"))
+        tree = tomllib.loads(given_text(file, what="a settings file", hint="[train], and below it steps = 100"))
     except FileNotFoundError:
         problems.append(UsageError(f"{file} does not exist.", hint="--config run.toml"))
         return {}
@@ -221,28 +221,28 @@ def _items(text: str) -> list[str]:
 def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError | None:
     if isinstance(value, date | time):  # datetime is a date
         return UsageError(
-            f"{name} = {value.isoformat()} is a {type(value).__name__}, and no setting is.",
+            f"{name} = {value.isoformat()} is a {type(value).__name__}, which no setting takes.",
             where=origin,
-            hint=f'{name.rpartition(".")[2]} = "{value.isoformat()}", as text',
+            hint=f'{name.rpartition(".")[2]} = "{value.isoformat()}", as a string',
         )
     if isinstance(value, str) and not _is_text(value):
         return UsageError(
-            f"{name} is no text in UTF-8: {value!r}.",
+            f"{name} is not UTF-8 text: {value!r}.",
             where=origin,
-            cause="a name from a system of another encoding, as Latin-1, where one byte stands for a letter",
+            cause="a name in another encoding, such as Latin-1, which has one byte per letter",
             hint="rename it (convmv), or make a link with a plain name: ln -s",
         )
     if is_mask(name, value):
         return UsageError(
-            f"{name} is {value}, which stands for a secret that is not printed.",
+            f"{name} is {value}, the placeholder for a hidden secret.",
             where=origin,
-            hint=f"--{name} VALUE, with the value itself",
+            hint=f"--{name} VALUE, with the real value",
         )
     if name.startswith(f"{JOB}.") and name.count(".") == 1:
         if not is_made:
             return None
         hint = f"make_job({name[4:]}={value!r})"
-        return UsageError(f"{name} is a parameter of a job, and this job is made already.", where=origin, hint=hint)
+        return UsageError(f"{name} is a parameter of make_job, but this job is already built.", where=origin, hint=hint)
     known = known_settings()
     if name not in known:
         nearest = did_you_mean(name, known)
@@ -250,7 +250,7 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             f"there is no setting {name!r}.",
             where=origin,
             cause=nearest,
-            hint=_others(name) if is_made else "paceline config JOB shows all",
+            hint=_others(name) if is_made else "paceline config JOB lists all",
         )
     try:
         read = msgspec.convert(value, known[name], strict=False)
@@ -262,7 +262,7 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             hint="leave it out" if default is None else f"the default is {default!r}",
         )
     if name == "seed" and not -(2**63) <= read < 2**64:
-        return UsageError(f"seed = {_shown(value)}: expected a number of 64 bits.", where=origin, hint="--seed 1")
+        return UsageError(f"seed = {_shown(value)}: expected a 64-bit integer.", where=origin, hint="--seed 1")
     return None
 
 
@@ -296,7 +296,7 @@ def _others(name: str) -> str:
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
     same = [known for known in known_settings() if known.startswith(f"{group}.")]
-    return f"one of {', '.join(same)}" if same else f"each begins with one of {', '.join(groups)}"
+    return f"one of {', '.join(same)}" if same else f"each starts with one of {', '.join(groups)}"
 
 
 def _toml_value(value: Any) -> str:

@@ -8,7 +8,7 @@ _ALL_RANKS = "it counts the samples of one step over all ranks and microbatches"
 _ONE_RANK = "it counts the samples of one rank in one forward"
 _ONE_MACHINE = "paceline starts the processes of one machine and joins those that torchrun, srun or mpirun start"
 _TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m paceline train JOB"
-_OPTIMIZER = "the optimizer is the job's: make its numbers parameters of make_job"
+_OPTIMIZER = "the job builds the optimizer: make its values parameters of make_job"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ FOREIGN: dict[str, OtherOption] = {
         "master_addr", "master_port", "main_process_ip", "main_process_port", "rdzv_endpoint", "rdzv_backend",
         why=_ONE_MACHINE,
     ),
-    **_same("leave --local-rank out", "local_rank", why="torchrun says it in the environment"),
+    **_same("leave --local-rank out", "local_rank", why="torchrun sets it in the environment"),
     **_same("--layout fsdp", "fsdp", "use_fsdp", "zero_stage"),
     **_same("--layout zero2, or fsdp", "deepspeed", "deepspeed_config", why="ZeRO is a layout"),
     **_same("--layout tp={}", "tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -99,4 +99,4 @@ def place_of(flag: str, value: str) -> tuple[str, str] | None:
     )
     if place is None:
         return None
-    return place.why or "another name is used here", place.to_type.replace("{}", value or "N")
+    return place.why or "Paceline uses another name", place.to_type.replace("{}", value or "N")

@@ -30,16 +30,16 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the difference that another v
 }
 
 TOLD_SETTINGS: Mapping[str, str] = {  # why another value is no other training so far
-    "train.on_nonfinite": "steps that would have ended the run are left out from here on, or end it",
-    "train.on_empty": "a loss term without targets gives nothing from here on, or ends the run",
-    "train.compile": "other kernels: the same training to rounding",
-    "train.backend": "sums over ranks in another order: the same training to rounding",
+    "train.on_nonfinite": "from here on, steps that would have ended the run are skipped, or the reverse",
+    "train.on_empty": "from here on, a loss term without targets counts as zero, or ends the run",
+    "train.compile": "different kernels: the same training up to rounding",
+    "train.backend": "a different order of sums over ranks: the same training up to rounding",
 }
 
-_LENGTH = "how long the run is; a schedule that depends on it is compared"
-_PLACE = "where the model lies: the same training to rounding"
-_PACE = "how fast, or who waits how long"
-_WATCHED = "what is written, evaluated or saved, and when"
+_LENGTH = "the length of the run; a schedule that depends on it is compared"
+_PLACE = "the placement of the model: the same training up to rounding"
+_PACE = "the speed, or the waiting times"
+_WATCHED = "what is logged, evaluated or saved, and when"
 FREE_SETTINGS: Mapping[str, str] = {
     **dict.fromkeys(("train.steps", "train.epochs", "train.samples", "train.tokens"), _LENGTH),
     **dict.fromkeys(
@@ -57,7 +57,7 @@ FREE_SETTINGS: Mapping[str, str] = {
         ),
         _WATCHED,
     ),
-    "init.limit": "how start values are made; those of a resumed run come from its checkpoint",
+    "init.limit": "how initial values are drawn; a resumed run takes them from its checkpoint",
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def refuse_unknown_allowances(names: tuple[str, ...]) -> list[PacelineError]:
     """Return errors for names that are no possible difference: accepting one would accept nothing."""
     return [
         UsageError(
-            f"--allow {name} is no difference that a resumed run can have.",
+            f"--allow {name} is not a difference that a resume can accept.",
             cause=did_you_mean(name, ALLOWED),
             hint=f"--allow {','.join(ALLOWED)}: any of these",
         )

@@ -24,15 +24,15 @@ def given_text(path: Path, *, what: str, hint: str) -> str:
     """
     try:
         if path.exists() and (kind := _refused(path)):
-            raise UsageError(f"{path} can't be read: it is {kind}, and no {what.removeprefix('a ')}.", hint=hint)
+            raise UsageError(f"{path} can't be read: it is {kind}, not {what}.", hint=hint)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{path.name} is no text, and {what} is.",
+            f"{path.name} is not text, but {what} must be.",
             where=f"{path}, byte {error.start}",
-            cause="another file was meant, or it was saved in another encoding than UTF-8",
+            cause="the wrong file, or a file that was not saved as UTF-8",
             hint=hint,
         ) from None
     except (OSError, ValueError) as error:  # as a name with a character that no name has

@@ -47,10 +47,10 @@ def _between(text: str, *, low: float, high: float) -> float:
 
 _POSITIVE = _Option("a number above 0, at most 1,000,000", lambda text: _between(text, low=math.ulp(0.0), high=1e6))
 _SHARE = _Option("a number from 0 to 1", lambda text: _between(text, low=0.0, high=1.0))
-_COUNT = _Option("a whole number from 1", lambda text: _whole(text, least=1))
-_FROM_ZERO = _Option("a whole number from 0", lambda text: _whole(text, least=0))
+_COUNT = _Option("an integer from 1", lambda text: _whole(text, least=1))
+_FROM_ZERO = _Option("an integer from 0", lambda text: _whole(text, least=0))
 _BOUND = _Option(
-    f"a whole number from 0, or {UNBOUNDED}",
+    f"an integer from 0, or {UNBOUNDED}",
     lambda text: math.inf if text == UNBOUNDED else _whole(text, least=0),
 )
 _FLAGS = {UpdateKind.PIPEDREAM: ("vertical",)}
@@ -60,7 +60,7 @@ _OPTIONS: dict[UpdateKind, dict[str, _Option]] = {
         "every": _COUNT,
         "lr": _POSITIVE,
         "momentum": _Option("a number from 0 to below 1", lambda text: _between(text, low=0.0, high=1.0 - 1e-9)),
-        "fragments": _Option("a whole number from 1 to 1,000", lambda text: _whole(text, least=1, most=1_000)),
+        "fragments": _Option("an integer from 1 to 1,000", lambda text: _whole(text, least=1, most=1_000)),
         "delay": _FROM_ZERO,
         "mix": _SHARE,
     },
@@ -151,7 +151,7 @@ def parse_update(text: str) -> UpdateRule:
     if word not in set(UpdateKind):
         near = closest_word(word, [*UpdateKind])
         cause = did_you_mean(word, [*UpdateKind]) or f"the rules: {', '.join(UpdateKind)}"
-        raise LayoutError(f"{text!r} is no update rule.", cause=cause, hint=f"--update {near or UpdateKind.SYNC}")
+        raise LayoutError(f"{text!r} is not an update rule.", cause=cause, hint=f"--update {near or UpdateKind.SYNC}")
     kind = UpdateKind(word)
     return UpdateRule(kind=kind, **_FIRST.get(kind, {}) | _read(kind, options))
 
@@ -190,7 +190,7 @@ def _unknown(kind: UpdateKind, name: str, option: str) -> LayoutError:
     cause = f"did you mean {near!r}?" if near else f"its options: {its}"
     other = rule_with(name)
     if other not in (None, name):
-        cause, hint = f"{other} has it; those of {kind}: {its}", f"{other},{option}"
+        cause, hint = f"it is an option of {other}; options of {kind}: {its}", f"{other},{option}"
     return LayoutError(f"--update {kind} has no option {name!r}.", cause=cause, hint=f"--update {hint}")
 
 

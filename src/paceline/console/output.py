@@ -72,7 +72,7 @@ def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | Non
         if is_gone(error):
             return None
         if stream is not sys.stderr:
-            print_line(f"what is said here can't be written and is left out: {error.strerror}", sys.stderr)
+            print_line(f"output can't be written and is dropped: {error.strerror}", sys.stderr)
         return error
     return None
 

@@ -1,4 +1,4 @@
-"""The world that a script of the user's own is in: torch's default group, a launcher's, or this process alone."""
+"""The world of a user's own script: torch's default group, a launcher's world, or this process alone."""
 
 import atexit
 import os
@@ -17,10 +17,10 @@ from paceline.profiling.backends import built_in
 
 
 def found_world(*, device: str, settings: Settings) -> World:
-    """Every rank calls this. A default group that is there already is used as it is, and stays its maker's to end.
+    """Return the world; every rank calls this. An existing default group is used as it is, and its creator destroys it.
 
     Raises:
-        MachineError, UsageError, Problems: the ranks did not meet, or a backend that can't be had.
+        MachineError, UsageError, Problems: the ranks did not meet, or a backend is not available.
     """
     train = settings.train
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Between backward and step: stand-ins for gradients that are not whole here, which say so to whoever reads them."""
+"""Placeholders for gradients that are not reduced yet, between backward and step; reading one raises an error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _INSTEAD = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose tensor
 
 @dataclass(kw_only=True)
 class ReplacedGradients:
-    """The parameters whose gradient the user has thrown away (`None`), set to zeros, or put another for."""
+    """The parameters whose gradient the user has dropped (`None`), set to zero, or replaced."""
 
     gone: list[str] = field(default_factory=list)
     zeroed: list[str] = field(default_factory=list)
@@ -27,9 +27,9 @@ class ReplacedGradients:
 
 
 class GradientGuard:
-    """Of one placed model: its own parameters, and the optimizers' parts of them, row by row.
+    """The placeholders of one placed model: for its own parameters, and for the optimizers' parts of them.
 
-    `apart`: ranks hold parts of gradients; else they are whole once they are put together.
+    `apart`: ranks hold parts of gradients; otherwise gradients are whole after the reduction.
     """
 
     def __init__(self, placed: ParallelizedModel, *, apart: bool) -> None:
@@ -37,7 +37,7 @@ class GradientGuard:
         self.is_down = False
 
     def hide(self, *, is_over: bool = False) -> None:
-        """Hide them. `is_over`: the step is done, so that what is added now would be forgotten anyway."""
+        """Hide the gradients. `is_over`: the step is done, so that a gradient added now would be discarded anyway."""
         if self.is_down:
             return
         for row in self._rows:
@@ -45,10 +45,10 @@ class GradientGuard:
         self.is_down = True
 
     def show(self) -> ReplacedGradients:
-        """Show them again.
+        """Show the gradients again.
 
         Raises:
-            UsageError: another tensor has been put in a gradient's place.
+            UsageError: another tensor has replaced a gradient.
         """
         found = ReplacedGradients()
         if not self.is_down:
@@ -58,17 +58,18 @@ class GradientGuard:
             row.show(found)
         if found.replaced:
             raise UsageError(
-                f"the gradient of {found.replaced[0]} was replaced between backward and step, which would be lost.",
-                cause="parameter.grad = ..., before the ranks' gradients are put together",
+                f"the gradient of {found.replaced[0]} was replaced between backward and step; the "
+                "new tensor would be lost.",
+                cause="parameter.grad = ..., before the gradients are reduced over the ranks",
                 hint=f"placed.gradients()[{found.replaced[0]!r}].copy_(...)",
             )
         return found
 
 
 class _Row:
-    """One parameter: the model's own and the optimizer's part are perhaps one tensor.
+    """One parameter: the model's own tensor and the optimizer's part, which may be the same tensor.
 
-    What autograd writes to is one of them, or what fsdp gathers, whose gradient is taken away in backward.
+    Autograd writes to one of them, or to what fsdp gathers; the gradient of that is removed during backward.
     """
 
     def __init__(self, name: str, tensors: Sequence[nn.Parameter], *, apart: bool) -> None:
@@ -80,7 +81,7 @@ class _Row:
     def hide(self, *, is_over: bool) -> None:
         self._kept = [tensor.grad for tensor in self._tensors]
         for tensor, stand_in in zip(self._tensors, self._stand_ins, strict=True):
-            tensor.grad = None  # what is given up first need not be of the same kind
+            tensor.grad = None  # a gradient of another type can only be set after None
             tensor.grad = stand_in
             stand_in.is_over, stand_in.is_zeroed = is_over, False
 
@@ -98,7 +99,7 @@ class _Row:
 
 
 class _Unready(Tensor):
-    """A gradient that can't be read; zero_grad is heard."""
+    """A gradient that can't be read; it records zero_grad."""
 
     known_as: str
     apart: bool
@@ -109,14 +110,14 @@ class _Unready(Tensor):
 
     @staticmethod
     def of(parameter: Tensor, name: str, apart: bool) -> "_Unready":
-        """In the place of the gradient of `parameter`."""
+        """Return the placeholder for the gradient of `parameter`."""
         made: _Unready = make_wrapper_tensor(_Unready, like=parameter, shape=parameter.shape)
         made.known_as, made.apart, made.is_over, made.is_zeroed = name, apart, False, False
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Whatever is asked of it."""
+        """Record zeroing, ignore additions after the step, and refuse every other operation."""
         del types, kwargs
         what = func.overloadpacket.__name__
         own = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(one, cls)]
@@ -129,34 +130,34 @@ class _Unready(Tensor):
         raise own[0]._refusal(what)
 
     def tolist(self) -> Any:
-        """Refused."""
+        """Raise, as for every read."""
         raise self._refusal("tolist")
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        """Refused."""
+        """Raise, as for every read."""
         raise self._refusal("numpy")
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        """Short: a debugger asks for it."""
+        """Return a short text, because debuggers ask for it."""
         return f"<the gradient of {self.known_as}: placed.gradients() has it>"
 
     def _refusal(self, what: str) -> UsageError:
         if what.startswith("_amp"):
             return UsageError(
-                "pl.place has no loss scaling of fp16.",
-                cause="torch.amp.GradScaler, which looks at the gradients of each rank by itself",
+                "pl.place does not support fp16 loss scaling.",
+                cause="torch.amp.GradScaler, which inspects each rank's own gradients",
                 hint="torch.autocast(..., dtype=torch.bfloat16) around forward and loss, without a scaler",
             )
         if in_backward():
             return UsageError(
-                f"a backward that is not placed.backward reaches {self.known_as} between its backward and its step.",
-                cause="loss.backward(), which does not put the ranks' gradients together",
+                f"a backward other than placed.backward reaches {self.known_as} between its backward and its step.",
+                cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
         if self.apart:
-            why = "lies apart from the model's parameters, in parts on its ranks"
+            why = "is stored in parts on the ranks, apart from the model's parameters"
         else:
-            why = "is not put together yet: each rank has what its own samples gave"
+            why = "is not reduced yet: each rank has the gradient of its own samples"
         return UsageError(
             f"the gradient of {self.known_as} {why}.",
             cause=f"{what.strip('_')} on parameter.grad, as torch.nn.utils.clip_grad_norm_ does",
@@ -170,17 +171,17 @@ def _holder(member: Any) -> nn.Parameter:
 
 
 class GradientLeaves:
-    """What backward writes to: a layer that is frozen for a while is left out."""
+    """The tensors that backward writes to; a layer that is temporarily frozen is left out."""
 
     def __init__(self, placed: ParallelizedModel) -> None:
         self._pairs = [(leaf, _holder(member)) for member, leaf in zip(placed.named, placed.leaves, strict=True)]
         self._rows = [(m.name, _holder(m)) for m in placed.named if isinstance(_holder(m), DTensor)]
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run it.
+        """Run backward into these tensors.
 
         Raises:
-            LayoutError, UsageError: the loss is made of rows of weights; or nothing is to be trained.
+            LayoutError, UsageError: the loss is computed from rows of weights, or every parameter is frozen.
         """
         rows = [(name, holder) for name, holder in self._rows if holder.requires_grad]
         if isinstance(loss, DTensor):

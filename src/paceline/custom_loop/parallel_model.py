@@ -1,4 +1,4 @@
-"""A model that `pl.place` has placed: gradients, optimizers and files over its parts, for any loop."""
+"""A model placed by `pl.place`: gradients, optimizers and files over its parts, for any loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,12 +60,12 @@ class PlacedModel:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in known]
 
     def optimizer(self, factory: Factory) -> Any:
-        """What `factory` makes of (name, parameter) pairs, over this rank's parts: torch's own optimizer, or several.
+        """Build `factory`'s optimizers from (name, parameter) pairs over this rank's parts; they are torch's own.
 
-        Its `step()` puts the ranks' gradients together first. May be called again for other parameters.
+        Their `step()` reduces the gradients first. May be called again for other parameters.
 
         Raises:
-            JobError, LayoutError: no optimizer, a parameter twice, or a rule that is not right on parts.
+            JobError, LayoutError: no optimizer, a parameter used twice, or an update rule that needs whole tensors.
         """
         made, several = self._made(factory)
         raise_all(unfit_optimizers(made))
@@ -81,7 +81,7 @@ class PlacedModel:
     def backward(
         self, loss: Tensor, *, count: Tensor | float | None = None, last: bool = False, retain_graph: bool = False
     ) -> None:
-        """Run backward for this model's parameters alone; what else the loss went through gets no gradient.
+        """Run backward for this model's parameters alone; anything else that the loss depends on gets no gradient.
 
         Args:
             loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; what
@@ -102,27 +102,27 @@ class PlacedModel:
             self._veil.hide()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all parameters down to this norm; returns the norm that they had."""
+        """Scale all gradients down to this norm, and return the norm before scaling."""
         with self._together():
             norm = self._norm()
             nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named], max_norm, norm)
         return norm
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, the same on every rank; every rank calls this."""
+        """Return the norm of the whole gradient, the same on every rank; every rank calls this."""
         with self._together():
             return self._norm()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each gradient that there is, put together; every rank calls this.
+        """Reduce the gradients and return this rank's part of each; every rank calls this.
 
-        What is changed in place is what `step()` works with. Under ddp each is whole, else this rank's rows or pieces.
+        In-place changes affect `step()`. Under ddp each is whole, otherwise it is this rank's rows or pieces.
         """
         with self._together():
             return {m.name: m.parameter.grad for m in self._placed.named if m.parameter.grad is not None}
 
     def whole(self) -> Mapping[str, Tensor]:
-        """All weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
+        """Return all weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
         weights = self._placed.weights
         return {name: weights.whole(name, weights.mine[name].tensor) for name in weights.names}
 
@@ -146,7 +146,7 @@ class PlacedModel:
         self._placed.spread()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._veil.show()
         for module in self._copies:
             vars(module).pop("__deepcopy__", None)
@@ -154,7 +154,7 @@ class PlacedModel:
         self._placed.close()
 
     def _open(self, count: Tensor | float | None) -> None:
-        """Begin a step, or go on with it."""
+        """Begin a step, or continue the open one."""
         dropped = self._veil.show()
         names = {*dropped.gone, *dropped.zeroed}
         asked = self._taken or {m.name for m in self._placed.named}
@@ -162,7 +162,7 @@ class PlacedModel:
             self._is_open = False
         elif self._is_open and names:
             raise UsageError(
-                f"the gradient of {min(names)} was thrown away, that of others was not, and another backward follows.",
+                f"the gradient of {min(names)} was dropped, that of others was not, and another backward follows.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
                 hint="zero_grad() of all of them; or step() of the others first",
             )
@@ -170,16 +170,16 @@ class PlacedModel:
             self._drop(dropped)
             if any(m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named):
                 raise UsageError(
-                    "a backward follows where the gradients of this step are put together already.",
-                    cause="clip, norm or gradients before the last backward of a step, or a step() that was left out",
-                    hint="optimizer.zero_grad() to throw them away; or clip after the last backward",
+                    "a backward follows after the gradients of this step were reduced.",
+                    cause="clip, norm or gradients before the last backward of a step, or a missing step()",
+                    hint="optimizer.zero_grad() to drop them; or clip after the last backward",
                 )
         if not self._is_open:
             self._placed.reducer.begin()
             self._is_open, self._has_begun, self._has_stepped, self._count = True, True, False, None
         elif (self._count is None) != (count is None):
             raise UsageError(
-                "one step has a backward with count= and one without.", hint="count= in all of them, or in none"
+                "one step has backwards with count= and without.", hint="count= in all backwards of a step, or in none"
             )
         if count is not None:
             own = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()
@@ -189,14 +189,14 @@ class PlacedModel:
         late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
         if late is not None:
             raise UsageError(
-                f"{late} was frozen when the model was placed, so no rank has a place for its gradient.",
+                f"{late} was frozen when the model was placed, so no rank has a buffer for its gradient.",
                 cause="requires_grad_(True) after pl.place",
                 hint="let it train in build=, and freeze it after pl.place: placed.model.layer.requires_grad_(False)",
             )
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """With the gradients put together and in their places."""
+        """Reduce the gradients for the duration of the block, and hide them again afterwards."""
         self._finish()
         yield
         if self._is_apart:
@@ -209,18 +209,18 @@ class PlacedModel:
         return joint_norm(gradients, worlds=[self.world])
 
     def _updated(self) -> None:
-        """An optimizer has made its step."""
+        """Record that an optimizer has made its step."""
         self._has_stepped = True
         self._placed.spread()
         if self._is_apart:
             self._veil.hide(is_over=True)
 
     def _finish(self) -> None:
-        """Put the gradients together, once a step, and in their places."""
+        """Reduce the gradients once per step, and put them in place."""
         if not self._has_begun:
             raise UsageError(
                 "there was no backward since the last step.",
-                cause="loss.backward(), which does not put the ranks' gradients together",
+                cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
         dropped = self._veil.show()
@@ -234,7 +234,7 @@ class PlacedModel:
         self._drop(dropped)
 
     def _drop(self, dropped: ReplacedGradients) -> None:
-        """What the user has thrown away is no gradient of this step."""
+        """Drop the gradients that the user has set to None or to zero."""
         gone, zeroed = set(dropped.gone), set(dropped.zeroed)
         for member in self._placed.named if gone or zeroed else ():
             if member.name in gone:
@@ -250,7 +250,7 @@ class PlacedModel:
             return total
         if not total:
             raise NonFiniteError(
-                "the count of all ranks is 0, so there is nothing to divide by.", hint="skip the batch"
+                "the count over all ranks is 0, so the loss can't be divided by it.", hint="skip the batch"
             )
         return float(total)
 
@@ -271,7 +271,7 @@ class PlacedModel:
         for name, reason in rules.whole().items():
             raise LayoutError(
                 f"{reason}, and {layout_label(self._asked, self._worlds.mesh)} gives ranks parts of {name}.",
-                cause="the update rule looks at a whole tensor",
+                cause="the update rule needs a whole tensor",
                 hint='layout="ddp", or torch.optim.AdamW',
             )
         return rules.on(self._placed.named), several
@@ -281,7 +281,7 @@ class PlacedModel:
         for optimizer in made:
             if not isinstance(optimizer, Optimizer):
                 raise JobError(
-                    f"the factory gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
+                    f"the factory returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
                     hint="placed.optimizer(lambda named: torch.optim.AdamW(named, lr=1e-3))",
                 )
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -291,15 +291,15 @@ class PlacedModel:
                         f"{name} has an optimizer already."
                         if name
                         else "an optimizer holds a parameter that is not the model's.",
-                        hint="build the groups from the (name, parameter) pairs that the factory is given",
+                        hint="build the groups from the (name, parameter) pairs that the factory gets",
                     )
                 self._taken.add(name)
 
 
 def _refuse_copy(*_: Any) -> Any:
-    """In the place of a module's `__deepcopy__`."""
+    """Refuse `copy.deepcopy`; this replaces a module's `__deepcopy__`."""
     raise LayoutError(
-        "a placed model can't be copied where ranks hold parts of its weights: nothing would put the copy's together.",
+        "a placed model can't be copied if ranks hold parts of its weights: nothing would reduce the copy's gradients.",
         cause="copy.deepcopy, as torch.optim.swa_utils.AveragedModel does",
         hint="pl.place(build, ...) once more, and load() into it; or build().load_state_dict(placed.whole())",
     )

@@ -1,4 +1,4 @@
-"""`pl.place`: a model placed by any layout without pp, for loops that are no `Job`: GAN, RL, a trainer of one's own."""
+"""`pl.place`: a model in any layout without pp, for loops that are no `Job`: GANs, RL, a custom trainer."""
 
 import hashlib
 import weakref
@@ -36,9 +36,9 @@ from paceline.trainer.setup.initial_model import build_initial_model
 _HEARD = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
 
 _NEVER = {
-    "pp": "there forward and backward of microbatches are the engine's to call, not the script's",
-    "cp": "there the engine deals slices of each sequence, with labels and positions",
-    "ep": "there the engine adds the experts' gradients over other ranks than the rest",
+    "pp": "with pp the engine calls forward and backward of microbatches, not the script",
+    "cp": "with cp the engine distributes slices of each sequence, with labels and positions",
+    "ep": "with ep the engine reduces the experts' gradients over different ranks than the rest",
 }
 
 
@@ -51,19 +51,19 @@ def place(
     example: Callable[[nn.Module], Any] | None = None,
     device: str = "auto",
 ) -> PlacedModel:
-    """Build a model and place it; every rank calls this alike.
+    """Build a model and place it; every rank makes the same call.
 
     Args:
-        build: gives the model; all ranks begin with the weights that rank 0's has.
-        layout: any without pp; not given, ddp.
-        world: the ranks; not given, torch's default group where there is one, else what torchrun, srun or mpirun
+        build: returns the model; all ranks begin with rank 0's weights.
+        layout: any layout without pp; ddp by default.
+        world: the ranks; by default torch's default group if there is one, else what torchrun, srun or mpirun
             started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
         example: runs the model it is given on a small batch: what a tensor plan is derived from.
         device: `cpu`, `cuda`, or `auto`, where no world is given.
 
     Raises:
-        LayoutError, UsageError, Problems: what can't be had so.
+        LayoutError, UsageError, Problems: a layout, setting or model that can't be combined.
     """
     hook = watch_uncaught()
     try:
@@ -97,7 +97,7 @@ def _place(
     seed = stream_key(here.share_json(drawn), "place")
     begun = build_initial_model(partial(_build_sound, build), seed=seed, limit_bytes=chosen.init.limit, worlds=worlds)
     model = begun.on(here.device)
-    if tensor_bytes(model) > chosen.init.limit:  # drawn by name: the next model is another all the same
+    if tensor_bytes(model) > chosen.init.limit:  # drawn by name, so the next model still differs
         torch.set_rng_state(state)
         torch.rand(1)
     if begun.is_whole:
@@ -125,7 +125,7 @@ def _build_sound(build: Callable[[], nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class _Example:
-    """The user's example as `parallelize` calls it."""
+    """The user's example in the form that `parallelize` calls."""
 
     model: nn.Module
     given: Callable[[nn.Module], Any]
@@ -145,14 +145,14 @@ def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:
-    """The settings, of which those of steps, data and runs are no part.
+    """Return the settings; those of steps, data and runs do not apply here.
 
     Raises:
-        UsageError, Problems: unknown, out of range, or not heard here.
+        UsageError, Problems: unknown, out of range, or without effect here.
     """
     asked = RequestedSettings().over(given, origin="pl.place(settings=)")
     problems: list[PacelineError] = [
-        UsageError(f"pl.place does not hear the setting {name!r}.", hint=f"one of {', '.join(_HEARD)}, or pl.Run")
+        UsageError(f"pl.place does not use the setting {name!r}.", hint=f"one of {', '.join(_HEARD)}, or pl.Run")
         for name in asked.values
         if name not in _HEARD and name.partition(".")[0] not in _HEARD
     ]

@@ -1,4 +1,4 @@
-"""What `pl.place` saves: whole tensors in plain safetensors, written one after another, read back in parts."""
+"""The files of `pl.place`: whole tensors in plain safetensors, written one at a time and read back in parts."""
 
 import shutil
 from collections.abc import Container, Mapping, Sequence
@@ -33,7 +33,7 @@ OPTIMIZER, OPTIONS = "optimizer", "options.json"
 def save_folder(
     folder: Path, *, model: nn.Module, placed: ParallelizedModel, optimizers: Sequence[Optimizer], world: World
 ) -> None:
-    """Every rank calls this; the first writes aside and renames.
+    """Save the model and optimizers; every rank calls this, and the first writes to a temporary folder and renames it.
 
     Raises:
         SaveError, CheckpointError: it can't be written; on every rank alike.
@@ -61,10 +61,10 @@ def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
 
 
 def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
-    """Return which tensors of the state are one number for the whole of a parameter, as Adam's `step`.
+    """Return which tensors of the state are one number for a whole parameter, as Adam's `step`.
 
-    Where a rank holds one element of a parameter, its moments have one element too: such a tensor alone doesn't tell.
-    It is a number where another rank sees that, which holds more or nothing, or where all tensors of its key are
+    If a rank holds one element of a parameter, its moments have one element too: such a tensor alone is ambiguous.
+    It is a number if another rank, which holds more elements or none, sees that, or if all tensors of its key are
     numbers. Every rank calls this.
     """
     seen = [
@@ -91,11 +91,11 @@ def _states(
 ) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
     """Return the tensors of every optimizer's state, and the rest of it as JSON by the name of its parameter.
 
-    A tensor is cut as its parameter is, or, where parameters are whole, has any shape. Those named in `single` are the
+    A tensor is cut as its parameter is; if parameters are whole, it has any shape. Those named in `single` are the
     same for all parts of a parameter, and become JSON.
 
     Raises:
-        CheckpointError: something of it can't be written, or how it is cut is not known.
+        CheckpointError: a value can't be written, or its sharding is not known.
     """
     held: list[LocalTensor] = []
     scalars: list[dict[str, Any]] = []
@@ -139,20 +139,20 @@ def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str
     if shares.kept.is_whole:
         return ShardSpec.all_of(value.shape)
     raise CheckpointError(
-        f"the state {key} of {kind} for {name} can't be saved: it has another shape than the part of {name} that this "
+        f"the state {key} of {kind} for {name} can't be saved: its shape differs from the part of {name} that this "
         "rank holds.",
         hint='layout="ddp"',
     )
 
 
 def _plain(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return groups with the options that JSON holds, and state that is no tensor."""
+    """Return groups with the options that JSON can hold, and state values that are not tensors."""
     options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
     return {"kind": optimizer["kind"], "groups": without_anew(options), "scalars": optimizer["scalars"]}
 
 
 def _listed(model: nn.Module) -> dict[str, str]:
-    """Each name of the `state_dict`, and the first name of the same tensor."""
+    """Return each name of the `state_dict`, mapped to the first name of the same tensor."""
     firsts = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     known = {name: firsts[id(tensor)] for name, tensor in every}
@@ -160,7 +160,7 @@ def _listed(model: nn.Module) -> dict[str, str]:
 
 
 def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """This rank's parts of the weights, and of the optimizers' state.
+    """Load this rank's parts of the weights and of the optimizers' state.
 
     Raises:
         CheckpointError: it is another model's, has other optimizers, or can't be read.
@@ -175,7 +175,8 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
     saved, now = [plain["kind"] for plain in plains], [type(optimizer).__name__ for optimizer in optimizers]
     if saved != now:
         raise CheckpointError(
-            f"{folder} has the optimizers {saved}, here are {now}.", hint="make the same optimizers before load"
+            f"{folder} has the optimizers {saved}, but this model has {now}.",
+            hint="build the same optimizers before load",
         )
     shelf = SafetensorsFolder(folder / OPTIMIZER)
     names = {id(m.parameter): m.name for m in placed.named}
@@ -190,7 +191,9 @@ def _load_weights(shelf: SafetensorsFolder, placed: ParallelizedModel, *, listed
         {n for n in wanted if n not in there or shelf.shape(n) != wanted[n].part.shape} | (there - set(listed))
     )
     if differing:
-        raise CheckpointError(f"{folder} is another model's: {first_names(differing)} differ.", where=str(folder))
+        raise CheckpointError(
+            f"{folder} belongs to a different model: {first_names(differing)} differ.", where=str(folder)
+        )
     with torch.no_grad():
         for name, held in wanted.items():
             if held.tensor is not None and held.part.numel:

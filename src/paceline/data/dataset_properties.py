@@ -61,7 +61,7 @@ def _facts(data: Any, *, seed: int, name: str) -> DatasetProperties:
             try:
                 value = checksum(data[index], value)
             except Exception as error:
-                hint = f"{name}[{index}] in a plain Python process shows the whole of it"
+                hint = f"{name}[{index}] in a plain Python process shows the full error"
                 problem = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
             draws = draws or problem is not None or host_states() != before
             if problem is not None:
@@ -86,9 +86,9 @@ def find_length(data: Any, *, name: str, before: int | None = None) -> int:
         raise JobError(f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from")
     if before is not None and total != before:
         raise JobError(
-            f"{name} has another length each time it is asked: {before:,} samples, then {total:,}.",
+            f"len() of {name} changes from call to call: {before:,} samples, then {total:,}.",
             where=type(data).__name__,
-            cause="which sample comes when is decided for a whole epoch, and for every rank alike",
+            cause="the order of samples is fixed for a whole epoch, and is the same on every rank",
             hint="a __len__ that stays the same, or a stream (an iterable without __len__)",
         )
     return int(total)
@@ -115,15 +115,16 @@ def refuse_other_data(
     if other is not None:
         raise DesyncError(
             f"{name} has {lengths[other]:,} samples on rank {other} and {lengths[first]:,} on rank {first}.",
-            cause="each rank reads a part of its own, or other files",
+            cause="each rank reads its own part, or different files",
             hint=_WHOLE,
         )
     other = next((rank for rank, value in checksums.items() if value != checksums[first]), None)
     if other is not None and is_same():
         shown = " or ".join(map(str, sorted(samples)))
         raise DesyncError(
-            f"sample {shown} of {name} is not on rank {other} what it is on rank {first}.",
-            cause="the dataset is cut by rank already, or its files come in another order (an unsorted os.listdir)",
+            f"sample {shown} of {name} differs between rank {other} and rank {first}.",
+            cause="the dataset is already split by rank, or its files are listed in a different order "
+            "(an unsorted os.listdir)",
             hint=f"{_WHOLE}; sorted(os.listdir(...))",
         )
 
@@ -139,4 +140,4 @@ def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, see
     return read_apart(source, twice, seed=seed)
 
 
-_WHOLE = "cut by rank already? give every rank the whole dataset: the run deals out the samples"
+_WHOLE = "is it already split by rank? give every rank the whole dataset: the run distributes the samples"

@@ -73,7 +73,7 @@ class Fetcher(Dataset[Any]):
             if wanted.seen is not None:
                 return self._sight(wanted.epoch or 0, wanted.seen.samples)
         except Exception as error:
-            return worker_error(error, doing=f"looking at the data of epoch {wanted.epoch}")
+            return worker_error(error, doing=f"reading the data of epoch {wanted.epoch}")
         if not wanted.indices:
             return None
         samples: list[Any] = []

@@ -153,7 +153,7 @@ class MapStyleLoader:
         if batch <= total:
             return ()
         return (
-            f"warning: a global batch of {batch:,} is more than an epoch has: each step is all "
+            f"warning: a global batch of {batch:,} is larger than an epoch: each step takes all "
             f"{plural(total, 'sample')}",
         )
 
@@ -219,8 +219,8 @@ class MapStyleLoader:
             )
         if sight.num_samples != self._total:
             raise DataError(
-                f"train_data has {sight.num_samples:,} samples in epoch {epoch} and had {self._total:,} at the start.",
-                cause="its __len__ is not the same each time, or follows from set_epoch()",
+                f"train_data has {sight.num_samples:,} samples in epoch {epoch}, but had {self._total:,} at the start.",
+                cause="its __len__ changes from call to call, or depends on set_epoch()",
                 hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
             )
         name, what = self._order.name(epoch), self._gives_order
@@ -257,8 +257,8 @@ class MapStyleLoader:
 def refuse_stream() -> JobError:
     """Return the error for a stream whose samples would have to be assigned by index."""
     return JobError(
-        "train_data is a stream, and --update ps gives samples away by their number, again where a worker dies.",
-        cause="an iterable dataset: what one worker has read of it no other can read",
+        "train_data is a stream, but --update ps assigns samples by their index, again if a worker dies.",
+        cause="an iterable dataset: no other worker can read what one worker has read",
         hint="a dataset with __len__ and __getitem__, or --update sync",
     )
 

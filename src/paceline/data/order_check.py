@@ -17,8 +17,8 @@ def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
     others = [rank for rank, name in enumerate(names) if name != names[0]]
     if others:
         raise DesyncError(
-            f"{what} gives another order on rank {', '.join(map(str, others))} than on rank 0{when}.",
-            cause="it draws from a generator that is not seeded, or asks for the rank",
+            f"{what} gives a different order on rank {', '.join(map(str, others))} than on rank 0{when}.",
+            cause="it draws from an unseeded generator, or depends on the rank",
             hint=_hint(what),
         )
 
@@ -31,9 +31,9 @@ def refuse_other(name: str, *, saved: str, what: str, when: str) -> None:
     """
     if name != saved:
         raise ResumeError(
-            f"{what} gives another order than the one that was begun with{when}.",
-            cause="a generator that is not seeded or goes on from epoch to epoch, or another order= than before",
-            hint=f"{_hint(what)}; or --allow order: some samples come twice in this epoch, others never",
+            f"{what} gives a different order than this run began with{when}.",
+            cause="a generator that is unseeded or continues from epoch to epoch, or a changed order=",
+            hint=f"{_hint(what)}; or --allow order: some samples repeat in this epoch, others are skipped",
         )
 
 

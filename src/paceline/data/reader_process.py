@@ -1,10 +1,10 @@
-"""The process in which data is read before the data workers are there.
+"""The process in which data is read before the data workers exist.
 
-A handle that a dataset opens at its first read is shared with every process that is forked afterwards: two of them seek
-and read, and get each other's records. So where data workers are forked, nothing of the user's data is read in the
-process that forks them: neither a sample nor its length, neither for a fact nor for a first batch. What has to be known
-is asked of a process that is forked for it, is a data worker in all that user code can see, and ends. Without data
-workers nothing is forked, and data is read in place.
+A handle that a dataset opens at its first read is shared with every process that is forked later: two of them seek
+and read, and get each other's records. So with data workers, the process that forks them reads none of the user's
+data: no sample and no length, neither for a fact nor for a first batch. A separate process is forked to answer such
+questions. It looks like a data worker to user code, and it ends afterwards. Without data workers nothing is forked,
+and data is read in place.
 """
 
 import os
@@ -29,10 +29,10 @@ Found = TypeVar("Found")
 
 
 def read_apart(source: Source, read: Callable[[], Found], *, seed: int = 0) -> Found:
-    """Return what `read` returns: read in a process of its own where the source has data workers, else here.
+    """Return what `read` returns; run it in a separate process if the source has data workers.
 
     Raises:
-        PacelineError: as `read` raises it.
+        PacelineError: raised by `read`.
         DataError: `read` raised anything else, or its process died.
     """
     if not source.workers:
@@ -51,7 +51,7 @@ class _Once:
 
 
 class DataProcess:
-    """A forked process that answers with what the methods of one object return; `make` makes the object there."""
+    """A forked process that calls the methods of one object and returns the results; `make` builds the object there."""
 
     def __init__(self, source: Source, *, make: Callable[[], Any], seed: int = 0) -> None:
         with start_workers(1):
@@ -98,7 +98,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 def _answer(
     source: Source, make: Callable[[], Any], seed: int, parent: int, theirs: Connection, pipe: Connection
 ) -> None:
-    """In the process: question after question, until nobody asks any more."""
+    """Answer questions in the forked process until the pipe is closed."""
     obey_rank(parent)
     theirs.close()
     become_worker(source.data, seed=seed)
@@ -121,7 +121,7 @@ def _answer(
 
 
 def _carried(error: Exception) -> PacelineError:
-    """An error that can travel: ours as it is, any other in words with the user's line."""
+    """Return an error that can be pickled: our own as it is, any other as text with the user's line."""
     if isinstance(error, PacelineError):
         return error
     try:

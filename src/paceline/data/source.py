@@ -107,7 +107,7 @@ def read_source(
     if not source.is_indexed and not isinstance(data, Iterable):
         raise JobError(
             f"{name} is a {type(data).__name__}, which can be neither indexed nor iterated.",
-            hint="give an object with __len__ and __getitem__, an iterable, or a function giving one",
+            hint="give an object with __len__ and __getitem__, an iterable, or a function that returns one",
         )
     return source
 
@@ -115,13 +115,13 @@ def read_source(
 def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
     """Return a source with the user's DataLoader settings; only the assignment of samples is ours."""
     _check_loader(loader, name)
-    notes = ["the DataLoader's own settings are kept; batches are cut by global_batch_size"]
+    notes = ["the DataLoader's own settings are kept; global_batch_size sets the batches"]
     if loader.drop_last and name == "train_data":
-        notes.append("the DataLoader's drop_last is a setting of the run: --data.drop_last true")
+        notes.append("the DataLoader's drop_last is ignored: use --data.drop_last true")
     context = loader.multiprocessing_context
     method = context.get_start_method() if hasattr(context, "get_start_method") else context
     if method not in (None, "fork"):
-        notes.append(f"the DataLoader's multiprocessing_context {method} is not kept: data workers are forked")
+        notes.append(f"the DataLoader's multiprocessing_context {method} is ignored: data workers are forked")
     if order is None and is_indexed(loader.dataset):
         order, note = _order_of(loader.sampler)
         notes += [note] if note else []
@@ -138,20 +138,20 @@ def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any
 def _check_loader(loader: DataLoader[Any], name: str) -> None:
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise JobError(
-            f"the DataLoader cuts batches with its own {type(loader.batch_sampler).__name__}.",
+            f"the DataLoader forms batches with its own {type(loader.batch_sampler).__name__}.",
             cause="which samples form a batch must be known for any number of ranks",
             hint="order=lambda num_samples, epoch, seed: [indices ...]",
         )
     if loader.batch_size is None:
         raise JobError(
-            f"the DataLoader of {name} has batch_size=None: its dataset makes whole batches.",
-            cause="a batch is cut into microbatches for any number of ranks, which takes single samples",
-            hint=f"{name}=a dataset of single samples, and collate= for what makes a batch of them",
+            f"the DataLoader of {name} has batch_size=None: its dataset returns whole batches.",
+            cause="batches are split into microbatches for any number of ranks, which needs single samples",
+            hint=f"{name}=a dataset of single samples, and collate= to build a batch from them",
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise JobError(
-            f"{name} is a {type(loader).__name__}, a DataLoader that iterates in its own way.",
-            cause="samples are read and dealt by the run, so that any number of ranks has the same",
+            f"{name} is a {type(loader).__name__}, a DataLoader with its own __iter__.",
+            cause="the run reads and distributes the samples, so that they are the same on any number of ranks",
             hint=f"{name}=loader.dataset, with collate=loader.collate_fn",
         )
 
@@ -161,7 +161,7 @@ def _order_of(sampler: Any) -> tuple[Any, str]:
         return "sequential", ""
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
         own = sampler.generator is not None
-        return None, "the DataLoader's generator is not used: the order of samples follows from the seed" if own else ""
+        return None, "the DataLoader's generator is not used: the seed sets the order of samples" if own else ""
     if isinstance(sampler, DistributedSampler):
         note = "the DistributedSampler is replaced: it repeats samples to even out ranks"
         return (None if sampler.shuffle else "sequential"), note
@@ -176,7 +176,7 @@ def refuse_no_batch(num_samples: int, *, batch: int) -> None:
     """
     if num_samples < batch:
         raise UsageError(
-            f"data.drop_last leaves nothing to train on: an epoch has {plural(num_samples, 'sample')}, and a global "
+            f"data.drop_last leaves nothing to train on: an epoch has {plural(num_samples, 'sample')}, but a global "
             f"batch {batch}.",
             hint=f"--data.drop_last false, or --train.global_batch_size {num_samples}",
         )
@@ -243,10 +243,10 @@ class Order:
             return np.arange(self._total, dtype=np.int64)
         drawn = whole_indices(self._drawn(epoch))
         if drawn.ndim != 1:
-            raise JobError(f"order= gave lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
+            raise JobError(f"order= returned lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
         if len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= self._total:
             raise DataError(
-                f"order= gave indices outside 0..{self._total - 1} at epoch {epoch}.",
+                f"order= returned indices outside 0..{self._total - 1} at epoch {epoch}.",
                 hint=_ORDER_HINT,
             )
         return drawn
@@ -260,7 +260,7 @@ class Order:
         order = self._order
         if isinstance(order, str | bytes) or not (callable(order) or isinstance(order, Iterable)):
             raise JobError(
-                f"order={on_a_screen(repr(order), lines=1, width=40)} is no order of samples.",
+                f"order={on_a_screen(repr(order), lines=1, width=40)} is not an order of samples.",
                 hint=f'order="sequential", a torch Sampler, or {_ORDER_HINT}',
             )
         try:

@@ -73,7 +73,7 @@ def load(content: bytes) -> Any:
     except Exception as error:
         cause, hint = explain_lack(str(error)) or ("a class in it can be pickled but not unpickled", _HINT)
         raise DataError(
-            f"what a data worker sent cannot be made again in the rank: {type(error).__name__}: {error}",
+            f"the rank can't unpickle what a data worker sent: {type(error).__name__}: {error}",
             cause=cause,
             hint=hint,
         ) from error

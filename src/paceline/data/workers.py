@@ -1,4 +1,4 @@
-"""Data workers: torch's own DataLoader, asked for whole microbatches."""
+"""Data workers: torch's own DataLoader, used to fetch whole microbatches."""
 
 import atexit
 import os
@@ -25,12 +25,12 @@ _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def closed_at_exit(pool: Any) -> None:
-    """Stop this one's data workers when the interpreter ends, if nobody has."""
+    """Stop these data workers when the interpreter ends, if they are still running."""
     _open.add(pool)
 
 
 def kept_settings(source: Source) -> dict[str, Any]:
-    """What a user's DataLoader says about its workers, for ours."""
+    """Return the worker settings of a user's DataLoader, for our own."""
     given = source.loader
     return {
         "batch_size": None,
@@ -42,7 +42,7 @@ def kept_settings(source: Source) -> dict[str, Any]:
 
 
 def worker_seeds(seed: int) -> torch.Generator:
-    """Return the generator from which a DataLoader draws its workers' seeds: else it moves the rank's own."""
+    """Return the generator that seeds a DataLoader's workers, so that the rank's own generator is not advanced."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -55,7 +55,7 @@ class _Asked(Sampler[Any]):
 
 
 class Workers:
-    """The workers of one feed, none if it asks for none."""
+    """The workers of one feed, if it asks for any."""
 
     def __init__(self, *, fetcher: Fetcher, source: Source, pin_memory: bool, seed: int = 0) -> None:
         self._fetcher = fetcher
@@ -66,7 +66,7 @@ class Workers:
         closed_at_exit(self)
 
     def start(self, wanted: Iterable[MicrobatchRequest]) -> Iterator[Any] | None:
-        """Fetch ahead in this order, and nothing else any more; None where nothing is fetched ahead."""
+        """Fetch only these requests ahead, in this order; return None if nothing is fetched ahead."""
         self.close()
         if not self._source.workers:
             return None
@@ -86,7 +86,7 @@ class Workers:
         return guard_worker_death(self._iterator)
 
     def close(self) -> None:
-        """Stop them, and wait until they are gone; one that is stuck in the user's code is killed."""
+        """Stop the workers and wait for them; one that is stuck in the user's code is killed."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             stop_data_workers(iterator)
@@ -94,13 +94,13 @@ class Workers:
 
 @contextmanager
 def start_workers(workers: int) -> Iterator[None]:
-    """Start data workers inside: where not all can be started, none is left.
+    """Start data workers inside the block; if one can't be started, stop all.
 
     Raises:
-        DataError: the system gives no more processes, open files or memory.
+        DataError: the system has no more processes, open files or memory.
     """
     before = set(active_children())
-    with suppress(OSError):  # whoever needs a socket says so
+    with suppress(OSError):  # the process that needs a socket reports it
         short_temporary_folder()
     try:
         yield
@@ -110,8 +110,8 @@ def start_workers(workers: int) -> Iterator[None]:
             process.kill()
             process.join()
         cause, hint = explain_lack(str(error)) or (
-            "the system gives this user no more processes or memory: `ulimit -u`, or the limits of the container",
-            f"a smaller number than --data.workers {workers} of each rank, or fewer ranks",
+            "a limit on this user's processes or memory: `ulimit -u`, or the limits of the container",
+            f"fewer than --data.workers {workers} per rank, or fewer ranks",
         )
         raise DataError(
             f"{plural(workers, 'data worker')} cannot be started: {error}", cause=cause, hint=hint
@@ -119,20 +119,20 @@ def start_workers(workers: int) -> Iterator[None]:
 
 
 def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The same values; a data worker that dies is named."""
+    """Yield the same values; raise an error that names a data worker that died."""
     while True:
         try:
             value = unpack(next(iterator))
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            said = str(error) if isinstance(error, RuntimeError) else "what it had read went with it"
+            said = str(error) if isinstance(error, RuntimeError) else "the data that it had read is lost"
             raise worker_died(said) from error
         yield value
 
 
 def worker_died(said: str) -> DataError:
-    """Return the error of a data worker that is gone, with what is known of its end."""
+    """Return the error for a data worker that died, with what is known of its end."""
     return DataError(
         f"a data worker died: {said}",
         cause="it was killed, perhaps for memory, a library crashed, its code called exit, or too many files were open",
@@ -142,6 +142,6 @@ def worker_died(said: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Before multiprocessing's own way out, which sends SIGTERM and waits: data workers ignore SIGTERM."""
+    """Close all workers before multiprocessing's exit handler waits for them after a SIGTERM, which they ignore."""
     for workers in list(_open):
         workers.close()

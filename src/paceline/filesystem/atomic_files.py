@@ -64,7 +64,7 @@ def writing(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "another place, on a disk that you may write and that has room"
+        hint = "another path, on a writable disk with free space"
         raise UsageError(f"{place} can't be written: {error.strerror}.", hint=hint) from None
 
 
@@ -75,7 +75,7 @@ def refuse_place(file: Path) -> None:
         UsageError: it can't.
     """
     if file.is_dir():
-        raise UsageError(f"{file} is a folder, and a file is to be written.", hint=str(file / "page.html"))
+        raise UsageError(f"{file} is a folder, but a file must be written there.", hint=str(file / "page.html"))
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.try")
@@ -98,7 +98,7 @@ def open_regular(path: Path) -> int:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ValueError(f"{path.name} is no regular file")
+        raise ValueError(f"{path.name} is not a regular file")
     return handle
 
 

@@ -12,23 +12,29 @@ from paceline.filesystem.atomic_files import free_bytes
 
 _SMALL_FILE_BYTES = 16 << 10
 _CAUSES = {
-    errno.EROFS: ("the disk may only be read", "--run-dir on a disk that you may write"),
-    errno.EACCES: ("you have no right to write there", "chmod or chown it, or --run-dir where you may write"),
-    errno.EPERM: ("you have no right to write there", "chmod or chown it, or --run-dir where you may write"),
-    errno.EDQUOT: ("your quota on this disk is used up", "remove files of yours there, or --run-dir on another disk"),
-    errno.EFBIG: ("a file may not become that large: `ulimit -f`, or the kind of disk", "ulimit -f unlimited"),
-    errno.ENOTDIR: ("what should be a folder there is a file or a link", "move it away"),
-    errno.EISDIR: ("a folder of that name is in the way", "move it away"),
-    errno.EEXIST: ("something of that name is in the way", "move it away"),
-    errno.ELOOP: ("it is a link, which is not followed here", "remove the link"),
+    errno.EROFS: ("the disk is read-only", "--run-dir on a writable disk"),
+    errno.EACCES: ("you have no permission to write there", "chmod or chown it, or --run-dir in a writable folder"),
+    errno.EPERM: ("you have no permission to write there", "chmod or chown it, or --run-dir in a writable folder"),
+    errno.EDQUOT: (
+        "your quota on this disk is used up",
+        "remove some of your files there, or --run-dir on another disk",
+    ),
+    errno.EFBIG: ("the file is too large: `ulimit -f`, or a limit of the file system", "ulimit -f unlimited"),
+    errno.ENOTDIR: ("a file or a link is in the place of a folder", "move it away"),
+    errno.EISDIR: ("a folder of that name already exists", "move it away"),
+    errno.EEXIST: ("that name already exists", "move it away"),
+    errno.ELOOP: ("it is a symbolic link, which is not followed here", "remove the link"),
     errno.ENOTEMPTY: ("a folder there can't be replaced: another program writes into it", "end that program"),
-    errno.EBUSY: ("another disk is mounted there, or a program uses it", "another place"),
-    errno.ENOENT: ("the folder was moved or removed meanwhile", "leave the folder of a run that trains where it is"),
+    errno.EBUSY: ("another disk is mounted there, or a program is using it", "use another path"),
+    errno.ENOENT: ("the folder was moved or removed during the run", "do not move the folder of a training run"),
     errno.ENAMETOOLONG: ("its name is too long for this disk", "a shorter --run-dir"),
     errno.EMFILE: ("this process has too many files open: `ulimit -n`", "ulimit -n 4096"),
     errno.ENFILE: ("this machine has too many files open", "end other programs"),
-    errno.EIO: ("the disk or the network to it fails", "dmesg, or --run-dir on another disk"),
-    errno.ESTALE: ("the network disk has forgotten the folder", "mount it again, or --run-dir on another disk"),
+    errno.EIO: ("the disk or its network connection failed", "dmesg, or --run-dir on another disk"),
+    errno.ESTALE: (
+        "the network disk no longer knows the folder (stale handle)",
+        "mount it again, or --run-dir on another disk",
+    ),
 }
 
 
@@ -47,14 +53,14 @@ def as_checkpoint_error(what: str, folder: Path) -> Iterator[None]:
             f"{what} could not be written: {error.strerror or error}.",
             where=str(folder),
             cause=cause,
-            hint=f"{hint}; older checkpoints are untouched",
+            hint=f"{hint}; older checkpoints are unchanged",
         ) from error
 
 
 def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
     """Return why the system did not accept a write into `folder`, and what to do."""
     if error.errno == errno.ENOSPC and _has_no_inodes(folder):
-        return "no more files can be made there: all inodes are taken (`df -i`)", "remove some files"
+        return "no more files can be created there: all inodes are used (`df -i`)", "remove some files"
     if error.errno == errno.ENOTEMPTY and not os.access(folder, os.W_OK | os.X_OK):
         return _CAUSES[errno.EACCES]  # it was to be emptied, and could not be
     if error.errno in _CAUSES:

@@ -68,7 +68,7 @@ def lock_run_folder(folder: Path, *, wait: Callable[[str], None]) -> RunLock:
             if is_holder_alive(holder) or time.monotonic() > deadline:
                 raise _refusal(folder, holder)
             if not told:
-                wait(f"waiting for what is left of an earlier run in {folder} to end")
+                wait(f"waiting for processes of an earlier run in {folder} to end")
             told = True
             time.sleep(_POLL_SECONDS)
         with writing(folder):
@@ -86,7 +86,7 @@ def _opened(folder: Path) -> int:
         return open_in_place(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(
-            f"{folder / LOCK} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+            f"{folder / LOCK} can't be written: {error.strerror}.", hint="--run-dir on a writable disk"
         ) from None
 
 
@@ -117,9 +117,9 @@ def refuse_links(folder: Path) -> None:
     for name in (*_NEVER_LINKS, *_OWN_LINKS):
         path = folder / name
         if path.is_symlink() and (name in _NEVER_LINKS or path.lstat().st_uid != os.geteuid()):
-            which = "" if name in _NEVER_LINKS else " that another user made"
+            which = "" if name in _NEVER_LINKS else " that another user created"
             raise UsageError(
-                f"{path} is a link to {path.readlink()}: the run would write there.",
+                f"{path} is a link to {path.readlink()}: the run would write to that place.",
                 cause=f"links{which} in a run folder are not followed",
                 hint=f"rm {path}, or another --run-dir",
             )
@@ -175,13 +175,13 @@ def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
     pid, host = holder.get("pid", "?"), holder.get("host", "?")
     cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
     if not is_holder_alive(holder):
-        cause, hint = "workers of a run whose launcher is gone still live", f"fuser -v {folder / LOCK}"
+        cause, hint = "workers of a run are still alive although its launcher has ended", f"fuser -v {folder / LOCK}"
         pids = _openers(folder / LOCK)
         if pids:
             cause += f": {', '.join(f'process {pid} ({_command(pid)})' for pid in pids[:4])}"
-            hint = f"kill {' '.join(map(str, pids))}, if it is not to go on"
+            hint = f"kill {' '.join(map(str, pids))}, unless it should continue"
     return UsageError(
-        f"{folder} is another run's: process {pid} on {host} writes there since {holder.get('since', '?')}.",
+        f"{folder} is in use: process {pid} on {host} has been writing there since {holder.get('since', '?')}.",
         cause=cause,
         hint=hint,
     )

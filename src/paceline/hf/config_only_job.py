@@ -1,4 +1,4 @@
-"""A job from a Hugging Face config and nothing else: rows of the right shape without a meaning, for plans."""
+"""A job from a Hugging Face config alone: meaningless rows of the right shape, for plans."""
 
 import copy
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from paceline.hf.hf_model import as_known, class_for, read_config, task_of
 from paceline.job import Job, NamedParameters, import_job_module
 
 ROWS = 1 << 20
-LONGEST, _UNSAID = 4096, 1024  # positions, at most and where a config does not say
+LONGEST, _UNSAID = 4096, 1024  # positions: the maximum, and the default if a config has none
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -29,10 +29,10 @@ def make_job(
     optimizer: str = "AdamW",
     lr: float = 1e-4,
 ) -> Job:
-    """A job of the model that `source` describes: a folder with config.json, or `module:Name` of a config or a class.
+    """Return a job for the model that `source` describes: a folder with config.json, or `module:Name`.
 
     Args:
-        source: what says what the model is; its weights are neither needed nor read.
+        source: a folder, a config or a class that defines the model; its weights are neither needed nor read.
         task: as in `pl.hf.job`; by default what the config says.
         length: positions of a sample; by default as many as the model has, 4,096 at most; 1,024 where it does not say.
         global_batch_size: samples of a step.
@@ -44,9 +44,9 @@ def make_job(
     """
     config, kind = _found(source)
     named = kind if kind is not None else task or task_of(config)
-    class_for(config, named)  # refuses what can't be, before rows are made for it
+    class_for(config, named)  # refuses an impossible task before rows are made for it
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # which id labels are shifted in behind changes no plan
+        config.decoder_start_token_id = 0  # a plan does not depend on the id that labels are shifted behind
     rows = RepeatedRows(config=config, task=named if isinstance(named, str) else _task_of(kind, config), length=length)
     chosen = getattr(torch.optim, optimizer, None)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
@@ -64,7 +64,7 @@ def make_job(
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedRows(Dataset[Any]):
-    """As many as are asked for, all alike: shapes are what a plan looks at."""
+    """A dataset with the requested number of identical rows: a plan depends on shapes alone."""
 
     config: Any
     task: str
@@ -94,19 +94,19 @@ class RepeatedRows(Dataset[Any]):
         return torch.zeros(int(getattr(self.config, "num_channels", 3)), int(high), int(wide))
 
     def _sound(self) -> Tensor:
-        """Whisper's encoder halves what it hears."""
+        """Return a spectrogram of Whisper's input length, which is twice the length of its encoder."""
         return torch.zeros(int(self.config.num_mel_bins), 2 * int(self.config.max_source_positions))
 
 
 def _task_of(kind: Any, config: Any) -> str:
-    """What a class that was named is for, by its name."""
+    """Return the task of a named model class, derived from its name."""
     named = copy.copy(config)
     named.architectures = [kind.__name__]
     return task_of(named)
 
 
 def _found(source: str) -> tuple[Any, Any]:
-    """The config, and the class of the model where one was named."""
+    """Return the config, and the model class if one was named."""
     if Path(source).is_dir():
         return _read(Path(source)), None
     place, _, name = source.partition(":")
@@ -130,15 +130,15 @@ def _is_config(found: Any) -> bool:
 
 
 def _called(source: str, found: Any) -> Any:
-    """A class, or a function, that gives one without a word."""
+    """Call a class or function without arguments to get a config; return any other object as it is."""
     if not callable(found):
         return found
     try:
         return found()
     except Exception as error:
         raise JobError(
-            f"{source} gives no config: {type(error).__name__}: {error}.",
-            hint="a config that is made without arguments",
+            f"{source} does not return a config: {type(error).__name__}: {error}.",
+            hint="a config that can be built without arguments",
         ) from error
 
 
@@ -148,6 +148,6 @@ def _read(folder: Path) -> Any:
     except (ValueError, OSError, KeyError) as error:
         raise JobError(
             f"{folder / 'config.json'} can't be read: {str(error).splitlines()[0]}.",
-            cause="a kind of model that the installed transformers does not know, or a file that is cut off",
+            cause="a model type that the installed transformers does not know, or a truncated file",
             hint="pip install --upgrade transformers",
         ) from error

@@ -16,7 +16,7 @@ _FILL = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED, "decoder_a
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Dataset[Any]):
-    """Rows with text, tokenized one by one; rows that have `input_ids` pass as they are."""
+    """Rows with text, tokenized one at a time; rows that have `input_ids` are passed on unchanged."""
 
     rows: Any
     tokenizer: Any
@@ -35,14 +35,14 @@ class Texts(Dataset[Any]):
 
 
 def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, length: int | None) -> dict[str, Any]:
-    """One row's ids and mask; with `target` the ids of that column as labels.
+    """Return one row's ids and mask; with `target`, the ids of that column become the labels.
 
     Raises:
         JobError: no tokenizer, or no such column.
     """
     if tokenizer is None:
         raise JobError(
-            "the rows are text, and there is no tokenizer.",
+            "the rows are text, but there is no tokenizer.",
             cause="a job from a config, or from a folder without one",
             hint="pl.hf.job(..., tokenizer=AutoTokenizer.from_pretrained('folder'))",
         )
@@ -50,7 +50,7 @@ def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, leng
     for name in filter(None, (column, target)):
         if name not in given:
             raise JobError(
-                f"the rows have no {name!r}, they have {', '.join(map(repr, given))}.",
+                f"the rows have no column {name!r}, they have {', '.join(map(repr, given))}.",
                 hint="text='the column', target='the column of the answer'",
             )
     cut: dict[str, Any] = {"truncation": length is not None, "max_length": length}
@@ -63,7 +63,7 @@ def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, leng
 
 
 def masked(ids: Tensor, *, mask_id: int, vocabulary: int, special: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """Ids with some hidden, and labels for these: 80 % masked, 10 % any other, 10 % kept (Devlin et al. 2019)."""
+    """Mask some ids and return labels for them: 80 % masked, 10 % random, 10 % kept (Devlin et al. 2019)."""
     chosen = (torch.rand(ids.shape) < rate) & ~special
     kind = torch.rand(ids.shape)
     others = torch.randint(vocabulary, ids.shape)
@@ -73,7 +73,7 @@ def masked(ids: Tensor, *, mask_id: int, vocabulary: int, special: Tensor, rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Masking(Dataset[Any]):
-    """Rows of ids with some hidden anew each time that they are read."""
+    """Rows of ids that are masked again at each read."""
 
     rows: Any
     mask_id: int
@@ -95,7 +95,7 @@ class Masking(Dataset[Any]):
 
 
 def collate(*, pad_id: int, copy_labels: bool) -> Callable[[list[Any]], Any]:
-    """Pad rows of dicts to the longest of them; `copy_labels` makes labels of ids where there are none."""
+    """Return a collate function that pads rows to the longest; `copy_labels` copies ids to labels if there are none."""
 
     def together(rows: list[Any]) -> Any:
         if not isinstance(rows[0], Mapping):

@@ -81,7 +81,7 @@ def _data(fields: dict[str, Any]) -> dict[str, Any]:
 def _rows(
     rows: Any, config: Any, task: Any, tokenizer: Any, *, text: str, target: str | None, length: int | None, rate: float
 ) -> Any:
-    """Rows of a map-style dataset as the model takes them; what is none is handed on as it is."""
+    """Return map-style rows in the form that the model takes; any other dataset is passed on unchanged."""
     if callable(rows) and not hasattr(rows, "__getitem__"):
         return lambda: _rows(rows(), config, task, tokenizer, text=text, target=target, length=length, rate=rate)
     made = rows
@@ -109,7 +109,7 @@ def _masking(rows: Any, config: Any, tokenizer: Any, rate: float) -> Masking:
 
 
 def _text(config: Any, name: str) -> Any:
-    """A value of the part of the config that is about text."""
+    """Return a value of the text part of the config."""
     return getattr(config.get_text_config(), name, None)
 
 

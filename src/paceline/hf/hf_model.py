@@ -1,4 +1,4 @@
-"""A job's `model` from a Hugging Face config, or from a folder with weights."""
+"""The `model` of a job: built from a Hugging Face config, or from a folder with weights."""
 
 import copy
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigModel:
-    """`() -> nn.Module`: the class's own constructor on a config of its own, so that nothing is shared."""
+    """A model constructor `() -> nn.Module` with its own copy of the config, so that nothing is shared."""
 
     config: Any
     kind: Any
     dtype: torch.dtype = torch.float32
 
     def __call__(self) -> nn.Module:
-        """A plain build."""
+        """Build the model."""
         config = copy.deepcopy(self.config)
         config.dtype = self.dtype
         before = torch.get_default_dtype()
@@ -51,18 +51,18 @@ class ConfigModel:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderModel:
-    """`() -> nn.Module`: the weights in a folder; ranks that want parts read these alone."""
+    """A model constructor `() -> nn.Module` that reads a folder's weights; a rank reads only its own parts."""
 
     folder: Path
     build: ConfigModel
     new: Sequence[str] = ()
 
     def skeleton(self) -> nn.Module:
-        """As the constructor leaves it."""
+        """Build the model as the constructor leaves it, without the folder's weights."""
         return self.build()
 
     def load(self, model: nn.Module, parts: Parts) -> Loaded:
-        """This rank's parts of what the folder has, and notes."""
+        """Load this rank's parts of the folder's tensors, and return them with notes."""
         return load_into(
             model,
             parts=parts,
@@ -73,12 +73,12 @@ class FolderModel:
         )
 
     def __call__(self) -> nn.Module:
-        """The whole; what the folder lacks (`new`) is drawn from a stream for its name."""
+        """Build the whole model; tensors that the folder lacks (`new`) are drawn from a stream of their name."""
         return whole_model(self, seed=torch.initial_seed())
 
 
 def read_config(source: Any) -> tuple[Any, Path | None]:
-    """A config as it is to train with (no cache kept), and the folder it came from.
+    """Return a config prepared for training (no KV cache), and the folder it came from.
 
     Raises:
         JobError, CheckpointError: it is none, or the folder has none.
@@ -88,7 +88,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder} has no config.json.",
-                cause="a name on the hub, or a folder without a Hugging Face model",
+                cause="this is a name on the hub, or a folder without a Hugging Face model",
                 hint=f"hf download {folder} --local-dir model, then pl.hf.job('model', ...)",
             )
         config = transformers.AutoConfig.from_pretrained(str(folder))
@@ -100,7 +100,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
             hint="pl.hf.job(LlamaConfig(...), ...), or pl.hf.job('folder', ...)",
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise JobError("the config asks for quantized weights, which have no gradient.", hint="the unquantized model")
+        raise JobError("the config has quantized weights, which have no gradient.", hint="the unquantized model")
     for part in [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}))]:
         if getattr(part, "use_cache", False):
             part.use_cache = False
@@ -108,7 +108,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
 
 
 def as_known(config: Any) -> Any:
-    """Of a class of one's own that says other defaults: as the config that transformers knows, of which it is made."""
+    """Return the config as its base class that transformers knows, if its own class only changes defaults."""
     known = [kind for kind in type(config).__mro__ if any(_knows(kind, task) for task in TASKS)]
     if not known or known[0] is type(config):
         return config
@@ -118,10 +118,10 @@ def as_known(config: Any) -> Any:
 
 
 def task_of(config: Any) -> str:
-    """The task that a config speaks for: that of its class, if it names one, else of its kind.
+    """Return the task of a config: that of the class it names, otherwise that of its kind of model.
 
     Raises:
-        JobError: none that this page knows, or what one can be trained for is for the job to say.
+        JobError: the task is unknown or ambiguous, so the job must name it.
     """
     named = " ".join(getattr(config, "architectures", None) or [])
     endings = {
@@ -134,11 +134,11 @@ def task_of(config: Any) -> str:
     for task in tasks:
         if _fits(config, task):
             return task
-    raise JobError(f"{type(config).__name__} says no task.", hint=_what_fits(config))
+    raise JobError(f"{type(config).__name__} does not imply a task.", hint=_what_fits(config))
 
 
 def _tasks_of_kind(config: Any) -> list[str]:
-    """Two towers of unlike kinds, as text and image, are no encoder that a head is put on unasked."""
+    """Return candidate tasks by the kind of model. Two-tower models (text and image) get no image head by default."""
     if getattr(config, "is_encoder_decoder", False):
         return ["seq2seq-lm", "speech-seq2seq"]
     texts = ["causal-lm"] if getattr(config, "is_decoder", False) else ["masked-lm", "causal-lm"]
@@ -146,7 +146,7 @@ def _tasks_of_kind(config: Any) -> list[str]:
 
 
 def class_for(config: Any, task: Any) -> Any:
-    """What builds the model: the auto class of a task, or a class that was given.
+    """Return the class that builds the model: the auto class of a task, or the class that was given.
 
     Raises:
         JobError: no such task, or transformers has no model for it of this kind.
@@ -154,7 +154,7 @@ def class_for(config: Any, task: Any) -> Any:
     if not isinstance(task, str):
         return task
     if task not in TASKS:
-        raise JobError(f"task={task!r} is not known.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
+        raise JobError(f"task={task!r} is unknown.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
     if not _fits(config, task):
         raise JobError(
             f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.", hint=_what_fits(config)
@@ -171,7 +171,7 @@ def _knows(kind: type, task: str) -> bool:
 
 
 def _what_fits(config: Any) -> str:
-    """What to type for this config: the tasks that it fits, and the classes with another head that transformers has."""
+    """Return what to type for this config: the tasks that it fits, and transformers' classes with another head."""
     tasks = [f"task={task!r}" for task in TASKS if _fits(config, task)]
     others = sorted({name for name in dir(transformers) if name.startswith("AutoModelFor")} - set(TASKS.values()))
     tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in others]

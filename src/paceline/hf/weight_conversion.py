@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face folder become those of the model, by transformers' own table of conversions."""
+"""The conversion of a Hugging Face folder's tensors to the model's, by transformers' own conversion table."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ _LOADING = "transformers.core_model_loading"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedTensors:
-    """Tensors that transformers stores otherwise than it holds them: experts one by one, fused projections."""
+    """Tensors that transformers stores in another form than it holds: separate experts, fused projections."""
 
     converter: Any
     gathered: Mapping[str, Sequence[str]]
@@ -29,11 +29,11 @@ class ConvertedTensors:
 
     @property
     def sources(self) -> Sequence[str]:
-        """All that it puts together."""
+        """The names of all stored tensors that it combines."""
         return [name for names in self.gathered.values() for name in names]
 
     def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
-        """The whole of these few is put together, and the parts are taken from it."""
+        """Read and combine these few tensors whole, then take the parts."""
         whole = convert(self.converter, self.gathered, self.layer, self.model, shelf.whole)
         return {name: parts[name].take(whole[name]) for name in parts}
 
@@ -41,7 +41,7 @@ class ConvertedTensors:
 def convert(
     converter: Any, gathered: Mapping[str, Sequence[str]], layer: str, model: nn.Module, get: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """What one of transformers' converters makes of these tensors."""
+    """Return what one of transformers' converters makes of these tensors."""
     fresh = copy.deepcopy(converter)
     for pattern, names in gathered.items():
         fresh.collected_tensors[pattern] = [get(name) for name in names]
@@ -50,7 +50,7 @@ def convert(
 
 
 def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[WeightSource]]:
-    """For this model; without a table (transformers before 5) the names are what they are, but for the prefix."""
+    """Return this model's conversions. Without a table (transformers before 5), only the name prefix is adapted."""
     try:
         rename = resolve(f"{_LOADING}:rename_source_key")
         converter_kind = resolve(f"{_LOADING}:WeightConverter")
@@ -96,7 +96,7 @@ def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[Weig
 
 
 def ignored_by(model: nn.Module, *, other_head: bool) -> Callable[[str], bool]:
-    """The stored tensors that the model does without: its class says so, or they are of the head that was there."""
+    """Return a predicate for stored tensors that the model ignores: listed by its class, or part of another head."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     body = f"{getattr(model, 'base_model_prefix', '')}."
 

@@ -167,8 +167,8 @@ def _local(environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, ran
     if world == 1 or is_loopback(environ.get("MASTER_ADDR") or "127.0.0.1"):
         return rank, world
     raise UsageError(
-        f"{kind} does not say which of this machine's ranks rank {rank} of {world} is: {names[0]} is not set.",
-        cause="MASTER_ADDR names a machine, so ranks may be on several",
+        f"{kind} does not give the local rank of rank {rank} of {world}: {names[0]} is not set.",
+        cause="MASTER_ADDR names a host, so the ranks may be on several machines",
         hint="export LOCAL_RANK=<0, 1, ... on each machine> LOCAL_WORLD_SIZE=<ranks on this machine>",
     )
 
@@ -182,7 +182,7 @@ def _checked(found: JoinedWorld) -> JoinedWorld:
     if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < max(found.local_world_size, 1):
         raise UsageError(
             f"{found.kind}: rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
-            f"{found.local_world_size}: these contradict each other.",
+            f"{found.local_world_size}: these values contradict each other.",
             hint="start as many tasks as ranks: --ntasks = nodes × --ntasks-per-node",
         )
     return found

@@ -175,14 +175,12 @@ def _again(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
     who = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
     if newest is None:
         print_line(
-            f"{who} after step {step}, and nothing had been saved: all {plural(step, 'step')} are done again",
+            f"{who} after step {step}, and nothing had been saved: all {plural(step, 'step')} are repeated",
             sys.stderr,
         )
         return request
     lost = max(0, step - step_of(newest))
-    print_line(
-        f"{who} after step {step}. Going on from {newest.name}: {plural(lost, 'step')} are done again", sys.stderr
-    )
+    print_line(f"{who} after step {step}. Resuming from {newest.name}: {plural(lost, 'step')} are repeated", sys.stderr)
     return replace(request, payload={**(request.payload or {}), "resume": None})
 
 
@@ -210,7 +208,8 @@ def choose_kernels() -> bool:
 def too_late(cause: str, *, hint: str = "") -> UsageError:
     """Return the error for exact mode that was requested after torch had chosen its kernels."""
     return UsageError(
-        f"exact mode needs kernels that {EXACT_KERNELS} chooses before torch is imported; here torch was first.",
+        f"exact mode needs kernels that {EXACT_KERNELS} selects before torch is imported, but "
+        "torch is already imported.",
         cause=cause,
         hint=hint or f"export {EXACT_KERNELS}={CHOSEN_KERNELS}, then the same command",
     )
@@ -224,10 +223,10 @@ def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) 
     if outcome.failure is not None:
         return failure_screen(outcome, go_on=go_on if outcome.goes_on else "", more=more)
     if outcome.exit_code == ExitCode.STOPPED:
-        return f"Stopped and saved. Go on: {go_on}"
+        return f"Stopped and saved. Resume: {go_on}"
     if outcome.exit_code:
         saved = was_saved(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
-        return "Stopped at once." + (f" Go on{' from the last save' if saved else ''}: {go_on}" if go_on else "")
+        return "Stopped at once." + (f" Resume{' from the last save' if saved else ''}: {go_on}" if go_on else "")
     return ""
 
 
@@ -243,7 +242,9 @@ def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
     """Return the failure of a rank in another launcher's world by key: no log, and maybe only another rank lost."""
     said = _said_by_key(failure)
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
-        what = f"rank {failure.rank} could not go on because another rank left or did not answer: {failure.message}"
+        what = (
+            f"rank {failure.rank} could not continue because another rank failed or did not respond: {failure.message}"
+        )
         said |= {"error": PeerError.__name__, "what": what, "where": ""}
     return {**said, "log": "", "go_on": go_on}
 
@@ -265,10 +266,10 @@ def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[st
     failure = outcome.failure
     if failure is None:
         return ""
-    again = [f"Go on: {go_on}"] if go_on else []
+    again = [f"Resume: {go_on}"] if go_on else []
     log = _log_of(outcome, failure)
     if failure.rank == STARTER:
-        return "\n".join([f"FAILED: {failure.screen}", f"What the ranks said: {log}", *again])
+        return "\n".join([f"FAILED: {failure.screen}", f"Logs of the ranks: {log}", *again])
     at = f" at step {failure.step}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""
     what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
@@ -278,7 +279,7 @@ def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[st
     elif failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
-    others, left = outcome.ranks - 1, "did not answer" if failure.kind == TIMEOUT else "left"
+    others, left = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
     if others and failure.kind != APART:
         lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
     lines += [*more, f"Full text: {log}"]

@@ -47,7 +47,7 @@ def _put(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
         return
     if not joined.is_one_node:
         raise UsageError(
-            f"{joined.kind} started ranks on several machines and MASTER_ADDR or MASTER_PORT is not set.",
+            f"{joined.kind} started ranks on several machines, but MASTER_ADDR or MASTER_PORT is not set.",
             hint="export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>",
         )
     environ["MASTER_ADDR"] = "127.0.0.1"
@@ -97,7 +97,7 @@ def home_folder() -> Path:
     home = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
     if home.lstat().st_uid != os.getuid() or home.is_symlink():
-        raise MachineError(f"{home} belongs to somebody else.", hint="export MASTER_ADDR and MASTER_PORT")
+        raise MachineError(f"{home} belongs to another user.", hint="export MASTER_ADDR and MASTER_PORT")
     return home
 
 
@@ -106,9 +106,9 @@ def _invite(folder: Path, *, port: int) -> None:
     found = _invitation(folder)
     if found is not None and found["holder"]["pid"] != os.getpid():
         raise UsageError(
-            f"process {found['holder']['pid']} waits for the other ranks of a world of the same command.",
+            f"process {found['holder']['pid']} is waiting for the other ranks of the same command.",
             where=str(folder),
-            cause="the same command was started twice at once, or ranks of an earlier start are missing",
+            cause="the same command was started twice at the same time, or ranks of an earlier start are missing",
             hint=f"export MASTER_ADDR=127.0.0.1 MASTER_PORT=<free port>, or kill {found['holder']['pid']}",
         )
     shutil.rmtree(folder, ignore_errors=True)
@@ -138,8 +138,8 @@ def _wait_for(folder: Path, joined: JoinedWorld) -> int:
             return int(found["port"])
         time.sleep(_POLL_SECONDS)
     raise MachineError(
-        f"rank 0 did not say where it listens within {_WAIT_SECONDS:.0f} s.",
+        f"rank 0 did not publish its address within {_WAIT_SECONDS:.0f} s.",
         where=str(folder),
-        cause="rank 0 did not start, or in another folder or with other words than this rank",
+        cause="rank 0 did not start, or it started in a different folder or with different arguments",
         hint="export MASTER_ADDR=127.0.0.1 MASTER_PORT=<free port>",
     )

@@ -46,19 +46,19 @@ def refuse_auto(*, update: str, compress: str) -> None:
     """
     problems: list[PacelineError] = []
     if parse_update(update).kind is not UpdateKind.SYNC:
-        cause = "plans are of one update at a time, summed over all replicas"
-        what = f"--layout auto with --update {update}: nothing is known of its time."
-        problems.append(LayoutError(what, cause=cause, hint=f"--update {update} alone chooses its layout"))
+        cause = "plans cover synchronous updates only"
+        what = f"--layout auto with --update {update}: its step time can't be forecast."
+        problems.append(LayoutError(what, cause=cause, hint=f"use --update {update} alone, which chooses its layout"))
     if str(parse_compress(compress)) != "none":
-        what = f"--layout auto with --compress {compress}: it is a way to send gradients of ddp."
+        what = f"--layout auto with --compress {compress}: compression needs ddp."
         problems.append(LayoutError(what, hint=f"--layout ddp --compress {compress}"))
     joined = None if attempt_folder(os.environ) else detect(os.environ)
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(
-                f"--layout auto in a world that {joined.kind} made: it is there before the plan would be.",
-                cause="a plan is made in one process, before the ranks start",
-                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with what it recommends",
+                f"--layout auto in a world that {joined.kind} started: the ranks exist before the plan.",
+                cause="a plan is made in one process before the ranks start",
+                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with its recommendation",
             )
         )
     raise_all(problems)
@@ -76,7 +76,7 @@ def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, Launc
     folder = RunFolder(Path(task.run) / AUTO)
     folder.path.mkdir(parents=True, exist_ok=True)
     if not quiet:
-        print_line("auto: planning: the model's numbers, the search, the best one replayed", sys.stderr)
+        print_line("auto: planning: profiling the model, searching, replaying the best layout", sys.stderr)
     own = replace(to_plan(task), run=str(folder.path), options={"fleet": here.fleet.as_json(), "seconds": SECONDS})
     outcome = start(LaunchRequest(
         ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves=False
@@ -99,13 +99,13 @@ def announce_choice(task: Task, answer: Mapping[str, Any], here: LocalMachine, *
     """Print three lines about the chosen layout, and return the task with it."""
     rungs = [FallbackLayout(**rung) for rung in answer["rungs"]]
     cost = f"planned in {format_duration(answer['seconds'])}"
-    cost += f", after {format_duration(here.seconds)} for measuring this machine" if here.seconds else ""
+    cost += f", after {format_duration(here.seconds)} of measuring this machine" if here.seconds else ""
     if rungs[0].source == TIMED:
-        cost += "; its steps were timed here by paceline plan"
+        cost += "; paceline plan timed its steps here"
     elif rungs[0].longer != 1:
-        cost += f"; times as steps here took, {rungs[0].longer:.2f} times the reckoned"
+        cost += f"; times are corrected by steps timed here, {rungs[0].longer:.2f} times the estimate"
     else:
-        cost += "; its steps are reckoned: paceline plan times them"
+        cost += "; its step time is an estimate: paceline plan measures it"
     doubt = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
     lines = [
         f"auto: {rungs[0]}, on {here.fleet}{doubt}",
@@ -153,12 +153,12 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
     first, run = rungs[0], RunFolder(Path(task.run))
     before = task.options["forecast"]["peak_bytes"]
     newest = pointed_checkpoint(run.checkpoints, LATEST)
-    place = f"from {newest.name}" if newest is not None else "from the first step, since nothing had been saved"
+    place = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"
     why = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
     at = f" at step {failure.step}" if failure.step else ""
     print_line(
-        f"rank {failure.rank}{at}: {why}. auto: going on {place} with {first}, which is forecast to need "
-        f"{format_size(first.peak_bytes)} in place of {format_size(before)}",
+        f"rank {failure.rank}{at}: {why}. auto: continuing {place} with {first}, which is forecast to need "
+        f"{format_size(first.peak_bytes)} instead of {format_size(before)}",
         sys.stderr,
     )
     found = on_rung(task, rungs)
@@ -185,7 +185,7 @@ def as_before(task: Task, *, quiet: bool = False) -> Task | None:
     options: dict[str, Any] = {name: before.options[name] for name in ("forecast", "rungs") if name in before.options}
     own = {n: v for n, v in before.settings.items() if before.origins.get(n) == ORIGIN and n not in task.settings}
     words = [f"--{name} {as_typed(value)}" for name, value in own.items()]
-    _say([f"auto: {' '.join([f'--layout {before.layout}', *words])}, as this run had it"], quiet=quiet)
+    _say([f"auto: {' '.join([f'--layout {before.layout}', *words])}, as in this run so far"], quiet=quiet)
     return replace(
         task,
         layout=before.layout,

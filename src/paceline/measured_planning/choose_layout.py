@@ -70,7 +70,7 @@ def decide(
             break
         known.replay(row.estimate)
     first = str(advice.recommended.candidate)
-    late = f"{known.num_refused} before it were refused when they were replayed, and time was over"
+    late = f"{known.num_refused} better ones were refused in replay, and the time limit was reached"
     advice = replace(advice, case=case, unreplayed="" if first in known.seen else late)
     return ChosenLayout(forecast=known.forecast, advice=advice, seen=known.seen)
 
@@ -181,7 +181,7 @@ class _Known:
             return
         parts = dict(_parts(candidate))
         if not parts:
-            raise LayoutError(error, hint="--layout single says all of it")
+            raise LayoutError(error, hint="--layout single shows the full error")
         axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
         if len(axes) == 1 and self._rehearsal.is_of_parts(candidate, error):
             refused = dict.fromkeys(axes, error)  # whatever else it has

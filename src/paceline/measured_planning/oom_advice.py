@@ -34,7 +34,7 @@ LEARN = "paceline.measured_planning.auto_worker:write_model_profile"
 _PART = 0.9  # of what was too much, to be worth another start
 _LIBRARIES_BYTES = 64 << 20  # what a process comes to need once it trains: threads' stacks, buffers of libraries
 _USUAL = Device(  # of a core: only relations between its rates are used, and the page says so
-    name="a usual processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
+    name="a typical processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
 _LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
 
@@ -75,7 +75,7 @@ def model_profile_of_run(task: Task) -> Mapping[str, Any]:
     with suppress(OSError, ValueError):
         return dict(read_json(folder.path / ANSWER))
     folder.path.mkdir(parents=True, exist_ok=True)
-    print_line("memory was short: looking for what needs less", sys.stderr)
+    print_line("out of memory: searching for layouts that need less", sys.stderr)
     own = replace(to_plan(task), run=str(folder.path), options={"most_ranks": task.ranks})
     start(LaunchRequest(ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves=False))
     return dict(read_json(folder.path / ANSWER))
@@ -111,7 +111,7 @@ def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> I
     if "parameters" in (failure.said.get("held") or {}):
         return
     parts = forecast.estimate(candidate).memory.parts
-    yield "forecast for the fullest rank, since it could not be measured any more:"
+    yield "forecast for the rank that needs most, because it could not be measured any more:"
     yield from (f"  {name}: {value / 2**20:,.1f} MiB" for name, value in parts.items() if value)
 
 
@@ -125,9 +125,9 @@ def _told(
 ) -> Iterator[str]:
     before = forecast.estimate(candidate)
     if not changes:
-        yield f"No layout of {plural(forecast.fleet.ranks, 'rank')} that is two changes away would fit."
+        yield f"No layout of {plural(forecast.fleet.ranks, 'rank')} within two changes would fit."
         return
-    usual = "" if fleet is not None else " (times are of a usual machine: this one was not measured yet)"
+    usual = "" if fleet is not None else " (times are for a typical machine: this one was not measured yet)"
     yield f"The cheapest changes, by forecast{usual}:"
     for number, (change, rung) in enumerate(zip(changes, rungs, strict=True), 1):
         less = format_size(round(before.peak_bytes - change.estimate.peak_bytes))

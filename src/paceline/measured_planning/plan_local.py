@@ -97,11 +97,11 @@ def profile_for_plan(ready: PreparedJob, *, most_ranks: int) -> ProfiledJob:
 
 def _unplanned(error: Exception) -> JobError:
     return JobError(
-        f"the job can't be looked at without its numbers: {as_refused(error)}",
+        f"the job can't be profiled without real values: {as_refused(error)}",
         where=str(user_line(error) or ""),
-        cause="to plan, it runs on memory without numbers, where every comparison of numbers holds and a number is 1; "
-        "or it fails with numbers too",
-        hint="a layout by name, which asks for no plan: paceline train JOB --layout ddp",
+        cause="a plan runs it on fake tensors, where every comparison is true and every number is 1; "
+        "or it fails with real values too",
+        hint="name a layout, which needs no plan: paceline train JOB --layout ddp",
     )
 
 

@@ -43,7 +43,7 @@ def plan(payload: Mapping[str, Any]) -> int:
 def _plan(task: Task, ready: PreparedJob) -> None:
     names = list(task.options.get("layouts", ()))
     began = time.monotonic()
-    write_doing(Path(task.run), "what the model computes and holds is found out, and which layouts can have it")
+    write_doing(Path(task.run), "profiling the model's compute and memory, and finding the layouts it supports")
     if "here" in task.options:
         found = chosen_here(ready, LocalMachineRequest(**task.options["here"]), layouts=names)
         began = time.monotonic()  # what it has taken was given for it
@@ -54,7 +54,7 @@ def _plan(task: Task, ready: PreparedJob) -> None:
         found = PlannedLayouts(learnt=learnt, forecast=forecast, grid=grid, options=())
     if found is not None:
         ranks = found.forecast.fleet.ranks
-        write_doing(Path(task.run), f"layouts of {plural(ranks, 'rank')} are searched, and the best replayed")
+        write_doing(Path(task.run), f"searching layouts of {plural(ranks, 'rank')}, and replaying the best")
         until = began + _MOST_SECONDS
         decided = partial(_judged, layouts=names) if names else _decided
         found, advice, seen = decided(found, until=until)
@@ -125,7 +125,7 @@ def _answer(
     lines += [*chosen.learnt.notes, *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
-    lines += [f"  {candidate} can't be had: {one.why}" for candidate, one in chosen.lost.items()]
+    lines += [f"  {candidate} is not possible: {one.why}" for candidate, one in chosen.lost.items()]
     lines += _disturbed(chosen.others)
     options = numerics_options(forecast, advice.recommended, chosen.grid) if isinstance(advice, Advice) else []
     lines += option_lines(options)
@@ -149,9 +149,9 @@ def _is_offloaded(rows: Sequence[PlanRow]) -> bool:
 def _disturbed(others: float) -> Iterator[str]:
     """Yield a note if other programs used the cores while layouts were timed."""
     if others:
-        yield f"note: other programs had {others:.0%} of the cores while layouts were timed: without them steps may be"
-        yield "  shorter, and another layout the quickest"
-        yield "  to do: plan again once they have ended"
+        yield f"note: other programs used {others:.0%} of the cores while layouts were timed: without them steps may be"
+        yield "  shorter, and a different layout may be the fastest"
+        yield "  to do: plan again after they have ended"
 
 
 def _doubts(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
@@ -160,19 +160,19 @@ def _doubts(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
     if best is None:
         return
     if not best.replayed:
-        yield f"note: {best.estimate.layout} was not replayed: its bytes are reckoned"
+        yield f"note: {best.estimate.layout} was not replayed: its memory is an estimate"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
     if parts and not is_small(facts.parameters) and not best.estimate.timed:
-        yield f"note: a model of this size is not tried with its numbers here, and {parts} may change what it computes"
-        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller one of its kind"
+        yield f"note: a model of this size is not run with real values here, and {parts} may change its results"
+        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of its kind"
 
 
 def _lost(name: str, seen: CheckedCandidate, fleet: Cluster) -> str:
     """Return a line about a layout that was rejected on the way to the recommended one."""
     if seen.error:
-        return f"  {name} can't be had: {seen.error}"
+        return f"  {name} is not possible: {seen.error}"
     held, limit = (
         format_size(round(seen.peak_bytes + fleet.device.reserve_bytes)),
         format_size(round(fleet.device.memory_bytes)),
     )
-    return f"  {name} is not sure to fit: {held} of {limit} when it was replayed"
+    return f"  {name} may not fit: {held} of {limit} in replay"

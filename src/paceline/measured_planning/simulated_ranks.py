@@ -81,7 +81,7 @@ class SimulatedRanks:
         """Return the next message of an edge.
 
         Raises:
-            PeerLeft: another stage has failed.
+            PeerFailed: another stage has failed.
         """
         with suppress(Empty):
             return queue.get_nowait()

@@ -102,7 +102,7 @@ class CompiledForward:
         output = self._plain(*args, **kwargs)
         written = entry.leave()
         if written:
-            self._give_up(f"its forward writes to the buffer {written[0]}, and its gradients would be wrong")
+            self._give_up(f"its forward writes to the buffer {written[0]}, so its gradients would be wrong")
         return output
 
     def _give_up(self, why: str) -> None:
@@ -116,7 +116,7 @@ def _wrap(name: str, block: nn.Module, say: Say) -> Undo:
         rerun, plain = forward, forward.inner
         if rerun.is_selective:
             rerun.keep_nothing()
-            say(f"note: {name} is compiled: remat=selective can't see into it and runs all of it again")
+            say(f"note: {name} is compiled: remat=selective can't see into it and recomputes all of it")
         rerun.inner = CompiledForward(name=name, block=block, inner=plain, say=say)
         return lambda: setattr(rerun, "inner", plain)
     before = vars(block).get("forward")

@@ -221,7 +221,7 @@ class Compilation:
         """Compile the blocks, if there is one that a stage calls."""
         model, piped, say = placement.model, placement.piped, placement.request.say
         if not placement.blocks and piped is not None and piped.along_graph and not repeated_blocks(model):
-            say("note: no block is compiled: stages along a graph call the model's own modules, and none repeats")
+            say("note: no block is compiled: stages along a graph call the model's own modules, none of which repeats")
         else:
             placement.undos.append(compile_blocks(model, say=say, blocks=placement.blocks))
 

@@ -1,4 +1,4 @@
-"""The curves of a run, and where its time went."""
+"""The curves of a run, and the split of its time."""
 
 from collections.abc import Sequence
 from html import escape
@@ -13,7 +13,7 @@ _TERM = "loss/"
 
 
 def show_curves(history: History) -> str:
-    """Losses, metrics, speed, memory and samples over steps."""
+    """Draw losses, metrics, speed, memory and samples over steps."""
     names, marks = history.names(), history.marks()
     charts = [chart("loss", _losses(history, names), marks=marks)]
     charts += [_one(history, name, marks) for name in names if name.startswith(_TERM)]
@@ -28,18 +28,18 @@ def show_curves(history: History) -> str:
 
 
 def show_time(history: History) -> str:
-    """Time per step, its split over steps, and its split over the run."""
+    """Draw the time per step, its split over steps, and its split over the run."""
     rows, shares = _split(history)
     if not rows:
         return ""
     seconds = [(step, value * 1e3) for step, value in history.points("time/step")]
     line = chart("time per step, ms", [Curve(name="step", points=seconds)], marks=history.marks())
-    split = split_chart("time per step by what it went to, ms", [*PARTS, "other"], rows)
+    split = split_chart("time per step by part, ms", [*PARTS, "other"], rows)
     return f'<section><h2>Where the time went</h2>{stacked_bar(shares)}<div class="charts wider">{line}{split}</div></section>'
 
 
 def show_statistics(history: History) -> str:
-    """Norms of each parameter and its gradient, where they were logged."""
+    """Draw the norms of each parameter and its gradient, if they were logged."""
     kinds = ("weight_norm/", "grad_norm/")
     names = [name for name in history.names() if name.startswith(kinds)]
     if not names:
@@ -64,7 +64,7 @@ def _one(history: History, name: str, marks: Sequence[ResumeMark], *, title: str
 
 
 def _split(history: History) -> tuple[list[tuple[float, list[float]]], dict[str, float]]:
-    """Milliseconds of each part for each logged step, and the shares of the whole."""
+    """Return the milliseconds of each part for each logged step, and each part's share of the whole."""
     rows = []
     for step, seconds in history.points("time/step"):
         record = history.steps[int(step)]

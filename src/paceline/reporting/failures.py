@@ -1,4 +1,4 @@
-"""What went wrong in a run: failures by attempt, torn files, checkpoints that are not what was written."""
+"""The failures of a run: failed attempts, torn files, and checkpoints that differ from their digests."""
 
 from html import escape
 from pathlib import Path
@@ -16,7 +16,7 @@ _MOST_BYTES = 4 << 30
 
 
 def show_torn(history: History) -> str:
-    """A notice for lines that could not be read."""
+    """Return a notice about lines that could not be read."""
     said = [f"{count} line{'s' * (count > 1)} of {name}.jsonl" for name, count in history.torn.items()]
     if not said:
         return ""
@@ -39,20 +39,20 @@ def _number_of(attempt: Path) -> int:
 
 
 def _trains(attempt: Path) -> bool:
-    """Whether the run was trained there, and not only evaluated."""
+    """Return whether the attempt trained the run and did not only evaluate it."""
     request = json_or_none(attempt / "request.json")
     payload = request.get("payload") if isinstance(request, dict) else None
     return not isinstance(payload, dict) or payload.get("verb", "train") == "train"
 
 
 def show_failures(run: RunFolder) -> str:
-    """Each failed attempt: which rank was first, its exception, and the user's line."""
+    """Show each failed attempt: the first rank that failed, its exception, and the user's line."""
     parts = [text for folder in _attempts(run) if (text := _attempt(folder))]
     return f"<section><h2>Failures</h2>{''.join(parts)}</section>" if parts else ""
 
 
 def failures_of(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """The first failure of an attempt, and the others in the order in which they were written."""
+    """Return the first failure of an attempt, and the others in the order in which they were written."""
     left = [f for path in folder.glob("failure-*.json") if isinstance(f := json_or_none(path), dict) and "rank" in f]
     left.sort(key=_when)
     named = json_or_none(folder / FIRST_FAILURE)
@@ -69,7 +69,7 @@ def _attempt(folder: Path) -> str:
     where = f"{first['where']}, " if first.get("where") else ""
     step = f" at step {first['step']}" if isinstance(first.get("step"), int) and first["step"] else ""
     what = f"killed by {first.get('message')}" if first.get("kind") == "signal" else _named(first)
-    who = "what starts the ranks" if first["rank"] == STARTER else f"rank {first['rank']}"
+    who = "the process that starts the ranks" if first["rank"] == STARTER else f"rank {first['rank']}"
     head = f"<p><strong>Attempt {escape(number)}{step}: {escape(who)}</strong>, {escape(where + what)}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
     advice = "\n".join(str(first.get("screen") or "").splitlines()[1:])
@@ -96,7 +96,7 @@ def _named(failure: dict[str, Any]) -> str:
 
 
 def show_checkpoints(run: RunFolder) -> str:
-    """Every checkpoint, read again byte by byte where that is quick."""
+    """Show every checkpoint; small ones are read again byte by byte."""
     steps = all_steps(run.checkpoints)
     if not steps:
         return ""

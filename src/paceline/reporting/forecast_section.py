@@ -1,4 +1,4 @@
-"""What was forecast of a run, and what its first steps took, for its page."""
+"""The forecast of a run and the measurements of its first steps, for the run's page."""
 
 from html import escape
 from typing import Any
@@ -16,11 +16,11 @@ _MEASURED = "measured"
 
 
 def show_foretold(history: History) -> str:
-    """Bytes and seconds side by side, with what each is of; nothing where nothing was forecast."""
+    """Show forecast and measured bytes and seconds side by side; return '' if nothing was forecast."""
     event = history.last_of("Foretold")
     try:
         return _section(event) if event else ""
-    except (KeyError, TypeError, ValueError):  # a line that a kill has torn, or of another version
+    except (KeyError, TypeError, ValueError):  # a line that was cut off by a kill, or written by another version
         return ""
 
 
@@ -28,10 +28,10 @@ def _section(event: dict[str, Any]) -> str:
     measured, parts = event["measured_bytes"], {name: float(value) for name, value in event["parts"].items() if value}
     by = "the device's allocator" if event["measured_by"] == "allocator" else "growth of the resident memory"
     rows = [
-        ("bytes of the fullest rank", format_size(event["peak_bytes"]), "" if measured is None else format_size(measured),
-         event["memory_ratio"], by if measured is not None else "not known"),
-        ("seconds of a step", format_duration(event["step_seconds"]), format_duration(event["measured_seconds"]),
-         event["time_ratio"], "the middle one of the first steps"),
+        ("peak bytes of the fullest rank", format_size(event["peak_bytes"]), "" if measured is None else format_size(measured),
+         event["memory_ratio"], by if measured is not None else "unknown"),
+        ("seconds per step", format_duration(event["step_seconds"]), format_duration(event["measured_seconds"]),
+         event["time_ratio"], "the median of the first steps"),
     ]  # fmt: skip
     cells = "".join(
         f"<tr><td>{name}</td><td>{forecast}</td><td>{found}</td>"
@@ -53,5 +53,5 @@ def _section(event: dict[str, Any]) -> str:
     return (
         f"<section><h2>Forecast and measured</h2><p>By {escape(source)}, for {escape(str(event['layout']))}; measured "
         f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>times</th>"
-        f"<th>measured by</th></tr>{cells}</table>{small}{busy}{bars('bytes of the fullest rank', kinds, drawn)}</section>"
+        f"<th>measured by</th></tr>{cells}</table>{small}{busy}{bars('peak bytes of the fullest rank', kinds, drawn)}</section>"
     )

@@ -1,4 +1,4 @@
-"""Layouts of one job side by side: a table for the screen and one page with pictures, from plain numbers."""
+"""A comparison of layouts of one job: a table for the screen and one page with pictures, from plain numbers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ _NOTHING = (_NONE, format_size(0))
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one layout did. A layout that was refused or failed has a `reason` and no numbers.
+    """The measurements of one layout. A layout that was refused or failed has a `reason` and no numbers.
 
     `held`: for each rank the bytes of each kind at its peak, and `sent` the bytes of each collective in one step.
     `bubble` is measured, `planned` that of the schedule with stages of equal length.
@@ -44,12 +44,12 @@ class Measured:
 
     @property
     def peak(self) -> Mapping[str, int]:
-        """Of the rank that holds most."""
+        """The bytes of each kind on the rank whose peak is highest."""
         return max(self.held, key=_total, default={})
 
     @property
     def most_sent(self) -> float | None:
-        """Of the rank that sends most."""
+        """The bytes sent by the rank that sends most."""
         return max((sum(rank.values()) for rank in self.sent), default=None)
 
 
@@ -60,22 +60,22 @@ _COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("step", lambda m: _seconds(m.step_seconds)),
     ("samples/s", lambda m: _rate(m.samples_per_second)),
     ("tokens/s", lambda m: _rate(m.tokens_per_second)),
-    ("peak a rank", lambda m: format_size(_total(m.peak)) if m.held else _NONE),
+    ("peak per rank", lambda m: format_size(_total(m.peak)) if m.held else _NONE),
     *((kind, lambda m, kind=kind: format_size(m.peak[kind]) if kind in m.peak else _NONE) for kind in _KINDS),
-    ("sent a step", lambda m: _NONE if m.most_sent is None else format_size(int(m.most_sent))),
+    ("sent per step", lambda m: _NONE if m.most_sent is None else format_size(int(m.most_sent))),
     ("bubble", lambda m: _bubble(m)),
 )
 
 
 def comparison_rows(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """The head and a row for each; columns in which nobody has anything are left out."""
+    """Return the header and one row per layout; columns without any value are left out."""
     table = [[show(each) for _, show in _COLUMNS] for each in found]
     kept = [at for at in range(len(_COLUMNS)) if at < 2 or any(row[at] not in _NOTHING for row in table)]
     return [_COLUMNS[at][0] for at in kept], [[row[at] for at in kept] for row in table]
 
 
 def text(found: Sequence[Measured]) -> str:
-    """For the screen."""
+    """Return the table for the screen."""
     head, body = comparison_rows(found)
     wide = [max(len(row[at]) for row in [head, *body]) for at in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip() for row in [head, *body]]
@@ -83,25 +83,25 @@ def text(found: Sequence[Measured]) -> str:
 
 
 def write_layouts(found: Sequence[Measured], *, job: str, to: Path, proof: str = "") -> Path:
-    """The page; it loads nothing."""
+    """Write the page, which loads nothing from the network."""
     write_text(to, comparison_page(found, job=job, proof=proof))
     return to
 
 
 def comparison_page(found: Sequence[Measured], *, job: str, proof: str = "") -> str:
-    """Table with what its verdicts are worth, then what each rank holds, the losses, what is sent, and schedules as planned beside as measured."""
+    """Return the page: table, verdicts, memory per rank, losses, bytes sent, planned and measured schedules."""
     ran = [each for each in found if each.held or each.losses]
     parts = [
         f"<header><h1>{escape(job)} <small>{plural(len(found), 'layout')}, the same samples</small></h1></header>",
         _table(found, proof),
         _section(
-            "What each rank holds",
+            "Memory per rank",
             _held(ran),
-            "at the moment of its peak in one step; gradients before the first backward are none, activations are all "
-            "that is none of the others, also gathered weights",
+            "at the peak of one step; before the first backward there are no gradients; activations include all "
+            "that is in no other group, such as gathered weights",
         ),
         _losses(ran),
-        _section("What is sent in a step", _sent(ran), "by the rank that sends most"),
+        _section("Bytes sent per step", _sent(ran), "by the rank that sends most"),
         *(_schedule(each) for each in found if each.schedule),
     ]
     return document(f"{job} · layouts", parts)
@@ -128,11 +128,11 @@ def _table(found: Sequence[Measured], proof: str) -> str:
 
 def _held(found: Sequence[Measured]) -> str:
     lines = [row for each in found for row in _ranks(each)]
-    return bars("bytes a rank", _KINDS, lines)
+    return bars("bytes per rank", _KINDS, lines)
 
 
 def _ranks(each: Measured) -> list[BarRow]:
-    """A bar for all ranks that look the same: none of their parts differs by more than a hundredth of the whole."""
+    """Return one bar for all ranks if they look the same: no part differs by more than 1% of the whole."""
     groups: list[list[int]] = []
     for rank, parts in enumerate(each.held):
         near = next((group for group in groups if _alike(each.held[group[0]], parts)), None)
@@ -156,7 +156,7 @@ def _alike(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """`0–3, 6`."""
+    """Format a set of ranks, as `0–3, 6`."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][-1] + 1:
@@ -179,7 +179,7 @@ def _sent(found: Sequence[Measured]) -> str:
         own: dict[str, float] = {kind: parts.get(kind, 0.0) for kind in shown}
         own |= {"others": sum(parts.get(kind, 0.0) for kind in kinds[INKS - 1 :])} if "others" in shown else {}
         lines.append(BarRow(name=name, parts=own))
-    return bars("bytes a step", shown, lines)
+    return bars("bytes per step", shown, lines)
 
 
 def _losses(found: Sequence[Measured]) -> str:
@@ -187,25 +187,25 @@ def _losses(found: Sequence[Measured]) -> str:
     drawn = chart("loss", curves)
     if len(curves) > 1:
         first = dict(curves[0].points)
-        apart = [  # the first as well, so that each keeps its colour
+        apart = [  # the first layout too, so that each keeps its colour
             Curve(
                 name=each.name, points=[(step, abs(loss - first[step])) for step, loss in each.points if step in first]
             )
             for each in curves
         ]
-        drawn += chart(f"distance of the loss from that of {curves[0].name}", apart)
+        drawn += chart(f"difference of the loss from {curves[0].name}", apart)
     return f'<section><h2>Losses</h2><div class="charts wider">{drawn}</div></section>' if drawn else ""
 
 
 def _schedule(each: Measured) -> str:
     planned = "" if each.planned is None else f"; {each.planned:.1%} if all stages took equally long"
-    said = "Each rank's part of a step in which it computes nothing; above as the schedule would go with the middle of "
-    said += "the times that were measured, below one step as it went"
+    said = "The share of a step in which a rank is idle; above, the schedule as planned with the median of "
+    said += "the measured times; below, one measured step"
     bubble = "" if each.bubble is None else f'<p class="soft">measured bubble {each.bubble:.1%}{planned}. {said}</p>'
     title = f"<h2>The schedule of {escape(each.name)}, planned and measured</h2>"
     wide = re.sub(
         r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', each.schedule, count=1
-    )  # it scrolls where there is no room
+    )  # it scrolls if the window is too narrow
     return f'<section>{title}{bubble}<figure class="table">{wide}</figure></section>'
 
 

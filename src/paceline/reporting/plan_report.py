@@ -1,4 +1,4 @@
-"""A plan as a page: what each layout holds against the device's limit, what its step goes to, and its schedule."""
+"""A plan as a page: each layout's memory against the device's limit, the parts of its step, and its schedule."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -19,21 +19,21 @@ from paceline.reporting.step_simulation_report import timeline_section
 from paceline.reporting.svg.bar_chart import BarRow, bars
 
 _MOST_LABEL = 46
-_HOLDS = "bytes of the fullest rank at its highest moment; the line is what the device has; behind × the microbatch"
-_GOES = "by the closed forms, of the busiest rank"
+_HOLDS = "peak bytes of the fullest rank; the line is the device's memory; × is followed by the microbatch size"
+_GOES = "by the closed forms, for the busiest rank"
 
 
 def write_plan(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
-    """The page; it loads nothing."""
+    """Write the page, which loads nothing from the network."""
     write_text(to, plan_page(answer, job=job))
     return to
 
 
 def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
-    """Of an answer to `plan`, or of a plan.json.
+    """Return the page of an answer to `plan`, or of a plan.json.
 
     Raises:
-        UsageError: it does not say what it is of.
+        UsageError: the plan does not state its model or its cluster.
     """
     forecast = forecast_of(answer)
     told = [row for row in answer["plans"] if "settings" in row]
@@ -45,8 +45,8 @@ def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
     parts = [
         _header(answer, forecast, job),
         _table(answer, rows, forecast),
-        _section("Memory", _HOLDS, bars("bytes a device", PARTS, memory, limit=limit)),
-        _section("Time", _GOES, bars("seconds of a step", [*SPENT_ON.values()], spent, show=format_precise_duration)),
+        _section("Memory", _HOLDS, bars("bytes per device", PARTS, memory, limit=limit)),
+        _section("Time", _GOES, bars("seconds per step", [*SPENT_ON.values()], spent, show=format_precise_duration)),
         *(timeline_section(forecast, candidate=found.candidate) for found in drawn),
         _differences(answer.get("differences", ())),
         _assumptions(forecast, is_offloaded=any(found.candidate.offload for _, found in rows)),

@@ -1,4 +1,4 @@
-"""Runs side by side: what was set differently, where their losses part, results, speed; as rows and as a page."""
+"""A comparison of runs: settings that differ, where the losses diverge, results and speed; as rows and as a page."""
 
 import math
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LossDivergence:
-    """Where the logged losses of a run leave those of the first: at all, and by more than `floor` of the loss.
+    """The divergence of a run's losses from the first run's: the first unequal step, and the first beyond `floor`.
 
-    `steps` are how far the first run came and how far this one; `until` is the last logged step of both.
+    `steps` are the number of steps of the first run and of this one; `until` is the last logged step of both.
     """
 
     run: str
@@ -56,14 +56,14 @@ class LossDivergence:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The divergence as a sentence."""
         if not self.common:
             return "no logged step in common"
         return f"{self._where}{self._until}"
 
     @property
     def _until(self) -> str:
-        """Of runs that did not come equally far, what was compared."""
+        """A note on how many steps were compared, if the runs have different lengths."""
         if self.steps[0] == self.steps[1]:
             return ""
         return f"; compared to step {self.until:,}: the first has {self.steps[0]:,} steps, this one {self.steps[1]:,}"
@@ -78,7 +78,7 @@ class LossDivergence:
 
 
 def read_sides(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Read the runs; names are as short as they can be and still differ."""
+    """Read the runs; their names are shortened as far as they stay distinct."""
     names = [path.name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
@@ -86,14 +86,14 @@ def read_sides(paths: Sequence[Path]) -> list[ComparedRun]:
 
 
 def settings_apart(sides: Sequence[ComparedRun]) -> dict[str, list[str | None]]:
-    """Settings, layout and machine facts that are not the same everywhere."""
+    """Return settings, layout and machine facts that differ between the runs."""
     names = dict.fromkeys(name for side in sides for name in side.asked)
     rows = {name: [side.asked.get(name) for side in sides] for name in names}
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
 def default_setting_text(name: str) -> str:
-    """What a setting is where nothing was said."""
+    """Return the text of a setting's default value."""
     if name.startswith("job."):
         return "the job's own"
     if name not in known_settings():
@@ -105,7 +105,7 @@ def default_setting_text(name: str) -> str:
 
 
 def loss_divergences(sides: Sequence[ComparedRun], *, floor: float) -> list[LossDivergence]:
-    """Each run's losses against those of the first; `floor` is relative."""
+    """Compare each run's losses with those of the first; `floor` is relative."""
     first = dict(sides[0].history.points("loss"))
     found = []
     for side in sides[1:]:
@@ -129,7 +129,7 @@ def loss_divergences(sides: Sequence[ComparedRun], *, floor: float) -> list[Loss
 def comparison_table(
     sides: Sequence[ComparedRun], parted: Sequence[LossDivergence]
 ) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """Titled groups of rows, one cell for each run."""
+    """Return titled groups of rows, with one cell per run."""
     results = list(dict.fromkeys(name for side in sides for name in side.result))
     speeds = [name for name in _SPEED if any(name in side.speed for side in sides)]
     groups = [
@@ -140,7 +140,7 @@ def comparison_table(
                 for n, row in settings_apart(sides).items()
             ],
         ),
-        ("losses part", [("", ["–", *(p.text for p in parted)])]),
+        ("losses differ", [("", ["–", *(p.text for p in parted)])]),
         ("result", [(n, [number(s.result.get(n)) for s in sides]) for n in results]),
         ("speed", [(n.replace("_", " "), [number(s.speed.get(n)) for s in sides]) for n in speeds]),
     ]
@@ -148,7 +148,7 @@ def comparison_table(
 
 
 def write_page(sides: Sequence[ComparedRun], parted: Sequence[LossDivergence], *, to: Path) -> Path:
-    """`compare.html`: the table and the curves over one another."""
+    """Write `compare.html`: the table, and the curves of all runs in shared charts."""
     head = "".join(f"<th>{escape(side.name)}</th>" for side in sides)
     parts = [f"<header><h1>{' <small>against</small> '.join(escape(side.name) for side in sides)}</h1></header>"]
     for title, rows in comparison_table(sides, parted):
@@ -172,7 +172,7 @@ def _overlaid(sides: Sequence[ComparedRun], name: str) -> str:
 
 
 def _against(sides: Sequence[ComparedRun], name: str) -> str:
-    """Where steps are no measure of what was spent: against samples, seconds and bytes, as far as all runs know them."""
+    """Draw the curves against samples, seconds and bytes, if all runs have them: steps alone do not show the cost."""
     axes = {
         "samples": [side.history.samples() for side in sides],
         "seconds": [side.history.seconds() for side in sides],
@@ -211,7 +211,7 @@ def _side(name: str, run: RunFolder) -> ComparedRun:
 
 
 def _asked(run: RunFolder) -> dict[str, str]:
-    """Settings, and what of the plan and the machine may explain a difference."""
+    """Return the settings, and the facts of plan and machine that may explain a difference."""
     found = {n: v.strip('"') for n, (v, _) in settings_of(run).items() if not n.startswith(_PLACES)}
     plan, env = json_or_none(run.path / "plan.json"), json_or_none(run.path / "env.json")
     for name in ("global_batch_size", "micro_batch_size", "num_micro"):

@@ -1,4 +1,4 @@
-"""What a run folder tells: its numbers by step, its events, and what could not be read."""
+"""The history in a run folder: numbers by step, events, and a count of unreadable lines."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _STARTED, _STEP = "RunStarted", "StepDone"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeMark:
-    """A step after which a run went on, and what changed there."""
+    """A step at which a run was resumed, and what changed there."""
 
     step: int
     text: str
@@ -25,7 +25,7 @@ class ResumeMark:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """One run, as far as its files can be read; a step that was done again has its last numbers only."""
+    """The readable history of one run. A step that was repeated keeps its last numbers only."""
 
     run: RunFolder
     steps: Numbers
@@ -35,41 +35,41 @@ class History:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The start of each attempt."""
+        """Return the start event of each attempt."""
         return self.of(_STARTED)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind, in order."""
+        """Return the events of one kind, in order."""
         return [event for event in self.events if event["event"] == kind]
 
     def last_of(self, kind: str) -> dict[str, Any]:
-        """The last event of a kind, or nothing."""
+        """Return the last event of a kind, or an empty mapping."""
         found = self.of(kind)
         return found[-1] if found else {}
 
     def points(self, name: str) -> list[Point]:
-        """A number over steps; what is no number is passed over, what is not finite is kept."""
+        """Return a number over steps. Non-numeric values are skipped, non-finite values are kept."""
         return _points([(step, record.get(name)) for step, record in self.steps.items()])
 
     def samples(self) -> list[Point]:
-        """Samples seen, over steps."""
+        """Return the samples seen, over steps."""
         return sorted(_points([(e.get("step"), e.get("samples")) for e in _kept(self.of(_STEP), self.starts)]))
 
     def seconds(self) -> list[Point]:
-        """Seconds of all attempts, from the start of each, over steps."""
+        """Return the seconds of all attempts, each counted from its start, over steps."""
         return self._summed(lambda record, start: _seconds(record) - start)
 
     def sent(self) -> list[Point]:
-        """Bytes that the first rank has sent, in all attempts, over steps."""
+        """Return the bytes that rank 0 has sent in all attempts, over steps."""
         return self._summed(lambda record, _: record.get("sent_bytes"))
 
     def against(self, name: str, axis: Sequence[Point]) -> list[Point]:
-        """A number over another that is known by step."""
+        """Return one number as a function of another that is known by step."""
         known = dict(axis)
         return [(known[step], value) for step, value in self.points(name) if step in known]
 
     def _summed(self, of: Callable[[dict[str, Any], float], Any]) -> list[Point]:
-        """What begins anew in each attempt, as one that goes on."""
+        """Return a cumulative number over all attempts, from a value that restarts at zero in each attempt."""
         begun = [_seconds(start) for start in self.starts] or [0.0]
         found: list[Point] = []
         done, last, attempt = 0.0, 0.0, 0
@@ -83,23 +83,23 @@ class History:
         return found
 
     def reached(self) -> int:
-        """The step the run came to, logged or not, as far as its files say."""
+        """Return the last step that the run reached, logged or not, according to its files."""
         told = _kept([event for event in self.events if isinstance(event.get("step"), int)], self.starts)
         return max([0, *self.steps, *(_whole(event.get("step")) for event in told)])
 
     def names(self) -> list[str]:
-        """Every name that a step has."""
+        """Return the sorted names of all logged numbers."""
         return sorted({name for record in self.steps.values() for name in record} - {"step", "time"})
 
     def last(self) -> dict[str, Any]:
-        """The newest value of every number."""
+        """Return the newest value of every number."""
         merged: dict[str, Any] = {}
         for record in self.steps.values():
             merged |= record
         return merged
 
     def marks(self) -> list[ResumeMark]:
-        """Where it was resumed, and on how many ranks before and after."""
+        """Return each resume, with the number of ranks before and after."""
         found = []
         for before, after in pairwise(self.starts):
             old, new = before.get("ranks"), after.get("ranks")
@@ -109,7 +109,7 @@ class History:
 
 
 def read_history(run: RunFolder) -> History:
-    """Read what is there; nothing that is missing or torn is an error."""
+    """Read a run's history. Missing or torn files are not an error."""
     events, torn_events = read_counted(run.events)
     records, torn_metrics = read_counted(run.metrics)
     events = [event for event in events if isinstance(event.get("event"), str)]
@@ -124,7 +124,7 @@ def read_history(run: RunFolder) -> History:
 
 
 def json_or_none(path: Path) -> Any:
-    """A small file, if it can be read."""
+    """Return the content of a small JSON file, or None if it can't be read."""
     try:
         return read_json(path)
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def json_or_none(path: Path) -> Any:
 
 
 def _kept(records: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the steps that a later attempt went back over."""
+    """Return the records without those of steps that a later attempt repeated."""
     cuts = [(_seconds(start), _whole(start.get("resumed_from"))) for start in starts[1:]]
     return [r for r in records if not any(_seconds(r) < time and _whole(r.get("step")) > step for time, step in cuts)]
 

@@ -31,7 +31,7 @@ def write_report(run: RunFolder, *, to: Path | None = None) -> Path:
 
 
 def run_page(run: RunFolder) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     history = read_history(run)
     answer, reason = find_verdict(run)
     parts = [
@@ -55,20 +55,20 @@ def run_page(run: RunFolder) -> str:
 
 
 def document(title: str, parts: list[str]) -> str:
-    """A whole page that loads nothing."""
+    """Return a whole page that loads nothing from the network."""
     body = "\n".join(part for part in parts if part)
     text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
         f"<body><main>{body}</main></body></html>\n"
     )
-    return text.encode(errors="replace").decode()  # half a surrogate is in no file
+    return text.encode(errors="replace").decode()  # a lone surrogate can't be encoded
 
 
 def status_of(history: History) -> str:
-    """How the newest attempt ended, as far as its events and what its ranks have left say.
+    """Return how the newest attempt ended, according to its events and its ranks' files.
 
-    One that nobody runs any more, and that never said how it ended, was killed: it failed.
+    An attempt that no process holds any more and that recorded no end was killed: it failed.
     """
     failure = _failure_of(history)
     if failure is not None:
@@ -78,7 +78,7 @@ def status_of(history: History) -> str:
         return str(history.last_of("RunEnded").get("status"))
     if is_held(history.run.path):
         return "running"
-    return "failed" if history.starts or history.steps else "not begun"
+    return "failed" if history.starts or history.steps else "not started"
 
 
 def _has_ended(history: History) -> bool:
@@ -87,7 +87,7 @@ def _has_ended(history: History) -> bool:
 
 
 def _failure_of(history: History) -> dict[str, Any] | None:
-    """What the newest attempt failed of, unless it ended well or a later one has begun."""
+    """Return the failure of the newest attempt, unless it ended well or a later attempt has begun."""
     attempt = history.last_of("RunStarted").get("attempt")
     began = attempt if isinstance(attempt, int) else 1
     return last_failure(history.run, after=began + _has_ended(history))
@@ -117,7 +117,7 @@ def _head(history: History, answer: dict[str, Any] | None) -> str:
 
 
 def _rules(run: RunFolder) -> list[tuple[str, str]]:
-    """What makes it another training than one process: the update rule and what is compressed."""
+    """Return the update rule and the compression, if they make the training differ from one process."""
     asked = settings_of(run)
     found = [(name, asked[name][0]) for name in ("update", "compress") if name in asked]
     return [(name, value) for name, value in found if value != "sync"]
@@ -136,7 +136,7 @@ def _notes(history: History) -> str:
     lines += [f"refused {e.get('path')}: {e.get('reason')}" for e in history.of("CheckpointRefused")]
     banner = history.last_of("RunStarted").get("banner")
     items = "".join(f"<li>{escape(str(x))}</li>" for x in [*(banner if isinstance(banner, list) else []), *lines])
-    return f"<section><h2>What was decided and noted</h2><ul>{items}</ul></section>" if items else ""
+    return f"<section><h2>Decisions and notes</h2><ul>{items}</ul></section>" if items else ""
 
 
 def _table(title: str, rows: dict[str, Any]) -> str:
@@ -147,7 +147,7 @@ def _table(title: str, rows: dict[str, Any]) -> str:
 
 
 def _decided(plan: Any) -> Any:
-    """Without the advice that it was chosen from."""
+    """Return the plan without the advice that it was chosen from."""
     return {key: item for key, item in plan.items() if key not in ADVICE} if isinstance(plan, dict) else plan
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run: what was set first, with its origin; then what was left as it is."""
+"""The settings of a run: first those that were set, with their origins, then the defaults."""
 
 from html import escape
 from pathlib import Path
@@ -13,7 +13,7 @@ _OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")
 
 
 def settings_of(run: RunFolder) -> dict[str, tuple[str, str]]:
-    """Dotted name to (value, origin), as they were asked for; what looks like a secret is hidden."""
+    """Return each dotted name's (value, origin) as given; values that look like secrets are hidden."""
     found: dict[str, tuple[str, str]] = {}
     task = json_or_none(run.path / "task.json")
     for name in _OPTIONS:
@@ -38,7 +38,7 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def show_settings(run: RunFolder) -> str:
-    """Both tables."""
+    """Return both tables as HTML."""
     found = settings_of(run)
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""How late an asynchronous run's updates were, for its page."""
+"""The staleness of an asynchronous run's updates, for the run's page."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,7 +13,7 @@ _MOST_COLUMNS = 8
 
 
 def show_staleness(history: History) -> str:
-    """A row for each participant: a bar of its gradients by how many updates late they were."""
+    """Show one row per participant: a bar of its gradients, grouped by how many updates late they were."""
     event = history.last_of("Staleness")
     met = [each for each in event.get("told", []) if isinstance(each, dict) and "waited_seconds" in each]
     if met:
@@ -43,13 +43,13 @@ def _met(event: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:
         for each in told
     )
     return (
-        f"<section><h2>Meetings of the sites</h2><p>{_what(event)}: what each rank has sent to the other sites, and how "
+        f"<section><h2>Synchronisation of the sites</h2><p>{_what(event)}: what each rank has sent to the other sites, and how "
         f"long it has waited for them.</p><table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
     )
 
 
 def _what(event: Mapping[str, Any]) -> str:
-    return f"update {escape(str(event.get('update')))}, since this attempt began, as far as step {event.get('step')}"
+    return f"update {escape(str(event.get('update')))}, from the start of this attempt to step {event.get('step')}"
 
 
 def _lost(told: Mapping[str, Any]) -> str:
@@ -72,7 +72,7 @@ def _row(told: Mapping[str, Any], shown: int, *, more: bool, one: str) -> str:
 
 
 def _ink(late: int) -> int:
-    """No ink comes again: what is later than there are inks shares the last."""
+    """Return the colour of a lateness; all values beyond the last colour share it."""
     return min(late, INKS - 1)
 
 

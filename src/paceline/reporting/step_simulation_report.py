@@ -1,4 +1,4 @@
-"""A step on virtual time as a picture, alone or on a page with its parts."""
+"""A simulated step as a picture, alone or on a page with the parts of its time."""
 
 import math
 import re
@@ -22,12 +22,12 @@ from paceline.reporting.svg.charts import Curve, chart
 from paceline.schedule.program_svg import draw
 
 WORDS = {**SPENT_ON, "bubble": "waiting in the pipeline", BORDERS: "messages between stages"}
-_SMALL = 1e-4  # of a step, what is not shown
-_LEAST = 24  # microbatches that a picture has at most, and two for each stage
+_SMALL = 1e-4  # the fraction of a step below which a part is not shown
+_LEAST = 24  # microbatches that a picture shows at most; two per stage at least
 
 
 def timeline_svg(forecast: CostModel, *, candidate: Candidate) -> tuple[str, int]:
-    """One pipeline from its first forward to its last backward, and how many microbatches of it are drawn."""
+    """Draw one pipeline from its first forward to its last backward; return the SVG and its number of microbatches."""
     micro = forecast.num_micro(candidate)
     shown = min(micro, max(_LEAST, 2 * candidate.pp))
     batch = (
@@ -40,21 +40,21 @@ def timeline_svg(forecast: CostModel, *, candidate: Candidate) -> tuple[str, int
 
 
 def timeline_section(forecast: CostModel, *, candidate: Candidate) -> str:
-    """The picture with its heading; it scrolls where there is no room."""
+    """Return the picture with its heading; it scrolls if the window is too narrow."""
     svg, shown = timeline_svg(forecast, candidate=candidate)
     wide = re.sub(r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', svg, count=1)
     micro = forecast.num_micro(candidate)
-    fewer = f" A step of {shown} of its {plural(micro, 'microbatch')} is drawn." if shown < micro else ""
+    fewer = f" The picture shows {shown} of its {plural(micro, 'microbatch')}." if shown < micro else ""
     said = (
-        "One pipeline, from the first forward to the last backward. What nothing hides of messages over other axes "
-        f"stands in the compute that waits for it; idle is also who waits for messages between stages.{fewer}"
+        "One pipeline, from the first forward to the last backward. Exposed communication over other axes "
+        f"is part of the compute that waits for it; idle includes waiting for messages between stages.{fewer}"
     )
     title = f"<h2>A step of {escape(str(candidate))}</h2>"
     return f'<section>{title}<p class="soft">{said}</p><figure class="table">{wide}</figure></section>'
 
 
 def parts_bars(found: CandidateSimulation) -> str:
-    """A mean rank's seconds on virtual time, under them those of the closed forms, which are the busiest rank's."""
+    """Draw the mean rank's seconds on virtual time, and below them the closed forms' seconds for the busiest rank."""
     rows = [
         ("on virtual time, a mean rank", found.seconds),
         ("closed forms, the busiest", found.estimate.seconds.parts),
@@ -62,13 +62,13 @@ def parts_bars(found: CandidateSimulation) -> str:
     lines = [
         BarRow(name=name, parts={WORDS[part]: max(0.0, value) for part, value in parts.items()}) for name, parts in rows
     ]
-    return bars("seconds of a step", [*WORDS.values()], lines, show=format_precise_duration)
+    return bars("seconds per step", [*WORDS.values()], lines, show=format_precise_duration)
 
 
 def lines_of(found: CandidateSimulation, forecast: CostModel) -> Iterator[str]:
-    """For the screen: the step, what it goes to, its rate, and what the closed forms say."""
+    """Yield the lines for the screen: the step, its parts, its rate, and the closed forms' numbers."""
     step, facts = found.step_seconds, forecast.facts
-    yield f"{found.estimate.candidate} on {forecast.fleet}, {plural(found.ranks, 'rank')}: {format_precise_duration(step)} a step"
+    yield f"{found.estimate.candidate} on {forecast.fleet}, {plural(found.ranks, 'rank')}: {format_precise_duration(step)} per step"
     if not found.estimate.fits:
         yield f"  {'' if found.estimate.is_tight else 'it does not fit: '}{of_misfit(found.estimate)}"
     shown = {WORDS[name]: value for name, value in found.seconds.items() if value > _SMALL * step}
@@ -90,7 +90,7 @@ def _read(number: float) -> str:
 def write_step(
     forecast: CostModel, found: CandidateSimulation, kept: FailureForecast | None, *, job: str, to: Path
 ) -> Path:
-    """The page, or the timeline alone where the name ends in `.svg`; it loads nothing."""
+    """Write the page, or the timeline alone if the name ends in `.svg`; it loads nothing from the network."""
     candidate = found.estimate.candidate
     if to.suffix == ".svg":
         write_text(to, timeline_svg(forecast, candidate=candidate)[0])
@@ -123,12 +123,12 @@ def _numbers(found: CandidateSimulation, forecast: CostModel, kept: FailureForec
 
 
 def _failures(kept: FailureForecast | None) -> str:
-    """What is useful, over the distance between checkpoints."""
+    """Draw the goodput over the interval between checkpoints."""
     if kept is None:
         return ""
     least = max(1, math.ceil(kept.hazard.write_seconds / kept.step_seconds))
     steps = sorted({max(least, round(kept.best_every * 2 ** (n / 8))) for n in range(-24, 25)})
     points = [(float(n), goodput(hazard=kept.hazard, interval_seconds=n * kept.step_seconds).useful) for n in steps]
-    drawn = chart("useful, by steps between checkpoints", [Curve(name="useful", points=points)])
+    drawn = chart("goodput by steps between checkpoints", [Curve(name="useful", points=points)])
     said = "".join(f"<li>{escape(line.strip())}</li>" for line in kept.lines())
     return f'<section><h2>Failures</h2><ul>{said}</ul><div class="charts">{drawn}</div></section>'

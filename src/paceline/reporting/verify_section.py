@@ -1,4 +1,4 @@
-"""Verify's answer, shown beside a run only where it was about the same job, settings, layout and ranks."""
+"""The verdict of `verify`, shown with a run only if job, settings, layout and ranks are the same."""
 
 from collections.abc import Mapping
 from html import escape
@@ -19,9 +19,9 @@ _LENGTH = ("train.steps", "train.epochs", "train.samples", "train.tokens", "trai
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
-    """The newest answer about this very training, from this folder or one near it; else why none is shown.
+    """Return the newest verdict on this very training, from this folder or one near it, or why none is shown.
 
-    What lies near it may be anybody's: only an answer of this run's owner counts, and the page says where it lies.
+    A nearby folder may be anybody's: only a verdict of the run's owner counts, and the page names its place.
     """
     own, late = _facts_of_run(run), _late_modules(run)
     others = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{ANSWER}")]
@@ -36,9 +36,9 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
         if not unlike:
             return {**answer, _PLACE: str(path)}, ""
         if path.parent == run.path:
-            reason = f"An answer of verify lies in this folder, but it is about another training: {', '.join(unlike)}."
+            reason = f"This folder has a verdict of verify, but it is about a different training: {', '.join(unlike)}."
         elif not reason and all(name.startswith(_MODULE) for name in unlike):
-            reason = f"Verified in {path.parent} with other code than this run's: {', '.join(unlike)}."
+            reason = f"Verified in {path.parent} with different code than this run's: {', '.join(unlike)}."
     return None, reason
 
 
@@ -52,7 +52,7 @@ def _answer_of(path: Path) -> dict[str, Any] | None:
 
 
 def _is_owners(path: Path, run: RunFolder) -> bool:
-    """Whether the answer and the folder it lies in belong to the owner of the run."""
+    """Return whether the answer and its folder belong to the owner of the run."""
     try:
         owner = run.path.stat().st_uid
         return path.lstat().st_uid == owner and path.stat().st_uid == owner and path.parent.stat().st_uid == owner
@@ -61,7 +61,7 @@ def _is_owners(path: Path, run: RunFolder) -> bool:
 
 
 def condition_differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """`name (here, there)` for what is not the same."""
+    """Return `name (here, there)` for each value that differs."""
     names = sorted(set(one) | set(other))
     return [
         f"{n} ({one.get(n, 'unset')} here, {other.get(n, 'unset')} there)" for n in names if one.get(n) != other.get(n)
@@ -77,7 +77,7 @@ def _facts_of_run(run: RunFolder) -> dict[str, str]:
 
 
 def _late_modules(run: RunFolder) -> dict[str, str]:
-    """Code that the run has loaded after its first step; of that only what `verify` has loaded too is compared."""
+    """Return the code that the run loaded after its first step, limited to modules that `verify` loaded too."""
     env = json_or_none(run.path / "env.json")
     job = env.get("job") if isinstance(env, dict) else None
     late = job.get("late_modules") if isinstance(job, dict) else None
@@ -85,7 +85,7 @@ def _late_modules(run: RunFolder) -> dict[str, str]:
 
 
 def _facts_of_answer(answer: Mapping[str, Any], *, asked: Mapping[str, str]) -> dict[str, str]:
-    """Compare the modules of an answer; one that only `verify` has loaded is not part of the run's code."""
+    """Return the facts of an answer. A module that only `verify` has loaded is not part of the run's code."""
     about = answer.get("about")
     about = about if isinstance(about, dict) else {}
     found = _facts(answer, about, about.get("settings"))
@@ -113,7 +113,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def show_verdict(answer: dict[str, Any] | None, reason: str) -> str:
-    """The section about verify."""
+    """Return the page's section about verify."""
     if answer is None:
         return f'<section><h2>Verify</h2><p class="soft">{escape(reason)}</p></section>' if reason else ""
     rows = "".join(_rung(rung) for rung in answer["rungs"] if isinstance(rung, dict))
@@ -138,5 +138,5 @@ def _rung(rung: Mapping[str, Any]) -> str:
 
 
 def number(value: Any) -> str:
-    """A number for people."""
+    """Format a number for people."""
     return f"{value:.4g}" if isinstance(value, int | float) else escape(str(value if value is not None else "–"))

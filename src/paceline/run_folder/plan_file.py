@@ -43,7 +43,7 @@ def read_advice(path: Path) -> dict[str, Any]:
     if not _is_list_of_plans(found.get("plans")):
         raise UsageError(
             f"{file} has no layouts in it.",
-            cause="a run's own plan.json, which has the one layout that it runs, or no file of `paceline plan`",
+            cause="it is a run's own plan.json, which has only the run's layout, or not a file of `paceline plan`",
             hint="paceline plan job.py --run-dir FOLDER writes one",
         )
     return {key: value for key, value in found.items() if key in ADVICE}

@@ -74,11 +74,11 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
         path.mkdir(parents=True, exist_ok=False)
         number_run(path, root=root)
     except FileExistsError:
-        raise UsageError(f"{path} exists.", hint="--resume to go on with it") from None
+        raise UsageError(f"{path} exists.", hint="--resume continues it") from None
     except OSError as error:
         raise UsageError(
-            f"the run folder {path} can't be made: {error.strerror}.",
-            hint="--run-dir FOLDER on a disk you may write",
+            f"the run folder {path} can't be created: {error.strerror}.",
+            hint="--run-dir FOLDER on a writable disk",
         ) from None
     return RunFolder(path)
 
@@ -164,7 +164,7 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     if not resume:
         found = own or newest_saved_run(name)
         if found is None or not found.path.is_dir():
-            raise UsageError(f"there is no run of {name} to go on with.", hint="the same without --resume")
+            raise UsageError(f"there is no run of {name} to resume.", hint="the same command without --resume")
         return found, "newest"
     origin, checkpoint = find_run(resume)
     if own is None or own.path.resolve() == origin.path.resolve():
@@ -174,15 +174,15 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
         return own, "newest"
     checkpoint = checkpoint or newest_good(origin.checkpoints)[0]
     if checkpoint is None:
-        raise UsageError(f"{origin.path} has no checkpoint to begin from.", hint=f"paceline ckpt ls {origin.path}")
+        raise UsageError(f"{origin.path} has no checkpoint to start from.", hint=f"paceline ckpt ls {origin.path}")
     return own, str(checkpoint)
 
 
 def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
     if checkpoint is not None and checkpoint.parent.resolve() != run.checkpoints.resolve():
         raise UsageError(
-            f"{checkpoint} was set aside: {run.path} went on from an older checkpoint.",
-            hint=f"--resume {checkpoint} --run-dir runs/BRANCH to go on from it in a folder of its own",
+            f"{checkpoint} was set aside: {run.path} was resumed from an older checkpoint.",
+            hint=f"--resume {checkpoint} --run-dir runs/BRANCH resumes from it in its own folder",
         )
 
 
@@ -201,16 +201,16 @@ def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tu
         return newest, None
     path = Path(text)
     if not text.strip():
-        raise UsageError("the run is empty: an unset variable?", hint="ls runs/*/")
+        raise UsageError("the run is empty: is a variable unset?", hint="ls runs/*/")
     if is_checkpoint(path):
         return run_of(path), path
     if not path.is_dir():
-        what = f"{text} is no folder, and a run is one." if path.exists() else f"there is no run {text}."
+        what = f"{text} is not a folder, but a run must be one." if path.exists() else f"there is no run {text}."
         raise UsageError(what, cause=_near(path, root), hint=_newest_hint(path, root))
     run = RunFolder(path)
     if not (run.events.exists() or run.logs.exists() or all_steps(run.checkpoints)):
         raise UsageError(
-            f"{text} is no run folder.",
+            f"{text} is not a run folder.",
             cause=_near(path, root) or "it has neither events nor checkpoints",
             hint=_newest_hint(path, root),
         )
@@ -251,15 +251,15 @@ def read_task(run: RunFolder) -> Task:
     """
     if not os.path.lexists(run.task):
         raise UsageError(
-            f"{run.path} does not say what it ran.",
-            cause="it ended before its first step, or is of a plan or a verify",
-            hint="ls runs/*/, and the same with another run",
+            f"{run.path} does not record its job.",
+            cause="it ended before its first step, or it belongs to plan or verify",
+            hint="ls runs/*/, then the same command with another run",
         )
     try:
         return msgspec.convert(read_json(run.task), Task)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{run.task} is not what was written: {error}.",
-            cause="a damaged disk, or an edited file: it says which job the run is of",
-            hint="the checkpoints are whole: paceline ckpt consolidate RUN --to FOLDER needs no job",
+            f"{run.task} differs from what was written: {error}.",
+            cause="a damaged disk, or an edited file: it records the run's job",
+            hint="the checkpoints are intact: paceline ckpt consolidate RUN --to FOLDER needs no job",
         ) from None

@@ -19,7 +19,7 @@ def faults_of_rank(program: Program, rank: int) -> Iterator[ScheduleFault]:
         if action not in needs:
             yield ScheduleFault(rank=rank, place=place, action=action, what=_why_foreign(program, rank, action))
         elif action in at:
-            what = f"{action} stands twice, first as action {at[action] + 1}."
+            what = f"{action} appears twice, first as action {at[action] + 1}."
             yield ScheduleFault(rank=rank, place=place, action=action, what=what)
         else:
             at[action] = place
@@ -106,12 +106,12 @@ def _how_backward(program: Program, rank: int) -> dict[tuple[int, int], Action]:
 _WHY = {
     Op.FORWARD: "every microbatch goes forward through every stage once",
     Op.BACKWARD: "every microbatch goes backward through every stage once, as B or as I and later W",
-    Op.INPUT: "W takes up what I left",
+    Op.INPUT: "W completes what I left",
     Op.WEIGHT: "without it the stage's weights get no gradient from this microbatch",
-    Op.UPDATE: "every stage takes every step, or its weights are of another time than the other stages'",
+    Op.UPDATE: "every stage takes every step, otherwise its weights differ in version from other stages'",
     Op.SEND_F: "the next stage waits for this stage's output",
-    Op.RECV_F: "the stage computes on what the stage before sends",
-    Op.SEND_B: "the stage before waits for the gradient of its output",
+    Op.RECV_F: "the stage computes on the output of the previous stage",
+    Op.SEND_B: "the previous stage waits for the gradient of its output",
     Op.RECV_B: "backward begins with the gradient that the next stage sends",
 }
 
@@ -122,7 +122,7 @@ def _why_foreign(program: Program, rank: int, action: Action) -> str:
     if not 0 <= action.microbatch < program.num_micro:
         return f"{action}: there is no microbatch {action.microbatch}, they are 0 to {program.num_micro - 1}."
     if program.rank_of_stage[action.stage] != rank:
-        return f"{action}: stage {action.stage} lies on rank {program.rank_of_stage[action.stage]}."
+        return f"{action}: stage {action.stage} is on rank {program.rank_of_stage[action.stage]}."
     if action.op.is_compute:
-        return f"{action} computes again what this line computes as {'B' if action.op is not Op.BACKWARD else 'I, W'}."
-    return f"{action} is no message that stage {action.stage} of these ranks sends or receives there."
+        return f"{action} repeats what this line computes as {'B' if action.op is not Op.BACKWARD else 'I, W'}."
+    return f"{action} is not a message that stage {action.stage} of these ranks sends or receives there."

@@ -39,7 +39,8 @@ def _check_frame(program: Program) -> None:
         )
     elif set(owner) != set(range(program.num_ranks)):
         wrong = (
-            f"stages lie on ranks {sorted(set(owner))} of {program.num_ranks}: every rank needs one, and no other can."
+            f"stages are on ranks {sorted(set(owner))} of {program.num_ranks}: every rank needs a stage, "
+            "and no other rank exists."
         )
     if wrong:
         raise LayoutError(f"schedule {program.name!r}: {wrong}")

@@ -55,7 +55,7 @@ SCHEDULES: dict[str, Schedule] = {
             name="naive",
             orders=naive,
             makespan=closed_forms.naive,
-            says="one microbatch at a time goes all the way and back",
+            says="one microbatch at a time goes forward and back",
             any_virtual=True,
         ),
         Schedule(
@@ -70,7 +70,7 @@ SCHEDULES: dict[str, Schedule] = {
             name="1f1b",
             orders=one_f_one_b,
             makespan=closed_forms.one_after_another,
-            says="a backward as soon as there is one",
+            says="each backward as soon as possible",
             paper="arXiv 1806.03377, 2006.09503",
             torch_names=("1F1B",),
         ),
@@ -78,7 +78,7 @@ SCHEDULES: dict[str, Schedule] = {
             name="interleaved",
             orders=interleaved,
             makespan=closed_forms.one_after_another,
-            says="1F1B over several stages a rank",
+            says="1F1B over several stages per rank",
             paper="arXiv 2104.04473",
             virtual=2,
             any_virtual=True,
@@ -115,7 +115,7 @@ SCHEDULES: dict[str, Schedule] = {
             name="zbv",
             orders=zbv,
             makespan=closed_forms.vee,
-            says="down through the ranks and up again, weight gradients apart",
+            says="down through the ranks and up again, weight gradients separate",
             paper="arXiv 2405.15362",
             virtual=2,
             placement=vee,
@@ -144,9 +144,9 @@ def schedule_named(name: str) -> Schedule:
         return _KNOWN[_plain(name)]
     names = [*SCHEDULES, *(other for row in SCHEDULES.values() for other in row.torch_names)]
     raise LayoutError(
-        f"{name!r} is no pipeline schedule.",
+        f"{name!r} is not a pipeline schedule.",
         cause=did_you_mean(name, names),
-        hint=f"schedule={' | '.join(SCHEDULES)}, or your own from a text file",
+        hint=f"schedule={' | '.join(SCHEDULES)}, or a text file with your own",
     )
 
 
@@ -170,13 +170,13 @@ def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> P
 
 
 def _refuse_bad_numbers(schedule: Schedule, *, ranks: int, micro: int, virtual: int) -> None:
-    for word, value in (("ranks", ranks), ("microbatches", micro), ("stages a rank", virtual)):
+    for word, value in (("ranks", ranks), ("microbatches", micro), ("stages per rank", virtual)):
         if value < 1:
             raise LayoutError(f"schedule {schedule.name!r} with {value} {word}: at least 1 is needed.")
     if virtual != schedule.virtual and not schedule.any_virtual:
         raise LayoutError(
             f"schedule {schedule.name!r} has {plural(schedule.virtual, 'stage')} on each rank, "
-            f"{virtual} are asked for.",
-            cause="interleaved, breadth_first and zb_interleaved take any number of stages a rank",
+            f"but {virtual} are requested.",
+            cause="interleaved, breadth_first and zb_interleaved take any number of stages per rank",
             hint=f"--layout pp={ranks},schedule=interleaved,virtual={virtual}",
         )

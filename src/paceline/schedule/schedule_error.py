@@ -35,7 +35,7 @@ class ScheduleError(LayoutError):
             f"schedule {program.name!r}: {fault.what}{also}",
             where=f"rank {fault.rank}, {place}",
             cause=fault.cause,
-            hint="mend that rank's line; `paceline.schedule.build` gives orders that are right",
+            hint="fix that rank's line; `paceline.schedule.build` returns valid orders",
         )
         self.fault = fault
         self.timeline = schedule_picture(program, marks={fault.rank: fault.place, **dict(fault.others)})

@@ -47,12 +47,12 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
         match = _LINE.match(line)
         if match is None:
             raise _error(
-                file, _Word(text=line.split("\n")[0].strip(), line=number, column=1), "is no line of a schedule"
+                file, _Word(text=line.split("\n")[0].strip(), line=number, column=1), "is not a line of a schedule"
             )
         if match["rank"] is None:
             found = match["rest"].strip()
         elif int(match["rank"]) in rows:
-            raise _error(file, _Word(text=match["key"], line=number, column=1), "stands twice")
+            raise _error(file, _Word(text=match["key"], line=number, column=1), "appears twice")
         else:
             rows[int(match["rank"])] = list(_words(match["rest"], line=number, before=match.start("rest")))
     program = _program(rows, file=file, name=found or "own")
@@ -68,9 +68,7 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
 
 def read(path: Path | str) -> Program:
     """Read a file with `parse`; its stem is the schedule's name if the text gives none."""
-    text = given_text(
-        Path(path), what="a schedule", hint="rank 0: F0 F1 B0 B1, a line for each rank: docs/schedules.md"
-    )
+    text = given_text(Path(path), what="a schedule", hint="rank 0: F0 F1 B0 B1, one line per rank: docs/schedules.md")
     return parse(text, file=str(path), name=Path(path).stem)
 
 
@@ -94,7 +92,7 @@ def _logical_lines(text: str, file: str) -> Iterator[tuple[int, str]]:
         line = raw.split("#")[0].rstrip()
         if line[:1].isspace() and line.strip():
             if not held:
-                raise _error(file, _Word(text=line.strip(), line=number, column=1), "goes on with no line")
+                raise _error(file, _Word(text=line.strip(), line=number, column=1), "continues no line")
             held += "\n" * (number - start - held.count("\n")) + line
         elif line:
             if held:
@@ -122,7 +120,7 @@ def _program(rows: dict[int, list[_Word]], *, file: str, name: str) -> Program:
     used = {action.microbatch for row in parsed for _, action in row}
     if (gap := _gap(used)) is not None:
         raise UsageError(
-            f"{file}: nobody computes microbatch {gap}.",
+            f"{file}: no rank computes microbatch {gap}.",
             cause="microbatches are counted from 0",
             hint=f"F{gap} and B{gap} on every line",
         )
@@ -144,10 +142,10 @@ def _program(rows: dict[int, list[_Word]], *, file: str, name: str) -> Program:
 def _action(word: _Word, *, rank: int, file: str) -> Action:
     match = _ACTION.fullmatch(word.text)
     if match is None:
-        raise _error(file, word, "is no action")
+        raise _error(file, word, "is not an action")
     op = Op(match["op"])
     if op.is_compute == bool(match["way"]) or (match["way"] is not None and (match["way"] == ">") != op.is_send):
-        raise _error(file, word, "is no action: a send says >RANK, a receive <RANK, a compute neither")
+        raise _error(file, word, "is not an action: a send says >RANK, a receive <RANK, a compute neither")
     stage = rank if match["stage"] is None else int(match["stage"])
     peer = None if match["peer"] is None else int(match["peer"])
     return Action(op=op, stage=stage, microbatch=int(match["micro"]), peer=peer)
@@ -159,10 +157,10 @@ def _owners(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int
     for rank, row in enumerate(parsed):
         for word, action in row:
             if owner.setdefault(action.stage, rank) != rank:
-                raise _error(file, word, f"is in stage {action.stage}, which lies on rank {owner[action.stage]}")
+                raise _error(file, word, f"is in stage {action.stage}, which is on rank {owner[action.stage]}")
     if (gap := _gap(owner)) is not None or not owner:
         raise UsageError(
-            f"{file}: nobody computes in stage {gap or 0}.", cause="stages are counted from 0", hint="rank 0: F0 B0"
+            f"{file}: no rank computes stage {gap or 0}.", cause="stages are counted from 0", hint="rank 0: F0 B0"
         )
     return tuple(owner[stage] for stage in range(len(owner)))
 

@@ -192,7 +192,7 @@ def _seen(program: Program, stash: VersionRule, *, stage: int, stream: Stream) -
     taken, last_use = 0, {}
     for place, action in enumerate(row):
         if action.op is Op.FORWARD and used[action.microbatch] > taken:
-            raise ValueError(f"{action} asks for update {used[action.microbatch]}, the stage has taken {taken}")
+            raise ValueError(f"{action} needs update {used[action.microbatch]}, but the stage has taken {taken}")
         if action.op is Op.BACKWARD:
             last_use[used[action.microbatch]] = place
         taken += action.op is Op.UPDATE

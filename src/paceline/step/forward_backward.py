@@ -149,7 +149,8 @@ class IdleReplica:
         if self._spare is None:
             raise JobError(
                 f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
-                cause="layers that meet over all replicas need a sample on each, and a stream can't be read twice",
+                cause="layers that communicate over all replicas need a sample on each, and a "
+                "stream can't be read twice",
                 hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
             )
         return self._spare
@@ -234,7 +235,7 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
     missing = sorted(set(terms) - set(counts))
     if missing:
         raise JobError(
-            f"count= gives no count for the loss term {', '.join(missing)}.",
+            f"count= returns no count for the loss term {', '.join(missing)}.",
             hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
         )
     parts = [total / _not_zero(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]

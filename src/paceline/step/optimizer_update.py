@@ -168,7 +168,7 @@ class OptimizerUpdate:
             error = NonFiniteError(
                 f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",
                 cause="every target of the batch is masked, as may happen in a short last batch",
-                hint="--train.on_empty zero: such a term gives nothing; or --train.on_nonfinite skip: no step is taken",
+                hint="--train.on_empty zero counts such a term as zero; --train.on_nonfinite skip skips the step",
             )
             error.no_target = self.on_empty == "stop"
             return error
@@ -182,7 +182,8 @@ class OptimizerUpdate:
         where = f"gradients are not finite in {shown}" if bad else "every gradient is finite"
         return NonFiniteError(
             f"step {step}: loss is {loss}, {where}{'' if bad or not math.isfinite(loss) else ', their norm is not'}.",
-            cause="a learning rate too high, inputs that are not finite, or a division by zero in model or loss",
+            cause="a learning rate that is too high, inputs that are not finite, or a division "
+            "by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
         )
 
@@ -254,7 +255,7 @@ def move_on(schedule: Any) -> None:
 def schedule_error(schedule: Any, *, cause: str) -> JobError:
     """Return the error for a schedule that ends before the run does."""
     return JobError(
-        f"lr_schedule= gave {type(schedule).__name__}, which ends before the run does.",
+        f"lr_schedule= returned {type(schedule).__name__}, which ends before the run does.",
         cause=cause,
         hint="give lr_schedule= as many steps as the run has (--train.steps), or a schedule without an end",
     )

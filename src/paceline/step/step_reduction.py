@@ -42,9 +42,10 @@ class StepTotals:
             found = self.counts.get(name, 0.0)
             if not math.isclose(given, found, rel_tol=_COUNTS, abs_tol=_COUNTS):
                 raise JobError(
-                    f"count= gives {given:g} for the term {name} over the global batch, the loss returns {found:g}.",
-                    cause="they count different things: samples and tokens, or all targets and those not masked",
-                    hint="count=lambda batch: the same number as the loss returns beside its sum",
+                    f"count= gives {given:g} for the term {name} over the global batch, but the "
+                    f"loss returns {found:g}.",
+                    cause="they count different things: samples or tokens, all targets or unmasked ones",
+                    hint="count=lambda batch: the same number as the loss returns with its sum",
                 )
 
 
@@ -159,13 +160,13 @@ class StepReduction:
     def _check(self, values: Sequence[float]) -> None:
         if values[MISMATCH]:
             raise DesyncError(
-                f"the loss gave other terms than at the first step ({', '.join(self.names)}).",
+                f"the loss returned different terms than at the first step ({', '.join(self.names)}).",
                 where=f"on {int(values[MISMATCH])} of {self._ranks} ranks",
                 hint="return the same names for every batch; a term without samples is (0, 0)",
             )
         if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._ranks:
             raise DesyncError(
-                f"rank {self._world.rank} read other data than the other ranks.",
+                f"rank {self._world.rank} read different data than the other ranks.",
                 cause=f"a stream: {NOT_SEEDED}, or not on every rank",
                 hint=f"{SEED_IT}; or give the dataset shard() and state_dict()",
             )

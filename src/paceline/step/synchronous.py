@@ -179,12 +179,12 @@ def writes_to(name: str, *, trains: bool = True) -> JobError:
         return JobError(
             f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "
             "each of its own microbatches.",
-            cause="a momentum teacher (BYOL, DINO, MoCo, data2vec) that is moved in the forward",
-            hint="move it after each update: Job(on_update=lambda model, step: ...); or --ranks 1",
+            cause="a momentum teacher (BYOL, DINO, MoCo, data2vec) that is updated in the forward",
+            hint="update it after each step: Job(on_update=lambda model, step: ...); or --ranks 1",
         )
     return JobError(
-        f"the forward writes to the parameter {name}: each replica would write other values.",
+        f"the forward writes to the parameter {name}: each replica would write different values.",
         cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
-        hint="F.normalize(self.weight) where it is used, Job(on_update=lambda model, step: ...) for what is done once "
+        hint="F.normalize(self.weight) where it is used, Job(on_update=lambda model, step: ...) for changes made once "
         "after each update, or --ranks 1 without --train.exact",
     )

@@ -29,15 +29,15 @@ class BatchGuard:
         while True:
             if mine != self._loops:
                 raise UsageError(
-                    "this loop over run.batches() is over: another one was begun since.",
-                    cause="two iterators of run.batches() in turn; both read the same samples, each once",
-                    hint="one at a time: leave the first with break, and go on with the second",
+                    "this loop over run.batches() has ended: a newer one was started.",
+                    cause="two iterators of run.batches() in alternation; they share the samples",
+                    hint="one at a time: leave the first with break, then use the second",
                 )
             if self._waiting is not None:
                 raise UsageError(
-                    f"the batch of step {self._waiting.batch.after.step} was taken from run.batches() and not stepped.",
+                    f"the batch of step {self._waiting.batch.after.step} was taken from run.batches() but not stepped.",
                     cause="a continue before run.step(batch), or list(run.batches())",
-                    hint="for batch in run.batches(): run.step(batch); leave samples out in train_data or order=",
+                    hint="for batch in run.batches(): run.step(batch); skip samples in train_data or order=",
                 )
             self._waiting = self._next()
             yield self._waiting
@@ -53,10 +53,10 @@ class BatchGuard:
         step = given.batch.after.step
         later = self._waiting is not None and step >= self._waiting.batch.after.step
         raise UsageError(
-            f"this batch is not the one that run.batches() gave last: it is step {step}'s."
+            f"this batch is not the last one from run.batches(): it belongs to step {step}."
             if later
-            else f"this batch was stepped already: it is step {step}'s.",
-            cause="run.step(batch) twice on one batch, or on a batch that was kept from before",
+            else f"this batch was already stepped: it belongs to step {step}.",
+            cause="run.step(batch) twice on one batch, or on a batch kept from an earlier step",
             hint="for batch in run.batches(): run.step(batch), once",
         )
 
@@ -70,7 +70,7 @@ class BatchGuard:
         given = next(self._batches, None)
         if given is None:  # a loader is endless, unless it has raised an error
             raise RunError(
-                "the data of this run can't be read any further: reading it has failed before.",
-                hint="let the first error end the run; started again, it goes on from its last checkpoint",
+                "the data of this run can't be read any further: an earlier read failed.",
+                hint="let the first error end the run; when started again, it resumes from its last checkpoint",
             )
         return given

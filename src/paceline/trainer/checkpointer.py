@@ -209,7 +209,7 @@ class Checkpointer:
         lost = is_mark_lost(self._folder, BEST) and not self._told_lost
         self._told_lost |= lost
         return (
-            f"{self._folder / BEST} can't be read: which checkpoint is best is not known, and none is removed. "
+            f"{self._folder / BEST} can't be read: the best checkpoint is not known, so none is removed. "
             f"To name it: echo step-NNNNNNNN > {self._folder / BEST}"
         ) if lost else ""  # fmt: skip
 
@@ -238,7 +238,7 @@ class Checkpointer:
 
     def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
         if self._world.is_main:
-            with as_checkpoint_error(f"what was evaluated at {path.name}", self._folder):
+            with as_checkpoint_error(f"the evaluation at {path.name}", self._folder):
                 amend_state(path, extra=dict(extra))
 
     def _mark(self, path: Path, step: int, best: bool) -> None:
@@ -276,7 +276,7 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
     if chosen is None:
         whole = [path for path, reason in refused if "interrupted" not in reason]
         if whole:
-            raise all_refused(folder, refused, hint="paceline ckpt ls, or start anew with another --run-dir")
+            raise all_refused(folder, refused, hint="paceline ckpt ls, or start a new run with another --run-dir")
         return None, events
     return load(Path(chosen)), events
 

@@ -120,8 +120,8 @@ class Loop:
 
     def _no_more(self) -> UsageError:
         return UsageError(
-            f"this run is over: it stands at {self.place}, and run.batches() gives no more.",
-            cause="run.batches() is called once for each epoch; it gives the batches of the whole run, all epochs",
+            f"this run has ended at {self.place}: run.batches() has no more batches.",
+            cause="run.batches() is called once per epoch, but it gives the batches of all epochs",
             hint='one loop, for batch in run.batches(): ..., and pl.Run(..., settings={"train.epochs": 3})',
         )
 

@@ -235,8 +235,8 @@ class ParameterServerWorker:
         written = self._parts.buffers.written()
         if written:
             raise JobError(
-                f"the forward writes to the buffer {written[0]}: --update ps has no one order of microbatches.",
-                cause="a counter or a statistic that is kept from forward to forward, on one worker alone",
+                f"the forward writes to the buffer {written[0]}: --update ps has no single order of microbatches.",
+                cause="a counter or a statistic that is kept from forward to forward, on one worker only",
                 hint="--update sync",
             )
         self._seen = True

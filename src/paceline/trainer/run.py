@@ -82,8 +82,8 @@ class Run:
         self._hook = watch_uncaught()
         if not isinstance(job, Job):
             raise JobError(
-                f"pl.Run({job!r}) is given a {type(job).__name__}, expected a pl.Job.",
-                hint="pl.Run(make_job()); of a file, paceline train job.py",
+                f"pl.Run({job!r}) got a {type(job).__name__}, expected a pl.Job.",
+                hint="pl.Run(make_job()); for a file, paceline train job.py",
             )
         refuse_job(job, where=str(line_now() or ""))
         self.job = job
@@ -133,7 +133,7 @@ class Run:
         run.exit_code = int(ExitCode.DONE)
         run._ready = prepare(task)
         if run._ready.settings.train.exact and not choose_kernels():
-            cause = "it is asked for in Job(settings=), which is read with torch there"
+            cause = "Job(settings=) requests it, but torch is already imported when that is read"
             raise too_late(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
         run.job = run._ready.job
         return run
@@ -201,8 +201,8 @@ class Run:
         started_by_us = attempt_folder(os.environ) is not None
         by_signal = bool(self.exit_code) and session.loop.reason == "signal"
         if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # our launcher reports it
-            stands = "Stopped and saved." if by_signal else f"The run stands at {session.loop.place}, saved."
-            print_line(f"{stands} Go on: {self._go_on(session.run.path)}", sys.stderr)
+            stands = "Stopped and saved." if by_signal else f"The run is at {session.loop.place} and saved."
+            print_line(f"{stands} Resume: {self._go_on(session.run.path)}", sys.stderr)
         if by_signal:
             sys.exit(self.exit_code)
 
@@ -225,7 +225,7 @@ class Run:
             raise UsageError(
                 f"run.evaluate(split={split!r}): the job has no {split}_data."
                 if split in ("eval", "test")
-                else f"run.evaluate(split={split!r}): {split!r} is no split.",
+                else f"run.evaluate(split={split!r}): {split!r} is not a split.",
                 hint='split="eval" evaluates on eval_data= of the job, split="test" on its test_data=',
             )
         return self._live.loop.evaluate(split=split)
@@ -327,8 +327,9 @@ class Run:
         if Run._was_open:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",
-                cause="several ranks start the script again from its first line, for one Run that is entered once",
-                hint="a script or a paceline train for each; with ranks=1 or under torchrun a script may have several",
+                cause="with several ranks the script restarts from its first line in each rank, for one Run",
+                hint="use one script or paceline train per run; with ranks=1 or under torchrun a "
+                "script may have several",
             )
 
     def _start_again(self, script: list[str]) -> int:
@@ -346,7 +347,7 @@ class Run:
 
 def _no_main_thread(ranks: int) -> UsageError:
     return UsageError(
-        f"pl.Run on {ranks} ranks starts this script again, once for each of them, and is not in its main thread.",
-        cause="a button of an app, a sweep or a server: as ranks it would all begin again from its first line",
+        f"pl.Run on {ranks} ranks restarts this script once per rank, but it is not in its main thread.",
+        cause="a button of an app, a sweep or a server: every rank would run it again from its first line",
         hint='ranks=1 here, or a job in a file: pl.train("job.py", ...), which any thread may call',
     )

@@ -38,11 +38,11 @@ def script_to_start(*, ranks: int) -> list[str]:
     if spec is not None:  # a folder or an archive with a __main__.py
         place = place.parent
     if place == Path() or sys.argv[0] in ("", "-", "-c") or not place.exists():
-        why = f"ranks={ranks} starts the script again in each rank" if ranks > 1 else "train.exact starts it again"
+        why = f"ranks={ranks} restarts the script in each rank" if ranks > 1 else "train.exact restarts it"
         raise UsageError(
-            "this script is no file, so it can't be started again.",
-            cause=f"{why}; it came through the standard input or python -c, or is a notebook",
-            hint="save it as mine.py: python mine.py" + ("; ranks=1 works as it is" if ranks > 1 else ""),
+            "this script is not a file, so it can't be restarted.",
+            cause=f"{why}; it came from standard input or python -c, or it is a notebook",
+            hint="save it as mine.py: python mine.py" + ("; ranks=1 works without a file" if ranks > 1 else ""),
         )
     return [str(place.resolve()), *sys.argv[1:]]
 
@@ -55,11 +55,11 @@ def begin_again(*, was_open: bool) -> NoReturn:
     """
     script = sys.argv[0]
     if was_open or (dist.is_available() and dist.is_initialized()):
-        raise too_late("this process has had a run or a process group of its own before")
+        raise too_late("this process already had a run or a process group")
     if not sys.executable or not script or (script != "-c" and not Path(script).exists()):
-        raise too_late("the program can't be started again: it was read from a pipe, or its folder was left")
+        raise too_late("the program can't be restarted: it was read from a pipe, or its folder has changed")
     if "mpi4py.MPI" in sys.modules:
-        raise too_late("mpi4py has begun MPI in this process, so it can't be started again")
+        raise too_late("mpi4py has initialised MPI in this process, so it can't be restarted")
     flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, EXACT_KERNELS: CHOSEN_KERNELS})
 

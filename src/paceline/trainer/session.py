@@ -111,7 +111,8 @@ class Session:
         asked = self.ready.job.best is not None or self.ready.job.early_stopping is not None
         if asked and best is not None and step_of(best) != self.loop.cursor.step:
             text = (
-                f"consolidated/ has the weights of step {self.loop.cursor.step}, the last; the best are of step "
+                f"consolidated/ has the weights of step {self.loop.cursor.step}, the last one; the "
+                "best weights are from step "
                 f"{step_of(best)}: paceline ckpt consolidate {self.run.path} --best --to best"
             )
             self.stream.emit(Note(text=text))
@@ -246,9 +247,9 @@ class _Opening:
         goes_back = self.start is not None and loaded.is_in(self.run.checkpoints)
         if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
             return []
-        with as_checkpoint_error("what comes after it,", self.run.checkpoints):
+        with as_checkpoint_error("later checkpoints,", self.run.checkpoints):
             aside = set_aside(self.run.checkpoints, start=loaded.path)
-        return [] if aside is None else [Note(text=f"what came after {loaded.path.name} was set aside in {aside}")]
+        return [] if aside is None else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {aside}")]
 
     def _look_at_data(self) -> DatasetProperties | None:
         """Return the properties of indexed data, checked to be equal on every rank; None for a stream."""
@@ -383,7 +384,7 @@ class _Opening:
         parameters = self._parameters()
         lines = [f"run: {self.run.path}", f"model: {plural(parameters, 'trainable parameter')}", *self.ready.plan.notes]
         samples = feed.num_samples
-        lines += [] if samples is None else [f"data: {plural(samples, 'sample')} an epoch"]
+        lines += [] if samples is None else [f"data: {plural(samples, 'sample')} per epoch"]
         lines += [*feed.notes, *self.built.notes]
         when = f"save {format_interval(loop.save_every, total=loop.total_steps)}"
         if self.ready.job.eval_data is not None:
@@ -408,7 +409,7 @@ class _Opening:
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is None and self.resume is not None:
-            lines.append("resumed: nothing had been saved, the run begins at its first step")
+            lines.append("resumed: nothing had been saved, so the run starts at its first step")
         if loaded is not None:
             own = loaded.is_in(self.run.checkpoints)
             lines.append(

@@ -15,6 +15,7 @@ def put_into_training(models: Sequence[nn.Module]) -> list[str]:
     if woken is None:
         return []
     return [
-        f"warning: model= gave {woken} in eval mode, and training wakes it, as model.train() does; to keep it so, "
+        f"warning: model= returned {woken} in eval mode, and training sets it to train mode, as "
+        "model.train() does; to keep it, "
         f"override train() of the model and call self.{woken}.eval() there"
     ]

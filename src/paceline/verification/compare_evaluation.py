@@ -58,21 +58,22 @@ def judge_evaluation(
     by_hand = _ByHand(built, reference)
     right = by_hand.metrics()
     if by_hand.samples != evaluated.samples:
-        cause = f"evaluation saw {evaluated.samples} samples for {by_hand.samples}"
+        cause = f"evaluation saw {evaluated.samples} samples instead of {by_hand.samples}"
         finding.blame(step=steps, parameter="(evaluation)", cause=cause)
     apart = {name: _apart(evaluated.metrics.get(name, math.nan), value) for name, value in right.items()}
     floors = by_hand.floors() if any(apart.values()) and not by_hand.draws else {}
     for name, far in apart.items():
         if far and by_hand.draws:
             finding.detail += (
-                f" {name} was not compared: random numbers are drawn while it is evaluated, on each rank other ones."
+                f" {name} was not compared: its evaluation draws random numbers, which differ on each rank."
             )
             continue
         finding.count("metrics", 1)
         if far and not far <= floors[name]:
             found = evaluated.metrics.get(name, math.nan)
             cause = (
-                f"evaluation: {name} is {found:.6g} for {right[name]:.6g} at equal weights: another mean, or samples "
+                f"evaluation: {name} is {found:.6g} instead of {right[name]:.6g} at equal weights: a "
+                "different mean, or samples "
                 "left out"
             )
             finding.blame(step=steps, parameter="(evaluation)", cause=cause)

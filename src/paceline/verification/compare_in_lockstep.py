@@ -81,11 +81,11 @@ class Lockstep:
         here = ", ".join(map(str, ranks))
         if name not in self._built.weights.parameters:
             return (
-                f"unequal start buffers on rank {here}: a forward before the first step (one that a layout is planned "
-                "by) has written to it, or the build gives another one"
+                f"unequal initial buffers on rank {here}: a forward before the first step (used to plan a layout) "
+                "has written to it, or the build is not repeatable"
             )
         again = "the build is not repeatable" if 0 in ranks else "not built from the same seed, nor broadcast"
-        return f"unequal start weights on rank {here}: {again}"
+        return f"unequal initial weights on rank {here}: {again}"
 
     def _step(self, cursor: Cursor, at: RunPosition) -> None:
         self._take_over()
@@ -142,7 +142,7 @@ class Lockstep:
         found: dict[int, list[Any]] = {}
         for rank, (replica, rows) in enumerate(self._world.gather_json([self._built.worlds.data.rank, mine])):
             if found.setdefault(replica, rows) != rows:
-                cause = f"data order: rank {rank} read other samples than the other ranks of replica {replica}"
+                cause = f"data order: rank {rank} read different samples than the other ranks of replica {replica}"
                 self.finding.blame(step=self._built.step.step + 1, parameter="(data)", cause=cause)
         return [row for rows in found.values() for row in rows]
 
@@ -275,8 +275,8 @@ def unmoved_weights_note(moved: Mapping[str, bool], *, steps: int, rises: bool) 
     if not still:
         return ""
     who = "the weights" if len(still) == len(moved) else f"{len(still)} of {len(moved)} weights ({still[0]} first)"
-    more = f". Hint: --steps {2 * steps}, since the learning rate is more than 0 after these steps" if rises else ""
-    return f"{who}: no step moved them (the learning rate is 0 or too small), so their update was not tested{more}"
+    more = f". Hint: --steps {2 * steps}, because the learning rate is above 0 after these steps" if rises else ""
+    return f"{who}: no step changed them (the learning rate is 0 or too small), so their update was not tested{more}"
 
 
 def feed_of(built: TrainingSetup, cursor: Cursor) -> BatchLoader:

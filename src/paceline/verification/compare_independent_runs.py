@@ -33,7 +33,7 @@ class WeightDrift:
     """The allowed drift of weights, as a share of how far training moved them, and the likely cause of more."""
 
     share: float = 1e-3
-    cause: str = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
+    cause: str = "the runs diverge over several steps although each single step agrees: optimizer state or schedule"
 
 
 def run_free(
@@ -61,15 +61,15 @@ def run_free(
     with mean_in_place(built):
         evaluated, kept = evaluated_by(built), state_dict_tensors(built)
     if reference is not None and steps < asked:
-        why = "one process has no finite gradient there, or no target of a term"
-        finding.leave_out(f"step {steps + 1} and what comes after it: {why}")
+        why = "one process has no finite gradient there, or a term without targets"
+        finding.leave_out(f"step {steps + 1} and later: {why}")
     if reference is not None and steps:
         judge_drift(
             finding, weights, reference, partial(_disturbed, reference, steps), start, steps, drift or WeightDrift()
         )
-        finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {plural(steps, 'step')}."
+        finding.detail = f"Loss {losses[-1]:.6g} against {right_losses[-1]:.6g} after {plural(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
-            finding.detail += " The evaluation was not compared: eval_data is a stream, or has a sampler of its own."
+            finding.detail += " The evaluation was not compared: eval_data is a stream, or has its own sampler."
         if evaluated is not None:
             judge_evaluation(finding, built, reference, evaluated, steps, kept)
     found: RungResult = RungResult(**built.world.share_json(vars(finding)))
@@ -94,8 +94,9 @@ def _see_contents(finding: RungResult, built: TrainingSetup, mine: Contents, rig
     for (step, index), content in sorted(right.items()):
         if found.get((step, index), content) != content:
             cause = (
-                f"data: the right samples with other contents in microbatch {index}, though read alone it is right: "
-                "a dataset or collation that asks for the data worker, or keeps something from sample to sample"
+                f"data: the right samples with different contents in microbatch {index}, which is "
+                "right when read alone: "
+                "a dataset or collation that depends on the data worker, or keeps state between samples"
             )
             finding.blame(step=step, parameter="(data)", cause=cause)
             return
@@ -174,8 +175,11 @@ def judge_drift(
     if bad:
         name = max(bad, key=lambda key: bad[key])
         weights = any(name in bad for name in reference.weights())
-        average = "the weights agree and their average does not: another decay, or steps left out"
-        buffer = "the weights agree and a buffer does not, though in each step alone it does: written between steps"
+        average = "the weights agree but their average does not: a different decay, or skipped steps"
+        buffer = (
+            "the weights agree but a buffer does not, although it agrees in each single step: it "
+            "is written between steps"
+        )
         cause = drift.cause if weights else buffer if name in _buffers(reference) else average
         finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(found)})")
 

@@ -70,7 +70,7 @@ class StepComparison:
         empty = ", ".join(self._inquiry.gradient.empty)
         if empty:
             self._finding.detail += (
-                f" Step {self._at.number} has no target of {empty}: train stops there, or leaves the step out "
+                f" Step {self._at.number} has no target of {empty}: train stops there, or skips the step "
                 "(train.on_nonfinite)."
             )
         folded = {f"{name}." for name, _ in norms_with_statistics(self._reference.model)}
@@ -81,7 +81,7 @@ class StepComparison:
         self._see_losses(seen.losses)
         if self._inquiry.is_blurred:
             self._finding.leave_out(
-                f"gradients of step {self._at.number} in half precision: rounding alone makes others of them there"
+                f"gradients of step {self._at.number} in half precision: rounding alone changes them there"
             )
         self._see_buffers(seen.buffers, {name for name, _ in self._reference.model.named_buffers()} - kept)
 
@@ -91,7 +91,7 @@ class StepComparison:
             if all(bool(torch.isfinite(value).all()) for value in parts.values()):
                 of = of_copy(next(iter(self.right)), rank, places=self._places)
                 counts = self._inquiry.gradient.counts_in_words
-                cause = f"finite on {of} where one process's gradient is not ({counts})"
+                cause = f"finite on {of}, but not in one process ({counts})"
                 self._finding.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
                 return
         self._finding.detail += (
@@ -154,7 +154,7 @@ class StepComparison:
         first = self._finding.first_difference
         if not apart and first is not None:
             first["cause"] = (
-                "random streams: without dropout the gradients agree, so dropout draws other numbers than in one "
+                "random streams: without dropout the gradients agree, so dropout draws different numbers than in one "
                 f"process{self._where and ', ' + self._where} "
                 f"({len(self._inquiry.unexplained)} of {len(self.right)} parameters)"
             )
@@ -225,7 +225,7 @@ class StepComparison:
             for name in sorted(set(parts) ^ set(self.right)):
                 there, here = ("zeros", "none") if name in parts else ("none", "zeros")
                 of = of_copy(name, rank, places=self._places)
-                cause = f"its gradient is {there} on {of} where one process has {here}: the optimizer will differ"
+                cause = f"its gradient is {there} on {of} but {here} in one process: the optimizer will differ"
                 self._finding.blame(step=self._at.number, parameter=name, cause=cause)
                 return
 

@@ -96,8 +96,8 @@ def _sentence(value: dict[str, Any]) -> str:
         process += f" in microbatches of {value['micro_batch_size']}"
     same = f"{value['layout']} on {ranks} is the same training as {process}: {value['verdict']} ({meaning})"
     if any(rung["warning"] for rung in value["rungs"]):
-        same += "; another micro_batch_size is another training: see the warning"
-    return f"{same}, but for what is not covered" if any(rung["left_out"] for rung in value["rungs"]) else same
+        same += "; a different micro_batch_size changes the training: see the warning"
+    return f"{same}, except what is not covered" if any(rung["left_out"] for rung in value["rungs"]) else same
 
 
 def _of(value: dict[str, Any]) -> str:

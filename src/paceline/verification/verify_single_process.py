@@ -21,12 +21,12 @@ _TWICE = 0.5
 _MOST_CUT = 4
 _NAMED = 3
 _DRAWS = (
-    "the job: the same batch twice has other gradients; the model or loss draws numbers of its own "
-    "(a random generator that is not seeded anew for each microbatch), or keeps state that is no buffer"
+    "the job: the same batch gives different gradients the second time; the model or loss draws random numbers "
+    "(a random generator that is not reseeded for each microbatch), or keeps state that is not a buffer"
 )
 _ORDER = (
-    "the job: the order of the samples is another one when it is asked for again; order= or the DataLoader's sampler "
-    "draws from a generator that is not seeded, or keeps one from epoch to epoch"
+    "the job: the order of the samples differs at the second call; order= or the DataLoader's sampler "
+    "draws from an unseeded generator, or keeps one from epoch to epoch"
 )
 _START = RunPosition(step=0, epoch=0, position=0)
 
@@ -51,7 +51,7 @@ def _twice(make: Callable[[], Reference], finding: RungResult) -> None:
         return
     differing = _other_contents(one, other)
     if differing is not None:
-        cause = f"the job: microbatch {differing} read twice is not the same; train_data draws numbers of its own"
+        cause = f"the job: microbatch {differing} differs at the second read; train_data draws its own random numbers"
         finding.blame(step=1, parameter="(data)", cause=cause)
         return
     start = ModelSnapshot(first.model)
@@ -70,7 +70,7 @@ def _untrained(reference: Reference, piece: Micro) -> str:
         return ""
     shown = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
     return (
-        f"{shown} of the loss or the forward: parameters that are not the model's, which nobody trains, in one process "
+        f"{shown} of the loss or the forward: parameters that are not the model's and are not trained, in one process "
         "too. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
     )
 
@@ -81,7 +81,7 @@ def _fewer_rows(pieces: Sequence[Micro]) -> str:
         rows, samples = num_rows(piece.data), len(piece.samples)
         if 1 < rows < samples:
             return (
-                f" The collation gives {rows} rows for the {samples} samples of microbatch {index}: are some dropped?"
+                f" The collation returns {rows} rows for the {samples} samples of microbatch {index}: are some dropped?"
             )
     return ""
 
@@ -141,16 +141,16 @@ def _halves(reference: Reference, finding: RungResult) -> None:
         return
     if is_kept:
         finding.detail += (
-            " Halves were not compared: the model keeps something from one forward to the next (a hidden state, a "
-            "cache, a counter, a buffer), so the same microbatch has another gradient the second time."
+            " Halves were not compared: the model keeps state from one forward to the next (a hidden state, a "
+            "cache, a counter, a buffer), so the same microbatch has a different gradient the second time."
         )
         return
     if draws:
-        finding.detail += " Halves were not compared: the forward draws random numbers that are no dropout."
+        finding.detail += " Halves were not compared: the forward draws random numbers other than dropout."
         return
     why, hint = _reason(reference, pieces[0], factor=factor, divides_by_samples=divides_by_samples)
     finding.warning = (
-        f"the loss is no sum over samples: parts of a microbatch do not add up to it ({apart:.1e} apart"
+        f"the loss is not a sum over samples: parts of a microbatch do not add up to it ({apart:.1e} off"
         f"{f'; {why}' if why else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
     )
 
@@ -160,13 +160,13 @@ def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_sam
     if reference.job.loss is None:
         return "", "give loss=(sum, count) instead of the model's own loss"
     if abs(factor - 2.0) < _TWICE:
-        return "twice as much, as a mean that was given beside a count is", "reduction='sum' beside the count"
+        return "twice as much, like a mean that is returned with a count", "reduction='sum' with the count"
     if not reference.gives_counts(piece):
         return "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
     return (
-        "though loss= gives (sum, count): the forward or the loss looks at the whole microbatch (a mean over its "
-        "samples, its length, a sample beside another)"
-    ), "the same micro_batch_size in every run, or let each sample be computed by itself"
+        "although loss= returns (sum, count): the forward or the loss uses the whole microbatch (a mean over its "
+        "samples, its length, pairs of samples)"
+    ), "the same micro_batch_size in every run, or compute each sample independently"
 
 
 def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, bool]:

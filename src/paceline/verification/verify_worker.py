@@ -68,7 +68,7 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
     guard_hooks()  # before the first model is built: the reference's has the same class and no hooks
     scale = _fitting_scale(ready, world)
     rungs = [
-        _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
+        _rung("one process", "a job that is not deterministic, a loss that is not a sum", lambda: _single(ready, world))
     ]
     verified = step_rule(ready.plan.rule).traits.verified
     if rungs[0].finding.verdict != DIFFERENT and verified == "replayed":
@@ -106,9 +106,9 @@ def _served(
     ready: PreparedJob, world: World, steps: int, single: RungResult, errands: WorkerInstructions
 ) -> Iterator[Rung]:
     """Yield the rungs for parameter servers: workers run freely, and one process replays the order they took."""
-    rules_out = "samples, gradients, weights of another version, loss, optimizer or evaluation that differ"
+    rules_out = "samples, gradients, weight versions, loss, optimizer or evaluation that differ"
     for dtype, name in _precisions(ready, world, single):
-        rung = _rung(f"done again in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
+        rung = _rung(f"repeated in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
         yield rung
         if rung.finding.verdict == DIFFERENT:
             return
@@ -194,9 +194,9 @@ def _places(ready: PreparedJob, world: World, steps: int, single: RungResult) ->
     asked = ready.settings.train.steps
     if asked is None or asked > last.step:
         raise JobError(
-            f"step {last.step + 1}, the epoch's short last batch, can't be run, by one process neither: {problem}",
-            cause="a layer (BatchNorm), the loss or the collation that needs more samples than are left over",
-            hint="--data.drop_last true, or a global_batch_size that leaves more of them",
+            f"step {last.step + 1}, the epoch's short last batch, can't be run, not even by one process: {problem}",
+            cause="a layer (BatchNorm), the loss or the collation needs more samples than are left over",
+            hint="--data.drop_last true, or a global_batch_size that leaves more samples over",
         )
     single.detail += f" Step {last.step + 1}, a short batch that train.steps={asked} does not reach, was left out."
     return found[:-1]
@@ -263,7 +263,7 @@ def _precisions(ready: PreparedJob, world: World, single: RungResult) -> list[tu
     problem = world.share_json(problem)
     own: tuple[torch.dtype | None, str] = (None, ready.settings.train.precision)
     if problem:
-        single.detail += f" float64 was left out: the model can't do it ({problem})."
+        single.detail += f" float64 was left out: the model does not support it ({problem})."
         return [own]
     return [(torch.float64, "float64"), own]
 
@@ -295,7 +295,7 @@ def _comparable(ready: PreparedJob, built: TrainingSetup, alone: Reference | Non
         yield ""
         return
     with without_dropout([*built.models] if alone is None else [*built.models, alone.model]):
-        yield "Dropout is off here: under sync_bn one process can't draw each replica's numbers."
+        yield "Dropout is off here: under sync_bn one process can't draw each replica's random numbers."
 
 
 def _free(

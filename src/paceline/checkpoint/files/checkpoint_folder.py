@@ -61,7 +61,7 @@ def load(path: Path) -> OpenCheckpoint:
     body = read_manifest(path)
     files = stored_files(path, body.files)
     if not files:
-        raise CheckpointError(f"{path.name} names no file: it holds no weights.", where=str(path))
+        raise CheckpointError(f"{path.name} lists no file, so it holds no weights.", where=str(path))
     for name, first in body.state.get("aliases", {}).items():
         if not any(first in stored for stored in files.values()):
             raise CheckpointError(f"{name} is another name of {first}, which {path.name} lacks.", where=str(path))
@@ -86,7 +86,7 @@ def read_manifest(path: Path) -> ManifestForm:
     body = read_body(path)
     if step_of(path) not in (body.step, -1):
         raise CheckpointError(
-            f"{path.name} holds step {body.step}: the folder's name is not its step.",
+            f"{path.name} holds step {body.step}, which differs from the folder's name.",
             where=str(path),
             cause="it was renamed, or copied to another name",
             hint=f"mv {path.name} {step_name(body.step)}",
@@ -111,7 +111,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
             return path, refused
     gone = folder / _said(folder, LATEST)
     if not refused and gone != folder and not gone.exists():
-        refused.append(UnusableCheckpoint(path=gone, reason="latest names it, and it is gone"))
+        refused.append(UnusableCheckpoint(path=gone, reason="`latest` names it, but it no longer exists"))
     return None, refused
 
 

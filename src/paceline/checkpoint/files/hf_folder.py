@@ -98,7 +98,7 @@ def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
         raise CheckpointError(f"{folder} can't be read: {error}.", where=str(folder)) from error
     for name in sorted({*found, *digests}):
         if found.get(name) != digests.get(name):
-            how = "is not what was written" if name in digests else "is not one that was written"
+            how = "differs from what was written" if name in digests else "was not written with the others"
             how = how if name in found else "is missing"
             raise CheckpointError(
                 f"{name} in {folder.name} {how}.",
@@ -130,9 +130,9 @@ def check_consolidated(folder: Path) -> bool:
         if found is None and "files" not in said:
             return False
         if seal(said)[_SEAL] != found or not isinstance(said["files"], dict):
-            raise ValueError("its own digest is another")
+            raise ValueError("its own digest differs")
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{file} is not what was written: {error}.", where=str(file)) from error
+        raise CheckpointError(f"{file} differs from what was written: {error}.", where=str(file)) from error
     check_folder(folder, said["files"])
     return True
 

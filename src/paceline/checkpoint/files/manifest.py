@@ -66,8 +66,8 @@ def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], ste
             raise CheckpointError(
                 error.what,
                 where=f"{kind} of step {step}",
-                cause="what the ranks say they hold does not add up: a mistake of the layout, not of the job",
-                hint="older checkpoints are untouched",
+                cause="the parts that the ranks report do not add up: a bug in the layout, not in the job",
+                hint="older checkpoints are unchanged",
             ) from None
     form = FORMAT if all(kind_of(name) == name for name in listed) else FORMAT_OF_RANKS
     _write_body(aside, {"format": form, "step": step, "state": state, "files": listed})
@@ -103,7 +103,7 @@ def read_body(path: Path) -> ManifestForm:
     except ValueError as error:
         raise CheckpointError(f"the manifest of {path.name} is damaged: {error}.", where=str(path)) from error
     if text is None:
-        raise CheckpointError(f"the manifest of {path.name} is not what was written.", where=str(path))
+        raise CheckpointError(f"the manifest of {path.name} differs from what was written.", where=str(path))
     try:
         body = parse_manifest(text)
         if body.format in (FORMAT, FORMAT_OF_RANKS):
@@ -132,7 +132,7 @@ def _body_text(data: bytes) -> str | None:
 def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
     """Return the error for a manifest: damaged, or unreadable now and not to be replaced by an older checkpoint."""
     if isinstance(error, FileNotFoundError):
-        cause = "it is no checkpoint of Paceline's"
+        cause = "it is not a Paceline checkpoint"
         return CheckpointError(f"{path.name} has no {MANIFEST}.", where=str(path), cause=cause)
     if is_damage(error):
         return CheckpointError(f"the manifest of {path.name} is damaged: {error.strerror}.", where=str(path))
@@ -144,7 +144,7 @@ def unreadable_file_error(file: Path, error: OSError) -> MachineError:
     return MachineError(
         f"{file.parent.name}/{file.name} can't be read: {error.strerror}.",
         where=str(file),
-        cause="rights, or a disk that does not answer; nothing says that the checkpoint is damaged",
+        cause="missing permissions, or a disk that does not respond; the checkpoint itself may be intact",
         hint=f"ls -l {file}, then the same command; or --resume with an older checkpoint",
     )
 
@@ -182,9 +182,9 @@ def _check_file(path: Path, name: str, listed: FileForm) -> None:
     except ValueError as error:
         raise CheckpointError(f"{name} of {path.name} can't be used: {error}.", where=str(file)) from None
     if size != listed.bytes:
-        raise CheckpointError(f"{name} has {size} bytes, {listed.bytes} were written.", where=str(file))
+        raise CheckpointError(f"{name} has {size} bytes, but {listed.bytes} were written.", where=str(file))
     if header != listed.header:
-        raise CheckpointError(f"the header of {name} is not what was written.", where=str(file))
+        raise CheckpointError(f"the header of {name} differs from what was written.", where=str(file))
 
 
 def _by_tensor(listed: Listed) -> dict[tuple[str, str], list[TensorEntry]]:

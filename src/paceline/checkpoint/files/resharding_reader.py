@@ -144,7 +144,7 @@ def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
             raise CheckpointError(f"{key} reaches beyond {name}{list(extent)}.")
     twice = _held_twice([box for box in boxes if 0 not in box[1]])
     if twice:
-        raise CheckpointError(f"{twice} is there twice, or in part: two ranks hold the same elements of {name}.")
+        raise CheckpointError(f"{twice} overlaps another piece: two ranks hold the same elements of {name}.")
 
 
 def _held_twice(boxes: Sequence[tuple[Shape, Shape, str]]) -> str:

@@ -120,16 +120,16 @@ class TensorEntry(_Laid):
         """
         form = msgspec.convert(value, _EntryForm)
         if form.dtype not in ITEM_BYTES:
-            raise ValueError(f"{form.name}: no known type is called {form.dtype!r}")
+            raise ValueError(f"{form.name}: unknown dtype {form.dtype!r}")
         entry = TensorEntry(
             name=form.name, dtype=form.dtype, shape=form.shape, start=form.start, stop=form.stop, digest=form.digest,
             at=None if form.at is msgspec.UNSET else form.at,
             whole=None if form.whole is msgspec.UNSET else form.whole,
         )  # fmt: skip
         if entry.stop - entry.start != entry.num_bytes:
-            raise ValueError(f"{entry.name}: sizes do not belong together")
+            raise ValueError(f"{entry.name}: inconsistent sizes")
         if len({len(each) for each in (entry.shape, entry.at, entry.whole) if each is not None}) > 1:
-            raise ValueError(f"{entry.name}: a piece of another number of dimensions")
+            raise ValueError(f"{entry.name}: a piece has a different number of dimensions")
         return entry
 
 
@@ -215,7 +215,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 def _check_end(file: BufferedReader, entry: TensorEntry) -> None:
     if entry.stop > os.fstat(file.fileno()).st_size:
         name = Path(file.name).name
-        raise CheckpointError(f"{name} is cut off: {entry.key} ends beyond it.", where=str(file.name))
+        raise CheckpointError(f"{name} is truncated: {entry.key} ends beyond its end.", where=str(file.name))
 
 
 def _memory(entry: TensorEntry) -> memoryview:
@@ -227,7 +227,7 @@ def _memory(entry: TensorEntry) -> memoryview:
 
 def _changed(path: Path, entry: TensorEntry) -> CheckpointError:
     return CheckpointError(
-        f"{entry.key} in {path.name} is not what was written.",
+        f"{entry.key} in {path.name} differs from what was written.",
         where=str(path),
         cause="a damaged disk, a flipped bit, or an edited file",
     )

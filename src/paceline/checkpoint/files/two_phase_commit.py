@@ -25,7 +25,7 @@ def save(folder: Path, *, step: int, files: Files, state: Mapping[str, Any]) -> 
     """Write the checkpoint of `step` into `folder` and make it the latest.
 
     Raises:
-        SaveError: no space or no permission; older checkpoints are untouched.
+        SaveError: no space or no permission; older checkpoints are unchanged.
     """
     aside = begin(folder, step=step, num_bytes=bytes_of(files))
     with as_checkpoint_error(f"step {step}", folder):
@@ -92,5 +92,5 @@ def _check_space(folder: Path, num_bytes: int) -> None:
             f"a checkpoint needs {format_size(num_bytes)} and {format_size(_SPARE_BYTES)} to spare, "
             f"{format_size(free)} are free.",
             where=str(folder),
-            hint="free some space, or --run-dir on another disk; older checkpoints are untouched",
+            hint="free some space, or --run-dir on another disk; older checkpoints are unchanged",
         )

@@ -1,1 +1,1 @@
-"""What several commands share: options, devices, starting ranks, the line that resumes a run."""
+"""Code that several commands share: options, devices, starting ranks, the line that resumes a run."""

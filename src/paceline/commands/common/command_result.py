@@ -1,11 +1,11 @@
-"""What a verb found, for Python: the keys of its `--json` as attributes."""
+"""The result of a verb as a Python object: the keys of its `--json` as attributes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 class Result(Mapping[str, Any]):
-    """Holds the keys of a verb's `--json`, as attributes and as a mapping; printed, it is what the command prints.
+    """The keys of a verb's `--json`, as attributes and as a mapping. Printing it gives what the command prints.
 
     Objects in the JSON are results themselves, so that `found.first_difference.step` and `found.plans[0].layout` work.
     """

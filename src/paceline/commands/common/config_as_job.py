@@ -1,4 +1,4 @@
-"""A Hugging Face config in the place of a job, for the verbs that need no data: `plan`, `simulate`."""
+"""A Hugging Face config used as a job, for the verbs that need no data: `plan` and `simulate`."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,14 +11,14 @@ from paceline.planner.hardware.cluster import Cluster
 
 JOB = "paceline.hf.config_only_job:make_job"
 _CONFIG = "config.json"
-_EACH = 8  # samples a device
+_EACH = 8  # samples per device
 _BATCH = "train.global_batch_size"
 _PRECISION = "train.precision"
-_MIXED = " (mixed: products in {}, weights and optimizer in float32; --train.precision fp32 for all in float32)"
+_MIXED = " (mixed: matmuls in {}, weights and optimizer in float32; --train.precision fp32 for float32 only)"
 
 
 def is_config(job: str) -> bool:
-    """Whether it is config.json or its folder, something of transformers, or `module:SomeConfig`."""
+    """Return whether `job` is a config.json or its folder, a transformers class, or `module:SomeConfig`."""
     if Path(job).is_dir():
         return (Path(job) / _CONFIG).is_file()
     if Path(job).name == _CONFIG:
@@ -30,10 +30,10 @@ def is_config(job: str) -> bool:
 def as_job(
     job: str, overrides: Sequence[str], *, ranks: int, fleet: Cluster | None = None, file: Path | None = None
 ) -> tuple[str, list[str], list[str]]:
-    """The job that stands for it, its settings, and lines that say what was assumed; anything else as it is.
+    """Return the job that stands for a config, its settings, and lines about assumed values; other jobs unchanged.
 
-    What `overrides` or the TOML `file` say is not assumed. Products are in the number format in which such models are
-    trained on the devices of the `fleet`, which has its own number of ranks; None is the machine that this runs on.
+    Values in `overrides` or in the TOML `file` are not assumed. The precision is the usual one for such models on the
+    devices of the `fleet`, which also sets the number of ranks; a `fleet` of None is this machine.
 
     Raises:
         UsageError, MachineError: a folder without a config, or no transformers to read one.
@@ -59,7 +59,7 @@ def as_job(
         own.append(f"--{_BATCH}={batch}")
         assumed.append(f"--{_BATCH} {batch}")
     if "job.length" not in given:
-        assumed.append("--job.length as the model has positions, 4,096 at most")
+        assumed.append("--job.length from the model's positions, at most 4,096")
     if "job.optimizer" not in given:
         assumed.append("--job.optimizer AdamW")
     if _PRECISION not in given:
@@ -73,20 +73,20 @@ def _given(overrides: Sequence[str], file: Path | None) -> set[str]:
     """Return the names of the settings that somebody gave."""
     found = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
     if file is not None:
-        with suppress(PacelineError):  # what is wrong with the file is told with all else that is wrong
+        with suppress(PacelineError):  # an unreadable file is reported later, together with all other problems
             found |= set(read_asked(file=file, overrides=()).values)
     return found
 
 
 def _usual_precision(fleet: Cluster | None) -> str:
-    """Return bf16, or what a device has that knows no bf16."""
+    """Return bf16, or the precision to use on a device without bf16."""
     if fleet is None:
         return "bf16"
     return next((name for name in ("bf16", "fp16") if name in fleet.device.flops_per_second), "fp32")
 
 
 def _split(job: str) -> tuple[str, str, str]:
-    """`transformers.LlamaConfig` is `transformers:LlamaConfig`."""
+    """Split a reference into its parts; `transformers.LlamaConfig` is read as `transformers:LlamaConfig`."""
     if ":" in job or job.endswith(".py") or "/" in job:
         return job.partition(":")
     place, _, name = job.rpartition(".")

@@ -1,4 +1,4 @@
-"""What a command says of ranks and devices, beside what this machine has and what a launcher has started."""
+"""Checks of the requested ranks and devices against this machine and the launcher's world."""
 
 import json
 import subprocess
@@ -16,19 +16,21 @@ _MOST_RANKS_PER_CORE = 64
 
 
 def choose_device(text: str, problems: list[PacelineError]) -> str:
-    """`cpu` or `cuda`, as asked for or as this machine has it."""
+    """Return `cpu` or `cuda`: the requested device, or for `auto` the one that this machine has."""
     if text not in ("auto", "cpu", "cuda"):
         hint = "--device auto | cpu | cuda"
         problems.append(
-            UsageError(f"{text!r} is no device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
+            UsageError(f"{text!r} is not a device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
         )
     if text == "cuda" and not visible_gpus():
-        problems.append(UsageError("--device cuda: this machine shows no GPU.", hint="nvidia-smi, or --device cpu"))
+        problems.append(
+            UsageError("--device cuda: this machine has no visible GPU.", hint="nvidia-smi, or --device cpu")
+        )
     return ("cuda" if visible_gpus() else "cpu") if text == "auto" else text
 
 
 def choose_ranks(asked: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]) -> int:
-    """How many: as asked for, as a launcher has started, or as there are GPUs."""
+    """Return the number of ranks: as requested, as a launcher started, or one per GPU."""
     if asked is not None and asked < 1:
         problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
         return 1
@@ -38,13 +40,15 @@ def choose_ranks(asked: int | None, joined: JoinedWorld | None, device: str, pro
         return joined.world_size
     gpus = visible_gpus() if device == "cuda" else 0
     if gpus and asked is not None and asked > gpus:
-        problems.append(UsageError(f"--ranks {asked}, this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}"))
+        problems.append(
+            UsageError(f"--ranks {asked}, but this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}")
+        )
     cores = usable_cores()
     if asked is not None and asked > _MOST_RANKS_PER_CORE * cores:
-        cause = "each rank is a process with a model of its own"
+        cause = "each rank is a process with its own model"
         problems.append(
             UsageError(
-                f"--ranks {asked}, this machine has {plural(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
+                f"--ranks {asked}, but this machine has {plural(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
             )
         )
     return asked or gpus or 1
@@ -54,17 +58,17 @@ def _other_world(asked: int, joined: JoinedWorld) -> UsageError:
     if joined.kind != "environment":
         return UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
     return UsageError(
-        f"--ranks {asked}, but this environment says RANK={joined.rank} WORLD_SIZE={joined.world_size}: a launcher "
-        "started this process as one of these.",
-        cause="they are left over from another command" if joined.world_size == 1 else "",
-        hint="unset RANK WORLD_SIZE, if no launcher did; else leave --ranks out",
+        f"--ranks {asked}, but the environment has RANK={joined.rank} WORLD_SIZE={joined.world_size}: a launcher "
+        "started this process as one of these ranks.",
+        cause="they may be left over from another command" if joined.world_size == 1 else "",
+        hint="unset RANK WORLD_SIZE, if no launcher set them; otherwise leave --ranks out",
     )
 
 
 def refuse_missing_backend(asked: str) -> list[PacelineError]:
     """Refuse a backend that this build of torch lacks, before a rank is started to find out.
 
-    Only torch knows. Another process asks it: what decides kernels has to be set in ranks before torch is there.
+    Only torch knows, so another process asks it: variables that select kernels must be set before torch is imported.
     """
     if asked in ("auto", "gloo"):
         return []
@@ -73,11 +77,11 @@ def refuse_missing_backend(asked: str) -> list[PacelineError]:
         told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
         return refuse_backend(asked, json.loads(told.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return []  # then the ranks say it
+        return []  # the ranks report it instead
 
 
 def refuse_nested(joined: JoinedWorld | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
-    """Replicas as threads need a world of one process, which is rank 0."""
+    """Refuse replicas as threads unless the world is one process, and refuse faults for a rank other than 0 there."""
     beyond = [fault.rank for fault in faults if fault.rank]
     if beyond:
         problems.append(
@@ -89,7 +93,7 @@ def refuse_nested(joined: JoinedWorld | None, faults: Sequence[Fault], problems:
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(
-                f"layout threads is one process, {joined.kind} started {joined.world_size}.",
+                f"layout threads is one process, but {joined.kind} started {joined.world_size}.",
                 hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
             )
         )

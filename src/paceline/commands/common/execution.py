@@ -1,4 +1,4 @@
-"""What the verbs that start processes share: task, run folder, start or join, and how it ended."""
+"""The part shared by verbs that start processes: task, run folder, start or join, and the report of how it ended."""
 
 import os
 import sys
@@ -61,7 +61,7 @@ from paceline.user_code import hide_own_frames
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of every verb that starts processes."""
+    """The options common to all verbs that start processes."""
 
     ranks: int | None = None
     layout: str | None = None
@@ -74,7 +74,7 @@ class RunOptions:
     dry_run: bool = False
     quiet: bool = False
     job_handle: int | None = None
-    """Of `open_job_file`, where the job is an object of Python."""
+    """The handle from `open_job_file`, if the job is a Python object."""
 
 
 def run_options(options: Starting) -> RunOptions:
@@ -95,7 +95,7 @@ def run_options(options: Starting) -> RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """How a verb ended."""
+    """The result of a verb: how it ended."""
 
     exit_code: int
     run: Path
@@ -103,17 +103,17 @@ class CommandResult:
     screen: str = ""
     value: Any = None
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """What the screen says, for `--json`."""
+    """The screen's facts under the keys of `--json`."""
     outcome: LaunchOutcome | None = None
-    """Of processes that were started here."""
+    """The outcome of processes that were started here; None in a joined world."""
     tells: bool = True
-    """False on the other ranks of a world that others made: rank 0 prints for all, and of a failure the first."""
+    """False on the silent ranks of a joined world: rank 0 prints results, the first failing rank prints errors."""
     error: BaseException | None = None
-    """What ended this rank of a world that others made."""
+    """The exception that ended this rank of a joined world."""
 
     @property
     def failure(self) -> Failure | None:
-        """The first one of processes that were started here."""
+        """Return the first failure of processes that were started here."""
         return None if self.outcome is None else self.outcome.failure
 
     def summary(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
 def _misfits(
     verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, asked: RequestedSettings
 ) -> list[PacelineError]:
-    """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
+    """Return the conflicts of layout, ranks and settings. `compare` may have settings that only some layouts use."""
     problems: list[PacelineError] = []
     mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems, update=update)
     problems += [*check_axis_products(layout, mesh), *refuse_update(update, layout, mesh)]
@@ -211,14 +211,14 @@ def execute(
 ) -> CommandResult:
     """Run `entry` on every rank: in this process where a world exists already, else in new ones.
 
-    With `logs` the folder of the run is left alone, and what the ranks say lies there.
+    With `logs`, the run folder is left alone and the ranks' logs go there instead.
     """
     joined = detect(os.environ)
     if task.run and logs is None and (joined is None or joined.rank == 0):
         (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
     if joined is not None:
         adopt_launcher_variables(joined, os.environ)
-        with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # of which the answer is no part
+        with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # standard output holds the answer only
             return _joined(task, entry, joined, one_thread, is_named=bool(common.run_dir))
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
@@ -252,13 +252,13 @@ def execute(
 
 
 def read_answer(task: Task, verb: str) -> Any:
-    """What rank 0 wrote for the command."""
+    """Return the answer that rank 0 wrote for the command."""
     path = Path(task.run) / f"answer-{verb}.json"
     return read_json(path) if path.exists() else None
 
 
 def answer_of(task: Task, outcome: LaunchOutcome) -> CommandResult:
-    """What to say of how it ended; where memory was short, also what would need less."""
+    """Build the result of an outcome: the last lines and, if memory ran out, the layouts that need less."""
     go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
     more: tuple[str, ...] = ()
     if go_on and outcome.failure is not None and outcome.failure.is_short_of_memory:
@@ -288,11 +288,11 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
-    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # a folder that it chose rank 0 alone knows
+    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # only rank 0 knows a folder that it chose itself
     go_on = command_again(task, joined) if knows else ""
     here, began = Path.cwd(), time.monotonic()
     ended = child(entry, payload, threads=threads)
-    os.chdir(here)  # where a job has gone elsewhere, the answer is still here
+    os.chdir(here)  # the job may have changed the working directory
     answer = CommandResult(
         exit_code=int(ended.code), run=Path(task.run), seconds=time.monotonic() - began, tells=joined.rank == 0,
         error=ended.error,
@@ -300,14 +300,14 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     if ended.error is not None:
         failure = failure_of(ended.error, rank=joined.rank)
         go_on = go_on if can_go_on(answer.run, answer.exit_code, failure) else ""
-        last = f"Go on: {go_on}" if go_on and joined.rank == 0 else ""
+        last = f"Resume: {go_on}" if go_on and joined.rank == 0 else ""
         return replace(answer, screen=last, keys=joined_keys(failure, go_on=go_on))
-    stopped = f"Stopped and saved. Go on: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
+    stopped = f"Stopped and saved. Resume: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
     return replace(answer, screen=stopped)
 
 
 def failure_result(answer: CommandResult) -> CommandResult:
-    """Return what this rank of a world that others made has to print of a failure; in any other case, the answer."""
+    """Return what this rank of a joined world must print about a failure; without a failure, the answer unchanged."""
     if answer.error is None:
         return answer
     failure, turn = report(answer.error)
@@ -316,7 +316,7 @@ def failure_result(answer: CommandResult) -> CommandResult:
         hide_own_frames(answer.error)
         text = "".join(format_exception(answer.error)) + text
     lines = [text] if turn.tells_all or turn.tells_line else []
-    is_only_echo = turn.is_told and is_echo(failure)  # another rank knows whether going on can help; a checkpoint does
+    is_only_echo = turn.is_told and is_echo(failure)  # another rank, or a checkpoint, tells whether to resume
     goes_on = answer.screen and not (is_only_echo and not was_saved(RunFolder(answer.run).checkpoints))
     screen = "\n".join([*lines, *([answer.screen] if goes_on else [])])
     if screen and not turn.tells_all:
@@ -325,25 +325,25 @@ def failure_result(answer: CommandResult) -> CommandResult:
 
 
 def make_folder(path: Path) -> None:
-    """Make the run folder that was named, if it is not there.
+    """Create the named run folder, if it does not exist.
 
     Raises:
-        UsageError: it can't be written, or other things are below it.
+        UsageError: it can't be written, or it is the home folder or a folder above the working directory.
     """
     whole, home = path.resolve(), Path("~").expanduser().resolve()
     if whole == home or whole in (*Path.cwd().parents, *home.parents):
         raise UsageError(
-            f"--run-dir {path} is {whole}: the run's files would lie among everything else there.",
+            f"--run-dir {path} is {whole}: the run's files would mix with everything else there.",
             hint="--run-dir runs/NAME",
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
         number_run(path)
-        with TemporaryFile(dir=path):  # a folder of before may be another user's by now, or on a disk that is read only
+        with TemporaryFile(dir=path):  # an existing folder may belong to another user or lie on a read-only disk
             pass
     except OSError as error:
         raise UsageError(
-            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What was asked for and has nowhere to go: checked before a process starts."""
+"""Checks of options that no verb, layout or job accepts, made before a process starts."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -12,13 +12,13 @@ from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import misfits_of_source, without_default
 
-_MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: what a file system takes, less what lies in a run folder
+_MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: a file system's limits, less the names in a run folder
 
 
 def misfit_parameters(known: dict[str, tuple[str, str]] | None, asked: RequestedSettings) -> list[PacelineError]:
     """Return what is wrong with settings of `job.`: not taken by its function, not of the type, or missing.
 
-    `known` has the source of annotation and default of each; None where it is not known what it takes.
+    `known` maps each parameter to the source of its annotation and default; None if the parameters are unknown.
     """
     if known is None:
         return []
@@ -44,10 +44,10 @@ def _unknown_parameters(known: Collection[str], names: Sequence[str], asked: Req
 
 
 def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
-    """Settings of `job.` for a job that is an object already."""
+    """Return an error for each `job.` setting, because a job that is already an object takes none."""
     return [
         UsageError(
-            f"{name} is a parameter of a job, and this job is made already.",
+            f"{name} is a parameter of make_job, but this job is already built.",
             where=asked.origins.get(name, ""),
             hint=f"make_job({name[4:]}={value!r})",
         )
@@ -57,31 +57,31 @@ def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
 
 
 def unusable_run_dir(text: str) -> list[PacelineError]:
-    """What is wrong with `--run-dir` as a path, whatever lies there."""
+    """Return what makes `--run-dir` unusable as a path, whether or not it exists."""
     if not text.strip():
-        return [UsageError("--run-dir is empty: an unset variable?", hint="--run-dir runs/first, or leave it out")]
+        return [UsageError("--run-dir is empty: is a variable unset?", hint="--run-dir runs/first, or leave it out")]
     longest = max(len(os.fsencode(part)) for part in Path(text).parts)
     if longest > _MOST_OF_NAME or len(os.fsencode(text)) > _MOST_OF_PATH or "\0" in text:
-        what = f"its longest part has {longest:,} bytes of at most {_MOST_OF_NAME}"
-        return [UsageError(f"--run-dir {text[:40]}... is no path: {what}.", hint="--run-dir runs/first")]
+        what = f"its longest part has {longest:,} bytes, at most {_MOST_OF_NAME} are allowed"
+        return [UsageError(f"--run-dir {text[:40]}... is not a valid path: {what}.", hint="--run-dir runs/first")]
     return []
 
 
 def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] | None:
-    """Likely cause and line to type, where the option is another tool's, or stands behind an option of ours."""
+    """Return the likely cause and the command to type if the option is another tool's, or belongs to another option."""
     name = flag.removeprefix("--")
     if verb == "compare" and name in ("update", "updates", "compress"):
-        cause = "layouts are compared with --update sync; update rules and ways to compress as runs that were trained"
+        cause = "--layouts compares with --update sync; compare update rules and compression as trained runs"
         return cause, "paceline train JOB for each, then paceline compare RUN RUN"
     if (place := place_of(flag, value)) is not None:
         return place
     said = f"{name}={value}" if value else name
     rule, method = rule_with(name), method_with(name)
     if rule is not None:
-        return "it stands behind --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
+        return "it belongs to --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
     if method is not None:
         return (
-            "it stands behind --compress",
+            "it belongs to --compress",
             f"--compress {method}" if method == name else f"--compress {method},{said}",
         )
     return None

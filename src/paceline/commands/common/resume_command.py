@@ -1,4 +1,4 @@
-"""The command that goes on with a run: the same words, less what broke it."""
+"""The command that resumes a run: the same arguments without the injected faults."""
 
 import shlex
 from pathlib import Path
@@ -12,10 +12,10 @@ from paceline.run_folder.run_folder import RunFolder
 
 
 def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
-    """`paceline train` with the run's folder and every setting that was given; faults are not asked for again.
+    """Return `paceline train` with the run folder and every setting that was given, without the injected faults.
 
-    A secret is not said again: dots stand for it.
-    In a world that a launcher made the launcher comes first; how machines meet is not known here.
+    A secret is masked with dots.
+    In a joined world the launcher comes first; how its machines meet is not known here.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
@@ -40,6 +40,6 @@ def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
 
 
 def command_with(task: Task) -> str:
-    """The same of a task whose microbatches are others than those that it saved with, which it has to be told."""
+    """Return the same command for a changed microbatch size, which `--allow` accepts if a checkpoint exists."""
     cut = " --allow micro_batch_size" if was_saved(RunFolder(Path(task.run)).checkpoints) else ""
     return command_again(task) + cut

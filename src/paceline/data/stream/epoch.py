@@ -256,7 +256,7 @@ class Epoch:
             twin = seen.setdefault(tuple(numbers), name)
             if twin != name and len(set(numbers)) == FIRST:
                 raise DataError(
-                    f"shards {twin} and {name} of the stream begin with the same {FIRST} samples.",
+                    f"shards {twin} and {name} of the stream start with the same {FIRST} samples.",
                     cause="shard(num_shards=, index=) gives the same samples for every index",
                     hint="--data.shards 1 reads the stream whole on every replica",
                 )
@@ -285,7 +285,7 @@ def _needs(cut: BatchPartition, takes: tuple[int, ...]) -> list[frozenset[int]]:
 
 def _differs(shard: int, rank: int, other: int) -> DataError:
     return DataError(
-        f"shard {shard} of the stream gives other samples on rank {other} than on rank {rank}.",
+        f"shard {shard} of the stream gives different samples on rank {other} and rank {rank}.",
         cause=f"{NOT_SEEDED}, or not on every rank",
         hint=f"{SEED_IT}; {EVERY_RANK}",
     )
@@ -293,5 +293,5 @@ def _differs(shard: int, rank: int, other: int) -> DataError:
 
 def _shorter(shard: int) -> DataError:
     return DataError(
-        f"shard {shard} of the stream has fewer samples than when it was read before.", cause=NOT_SEEDED, hint=SEED_IT
+        f"shard {shard} of the stream has fewer samples than at the first read.", cause=NOT_SEEDED, hint=SEED_IT
     )

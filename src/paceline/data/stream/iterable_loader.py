@@ -98,7 +98,7 @@ class IterableLoader:
         if asked is not None and asked != was and self._split.shards != was:
             raise ResumeError(
                 f"data.shards was {was}, is {asked}.",
-                cause="which sample comes when follows from it; it is fixed at a run's first start",
+                cause="the order of samples depends on it; it is fixed at a run's first start",
                 hint="leave --data.shards out",
             )
         split = self._split
@@ -106,9 +106,9 @@ class IterableLoader:
             split = split_of(self._source, asked=was, global_batch_size=max(was, self._cut.global_batch_size))
         if was != split.shards:
             raise ResumeError(
-                f"the stream was split into {was} shards, and can't be now: {split.why_whole}.",
-                cause="other data, or another version of it",
-                hint="give the job the data that the run was started with",
+                f"the stream was split into {was} shards, but can't be split now: {split.why_whole}.",
+                cause="different data, or a different version of it",
+                hint="use the data that the run was started with",
             )
         self._split = split
 
@@ -122,17 +122,17 @@ class IterableLoader:
     def _nothing(self, cursor: Cursor) -> DataError:
         what, hint = "is empty", "check the path it reads from"
         if cursor.position:
-            what = "ended before the place where this run stopped"
+            what = "ends before the position at which this run stopped"
         elif self._cut.drop_last:
-            what = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last leaves out"
+            what = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last drops"
             hint = "--data.drop_last false, or a smaller --train.global_batch_size"
         return DataError(f"the stream of train_data {what}.", hint=hint)
 
     def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
         if self._epoch is not None and isinstance(self._source.data, GeneratorType):
             raise DataError(
-                f"train_data is a generator, which can be read once: there is nothing for epoch {number + 1}.",
-                hint="train_data=the function that makes it, without the call: it is called again for each epoch",
+                f"train_data is a generator, which can be read only once: epoch {number + 1} has no data.",
+                hint="train_data=the generator function itself, without calling it: it is called for each epoch",
             )
         if self._epoch is not None:
             self._epoch.close()
@@ -165,7 +165,7 @@ class IterableLoader:
 def describe_stream(split: StreamSharding, *, replicas: int, kind: str) -> str:
     """Return one line that says how the stream is read."""
     if split.shards == 1:
-        resume = "; a resume goes on from its state" if split.keeps_place else ""
+        resume = "; a resume continues from its state" if split.keeps_place else ""
         return (
             f"{kind}: a stream, not split ({split.why_whole}); every replica reads all of it and keeps its own "
             f"microbatches (exact, costs reading){resume}"

@@ -8,19 +8,17 @@ from collections.abc import Sequence
 
 from paceline.errors import DataError
 
-NOT_SEEDED = "the iterable is not the same each time it is read"
-SEED_IT = "seed it, or make it depend on set_epoch(epoch) alone"
+NOT_SEEDED = "the iterable differs each time it is read"
+SEED_IT = "seed it, or let it depend only on set_epoch(epoch)"
 DIVIDED = (
     "the stream takes its own part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
-    "split_dataset_by_node, split_by_node), and the run divides it again"
+    "split_dataset_by_node, split_by_node), and the run splits it again"
 )
 EVERY_RANK = (
-    "give every rank the whole stream, the run deals the samples out: for example islice(stream, 0, None, 1), "
+    "give every rank the whole stream, the run distributes the samples: for example islice(stream, 0, None, 1), "
     "split_dataset_by_node(stream, rank=0, world_size=1), nodesplitter=lambda urls: urls"
 )
-_OTHER_ORDER = (
-    "the same samples come in another order: an unsorted os.listdir, a set, or a shuffle that is seeded by rank"
-)
+_OTHER_ORDER = "the same samples in a different order: an unsorted os.listdir, a set, or a shuffle seeded by rank"
 _SORT_IT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on every rank"
 
 
@@ -32,16 +30,16 @@ def other_stream(
     Ranks that have no sample in common each have a part of the stream, as far as it was read.
     """
     one, other = ranks
-    what = f"{where} gives other samples on rank {other} than on rank {one}"
+    what = f"{where} gives different samples on rank {other} and rank {one}"
     if any(list(first) != list(second) for first, second in zip(firsts, again, strict=True)):
-        return DataError(f"{what}, and others when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
+        return DataError(f"{what}, and different ones when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
     common = len(set(firsts[one]) & set(firsts[other]))
     read = max(len(firsts[one]), len(firsts[other]))
     if common:
         what = f"{what}: {common} of the first {read} are the same"
-        return DataError(f"{what}, in other places.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}")
+        return DataError(f"{what}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}")
     return DataError(
         f"{what}: none of the first {read} is the same.",
-        cause=f"{DIVIDED}; or its files come in another order (an unsorted os.listdir)",
+        cause=f"{DIVIDED}; or its files come in a different order (an unsorted os.listdir)",
         hint=EVERY_RANK,
     )

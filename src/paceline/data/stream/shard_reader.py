@@ -90,7 +90,7 @@ class ShardReader:
             raise self._differs(int(record["read"]))
         if anchor is not None:
             self._notes.append(
-                f"data: the state_dict of shard {self._stand.shard} does not hold all of it (a shuffle buffer?); "
+                f"data: the state_dict of shard {self._stand.shard} is incomplete (a shuffle buffer?); "
                 f"its first {record['read']:,} samples were read again, and are the same"
             )
 
@@ -145,7 +145,8 @@ class ShardReader:
         except CannotBeWritten as error:
             self._writable = False
             self._notes.append(
-                f"data: the state_dict of the stream holds {error}, which JSON can't; a resume reads its shards again"
+                f"data: the state_dict of the stream contains {error}, which JSON can't hold; a "
+                "resume rereads its shards"
             )
             return None
 
@@ -156,7 +157,7 @@ class ShardReader:
     def _differs(self, read: int) -> DataError:
         where = f" of shard {self._stand.shard}" if self._split.shards > 1 else ""
         return DataError(
-            f"the stream differs from what this run read before (first {read} samples{where}).",
+            f"the stream differs from what this run has read (first {read} samples{where}).",
             cause=NOT_SEEDED,
             hint=SEED_IT,
         )

@@ -27,7 +27,7 @@ class StreamSharding:
         doing = f"shard(num_shards={self.shards}, index={shard})"
         part = call_user_dataset(lambda: self.data.shard(num_shards=self.shards, index=shard), doing=doing)
         if not hasattr(part, "__iter__"):
-            raise JobError(f"{doing} of the stream gave a {type(part).__name__}, expected an iterable.")
+            raise JobError(f"{doing} of the stream returned a {type(part).__name__}, expected an iterable.")
         _set_epoch(part, epoch)
         return part
 

@@ -61,12 +61,14 @@ def _leave_late(code: int, limit_seconds: float) -> None:
     rest = limit_seconds - min(_TELLING_SECONDS, limit_seconds / 2)
     own = (threading.current_thread(), threading.main_thread())
     names = [one.name for one in threading.enumerate() if not one.daemon and one not in own]
-    what = f"threads of the job that still run: {', '.join(names[:8])}" if names else "exit functions of the job"
+    what = (
+        f"threads of the job that are still running: {', '.join(names[:8])}" if names else "exit functions of the job"
+    )
     with suppress(Exception):
-        print(f"all is done and saved; waiting at most {rest:.0f} s for {what}", file=sys.stderr, flush=True)
+        print(f"training is done and saved; waiting at most {rest:.0f} s for {what}", file=sys.stderr, flush=True)
     time.sleep(rest)
     with suppress(Exception):
-        print(f"the job did not end within {limit_seconds:.0f} s; it is left here:", file=sys.stderr, flush=True)
+        print(f"the job did not exit within {limit_seconds:.0f} s and is abandoned here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
     os._exit(code)
 

@@ -164,9 +164,7 @@ class Agent:
         if kind == "again":
             return
         if kind == "lost":
-            print_line(
-                f"rank {rank}, a worker, was killed again and is not started any more; the others go on", sys.stderr
-            )
+            print_line(f"rank {rank}, a worker, was killed again and is not restarted; the others continue", sys.stderr)
         if kind in ("lost", "over"):
             self._attempt.statuses[rank] = 0
             return
@@ -263,7 +261,7 @@ class Agent:
         if process_state(self._nursery) in ("T", "t"):
             return (
                 f"the process {self._nursery} that starts the ranks is stopped: kill -CONT {self._nursery} lets it "
-                "go on; Ctrl-C again stops at once"
+                "continue; Ctrl-C again stops at once"
             )
         return still_waiting(find_silent(self._attempt.folder, self._attempt.pids, slate=self._slate), seconds=seconds)
 

@@ -170,7 +170,7 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
     if for_memory and status == -signal.SIGKILL:
         room = tightest_room()
         error = OutOfMemory(
-            "SIGKILL (killed by the kernel: memory had run out).",
+            "SIGKILL (killed by the kernel: out of memory).",
             cause="" if room is None else f"{room.name} ends at {format_size(room.limit_bytes)}",
             held={},
             limit_bytes=None if room is None else room.limit_bytes,
@@ -182,10 +182,10 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
         causes: dict[int, str] = {
-            signal.SIGKILL: "killed from outside: the kernel when memory runs out, a scheduler, or a person",
+            signal.SIGKILL: "killed from outside: by the kernel for lack of memory, by a scheduler, or by a user",
             signal.SIGSEGV: "a crash in native code",
-            signal.SIGABRT: "native code gave up: the log's end says why. gloo does where ranks do different things at "
-            "once: one evaluates, saves or leaves the loop alone",
+            signal.SIGABRT: "native code aborted: the end of the log says why. gloo does this if ranks do different "
+            "things at once: one evaluates, saves or leaves the loop alone",
         }
         cause = causes.get(-status, "ended by a signal")
         return Failure(
@@ -196,7 +196,7 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
     return Failure(
         rank=rank,
         kind="exit",
-        message=f"the process left with exit code {status} without an exception",
+        message=f"the process exited with code {status} without an exception",
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
@@ -210,7 +210,7 @@ def without_log(rank: int, *, log: Path) -> Failure | None:
         return None
     except OSError as error:
         cause, hint = explain_refusal(error, log.parent)
-        what = f"the log {log.name} can't be made: {error.strerror}."
+        what = f"the log {log.name} can't be created: {error.strerror}."
         lost = MachineError(what, where=str(log.parent), cause=cause, hint=hint)
         return failure_of(lost, rank=rank)
     log.unlink()
@@ -220,10 +220,10 @@ def without_log(rank: int, *, log: Path) -> Failure | None:
 def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
     """Return the failure of a rank that exited with the code for done or saved before the run was over."""
     error = RunError(
-        f"the process left with exit code {status} before the run was over.",
-        cause="something in the job called os._exit, or exit() in native code; only the run itself says that it is "
+        f"the process exited with code {status} before the run was finished.",
+        cause="something in the job called os._exit, or exit() in native code; only the run itself may say that it is "
         + ("done" if status == int(ExitCode.DONE) else "saved"),
-        hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
+        hint="raise an exception there, or remove the call; early_stopping= ends a run by a rule",
     )
     return Failure(
         rank=rank, kind="exit", message=error.what, screen=str(error), monotonic_ns=time.monotonic_ns(), step=step,
@@ -234,9 +234,9 @@ def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
 def exited_early(rank: int, *, waiter: Failure) -> Failure:
     """Return the failure of a rank that exited with code 0 while another rank still waited for it."""
     error = RunError(
-        f"the process left with exit code 0 while rank {waiter.rank} still waited for it.",
-        cause="only this rank left the loop, or its code called exit: every rank does the same steps",
-        hint="decide from values that all ranks have alike, as run.step()'s result",
+        f"the process exited with code 0 while rank {waiter.rank} was still waiting for it.",
+        cause="only this rank left the loop, or its code called exit; every rank must do the same steps",
+        hint="decide from values that are equal on all ranks, such as run.step()'s result",
     )
     return replace(
         waiter, rank=rank, kind="exit", message=error.what, screen=str(error), where="", source="",
@@ -250,8 +250,8 @@ def starter_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure
     `said` is the end of its own log.
     """
     how = from_status(STARTER, status=status)
-    end = f"was ended by {how.message}" if how.kind == "signal" else f"left with exit code {status}"
-    what = f"the process that starts the ranks (PID {pid}) {end}; the ranks went with it."
+    end = f"was ended by {how.message}" if how.kind == "signal" else f"exited with code {status}"
+    what = f"the process that starts the ranks (PID {pid}) {end}, which ended the ranks too."
     screen = "\n".join([what, *(f"  {line}" for line in said.splitlines())])
     return Failure(rank=STARTER, kind=how.kind, message=what, screen=screen, step=step, monotonic_ns=how.monotonic_ns)
 
@@ -277,7 +277,7 @@ def _text(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as worse:
-        return f"(its own text can't be had: {type(worse).__name__})"
+        return f"(its message is not available: {type(worse).__name__})"
     return on_a_screen(text)
 
 
@@ -314,8 +314,8 @@ def _in_our_words(error: BaseException) -> BaseException:
     if type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in _text(error)):
         asked = "input()" if isinstance(error, EOFError) else "a debugger, pdb or breakpoint(),"
         wants = RunError(
-            f"{asked} waits for words from a terminal, and a rank has none.",
-            cause="ranks are processes of their own, and print into a log",
+            f"{asked} waits for terminal input, but a rank has no terminal.",
+            cause="ranks are separate processes that print to a log",
             hint="pl.Run(job, ranks=1) in a script, which keeps the terminal; or remote-pdb, in any rank",
         )
         wants.__notes__ = list(getattr(error, "__notes__", ()))

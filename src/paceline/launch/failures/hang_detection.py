@@ -43,7 +43,7 @@ class SilentRank:
         return self.state in ("T", "t")
 
     def __str__(self) -> str:
-        last = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not one step"
+        last = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not even one step"
         said = f"; its process {self.pid} {_STATES[self.state]}" if self.state in _STATES else ""
         return f"nothing from it {last}{said}{self.place}"
 
@@ -116,9 +116,9 @@ def all_silent(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
     first = silent[0]
     told = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
     error = RunError(
-        f"not one rank has answered for {seconds:.0f} s. {told}.",
-        cause="code that never ends, a lock that is never free, or data that do not come, on every rank",
-        hint=f"--train.timeout_seconds {2 * seconds:.0f} if they are only slow",
+        f"no rank has responded for {seconds:.0f} s. {told}.",
+        cause="code that never ends, a lock that is never released, or missing data, on every rank",
+        hint=f"--train.timeout_seconds {2 * seconds:.0f} if they are just slow",
     )
     said = {**error.as_json(), "error": TIMEOUT}
     return Failure(
@@ -135,8 +135,8 @@ def divergence_failure(failures: Sequence[Failure]) -> Failure:
     what = f"the ranks waited for each other in different places{f', for {limit:g} s' if limit else ''}"
     error = RunError(
         f"{what}: {'; '.join(told[:4])}." if told else f"{what}.",
-        cause="a block that only some ranks run (layer drop, a branch on the samples), or other code for one rank",
-        hint="--layout zero2 or ddp, where each rank may run other blocks"
+        cause="a block that only some ranks run (layer drop, a branch on the samples), or different code on one rank",
+        hint="--layout zero2 or ddp, where each rank may run different blocks"
         if told
         else "run the same code on every rank",
     )
@@ -147,7 +147,7 @@ def divergence_failure(failures: Sequence[Failure]) -> Failure:
 def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message for a user who asked the run to stop and sees nothing happen."""
     if not silent:
-        return f"not one rank has begun after {seconds:.0f} s; Ctrl-C again stops at once"
+        return f"no rank has started after {seconds:.0f} s; Ctrl-C again stops at once"
     again = "Ctrl-C again stops at once and loses the steps since the last save"
     stopped = [one for one in silent if one.is_stopped]
     if stopped:
@@ -159,7 +159,7 @@ def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
 def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message about ranks that have sent nothing for `seconds`, while the run goes on."""
     stopped = [str(one.pid) for one in silent if one.is_stopped]
-    wakes = f"kill -CONT {' '.join(stopped)} lets them go on; " if stopped else ""
+    wakes = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
     return (
         f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n{wakes}Ctrl-C asks to stop"
     )
@@ -190,11 +190,11 @@ def _cause(silent: SilentRank) -> str:
     if silent.is_stopped:
         return "Ctrl-Z, kill -STOP, a debugger, or a scheduler that pauses"
     if silent.state == "D":
-        return "a disk, a network folder or a device that does not answer"
-    return "code that only this rank runs, data that take long to read, or a lock that is never free"
+        return "a disk, a network folder or a device that does not respond"
+    return "code that only this rank runs, data that takes long to read, or a lock that is never released"
 
 
 def _hint(silent: SilentRank, longer: str) -> str:
     if silent.is_stopped:
         return f"let it run (kill -CONT PID wakes a stopped process), or {longer} to wait longer"
-    return f"{longer} if it is only slow"
+    return f"{longer} if it is just slow"

@@ -73,11 +73,11 @@ def out_of_memory(
     part = "reading data" if isinstance(error, DataError) else part or phase_of(error.__traceback__)
     more = requested_bytes(error)
     what = "out of memory" + (f" in {part}" if part else "")
-    what += f": {format_size(more)} more could not be had." if more else "."
+    what += f": {format_size(more)} more could not be allocated." if more else "."
     used = (
         ""
         if room is None
-        else f"{room.name} ends at {format_size(room.limit_bytes)}, {format_size(room.used_bytes)} were used"
+        else f"{room.name} is limited to {format_size(room.limit_bytes)}, {format_size(room.used_bytes)} were used"
     )
     found = OutOfMemory(
         what,
@@ -212,14 +212,14 @@ def explain_lack(text: str) -> tuple[str, str] | None:
     words = text.lower()
     if any(word in words for word in _NO_FILES):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        cause = f"a process may have {limit:,} files open here (`ulimit -n`); a tensor from a data worker takes one"
+        cause = f"a process may open {limit:,} files here (`ulimit -n`); each tensor from a data worker needs one"
         return cause, "ulimit -n 65536, or --data.workers 0"
     if any(word in words for word in _NO_SHARED_MEMORY):
         free, total = _shared_memory()
         was_full = _FULL in words
         if was_full or (total and free < _LITTLE_BYTES):
-            cause = "/dev/shm was full" if was_full else "/dev/shm has little room"
-            cause += ", the shared memory through which data workers hand samples over"
+            cause = "/dev/shm was full" if was_full else "/dev/shm is small"
+            cause += ", the shared memory through which data workers pass samples"
             cause += f": {format_size(free)} of {format_size(total)} are free now" if total else ""
             return cause, "a larger /dev/shm (docker run --shm-size 8g), or --data.workers 0"
     return None

@@ -146,8 +146,8 @@ def failure_sentence(failure: Failure, turn: ReportTurn) -> str:
         if failure.kind == PeerError.__name__:
             return failure.message
         if turn.is_told:
-            return f"rank {failure.rank} stopped{at} because another rank left; that rank's own output says why"
-        why = "did not answer in time" if is_timeout(failure) else "left; that rank's own output may say why"
+            return f"rank {failure.rank} stopped{at} because another rank failed; that rank's output says why"
+        why = "did not respond in time" if is_timeout(failure) else "failed; that rank's output may say why"
         return f"rank {failure.rank} stopped{at} because another rank {why} ({failure.kind}: {failure.message})"
     who = f"rank {failure.rank}" if int(own_environ(os.environ).get("WORLD_SIZE", 1)) > 1 else ""
     if not turn.tells_all:

@@ -24,7 +24,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 _LOOKED = 32  # samples
 _MOST = 1 << 20  # of them in an epoch that nobody reads to its end
 _NORMS = (
-    "BatchNorm: samples of a microbatch see each other, so another size of it is another training; "
+    "BatchNorm: the samples of a microbatch interact, so a different microbatch size changes the training; "
     "--train.micro_batch_size keeps it"
 )
 
@@ -49,9 +49,9 @@ def grid_of(settings: Settings, *, asked: str) -> SearchSpace:
     """
     if settings.train.gradient_accumulation_steps is not None:
         raise UsageError(
-            f"{asked} with train.gradient_accumulation_steps: each layout would have other microbatches.",
-            cause=f"how a batch is cut is part of what {asked.split()[-1]} chooses",
-            hint="leave it out, or say --train.micro_batch_size",
+            f"{asked} with train.gradient_accumulation_steps: each layout would have different microbatches.",
+            cause=f"{asked.split()[-1]} also chooses how a batch is split",
+            hint="leave it out, or set --train.micro_batch_size",
         )
     return SearchSpace(micro_batch_size=settings.train.micro_batch_size)
 
@@ -72,7 +72,7 @@ def largest_first(job: Job, settings: Settings) -> tuple[Job, str]:
     if least == most:
         return job, ""
     place = max(sizes, key=lambda each: sizes[each])
-    note = f"samples are of {least:,} to {most:,} numbers, of {few} that were looked at: all is for the largest"
+    note = f"samples have {least:,} to {most:,} numbers (of {few} examined): the plan is for the largest"
     return replace(job, order=partial(_only, place)), note
 
 

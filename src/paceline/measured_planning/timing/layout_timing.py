@@ -117,9 +117,9 @@ def time_layouts(
     own = [one for one in found.values() if isinstance(one, RejectedLayout) and one.is_jobs]
     if own and len(own) == len(found):
         raise JobError(
-            f"none of {len(own)} layouts can be timed, in any size of microbatch that was tried: {own[0].why}",
-            cause="the job's own code raises it on every rank, with numbers where it does not without",
-            hint="mend that line; where one size alone is refused, --train.micro_batch_size with another",
+            f"none of {len(own)} layouts can be timed with any of the microbatch sizes tried: {own[0].why}",
+            cause="the job's own code raises it on every rank, with real values only",
+            hint="fix that line; if only one size is refused, set another --train.micro_batch_size",
         )
     return found
 

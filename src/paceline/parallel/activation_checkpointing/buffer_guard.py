@@ -112,7 +112,7 @@ class BlockBuffers:
         owner = next(name for name, module in self._block.named_modules() if module is key[0])
         path = ".".join(part for part in (self._name, owner, key[1]) if part)
         return JobError(
-            f"the forward wrote to the buffer {path}, which it had left alone before: it can't be run again as it was.",
-            cause="remat runs a block's forward a second time in backward",
+            f"the forward wrote to the buffer {path}, which it had not changed before: it can't be recomputed exactly.",
+            cause="remat recomputes a block's forward in backward",
             hint="write to it in every training forward or in none, or remat=none",
         )

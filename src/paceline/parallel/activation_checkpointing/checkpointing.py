@@ -40,7 +40,7 @@ def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = N
     if not found:
         raise LayoutError(
             f"remat={policy}: {type(model).__name__} has no repeated block.",
-            cause="it looks for modules of one class in a ModuleList or a Sequential, and finds none",
+            cause="remat looks for modules of one class in a ModuleList or a Sequential, and finds none",
             hint="remat=none, or name them: --place.blocks layer1,layer2",
         )
     how = checkpoint_contexts(policy.keep) if policy.kind is RematKind.SELECTIVE else noop_context_fn
@@ -94,15 +94,15 @@ class RecomputedForward:
                 raise
             raise JobError(
                 f"{self._name} overwrites a result that remat=selective keeps.",
-                cause="an operation in place after a convolution or a product, such as nn.ReLU(inplace=True)",
+                cause="an in-place operation after a convolution or a matmul, such as nn.ReLU(inplace=True)",
                 hint="inplace=False there, or remat=full",
             ) from error
 
     def _refuse_filled(self, cache: str | None) -> None:
         if cache is not None:
             raise JobError(
-                f"{self._name} is given a cache that is not empty ({cache}), and remat would add to it twice.",
-                cause="a prefix that is trained, or a cache kept from another forward",
+                f"{self._name} gets a cache that is not empty ({cache}), and remat would append to it twice.",
+                cause="a trained prefix, or a cache kept from another forward",
                 hint="remat=none",
             )
 
@@ -127,7 +127,7 @@ def _wrap(name: str, block: nn.Module, how: Contexts) -> Undo:
     if isinstance(block, NormBase | torch.jit.ScriptModule):
         kind = "a normalisation alone" if isinstance(block, NormBase) else "a ScriptModule"
         raise LayoutError(
-            f"remat: {name} is {kind} ({type(block).__name__}), which can't be run again by itself.",
+            f"remat: {name} is {kind} ({type(block).__name__}), which can't be recomputed by itself.",
             hint="name the block that holds it, or remat=none",
         )
     before = vars(block).get("forward")
@@ -150,9 +150,9 @@ def _refuse_twice(model: nn.Module) -> None:
             or isinstance(vars(module).get("forward"), RecomputedForward)
         ):
             raise LayoutError(
-                f"{name or type(model).__name__} checkpoints its activations already; remat would do it twice.",
-                cause="gradient_checkpointing_enable(), checkpoint_wrapper(), or remat before",
-                hint="leave it out of model=, or remat=none, which leaves it as it is",
+                f"{name or type(model).__name__} already checkpoints its activations; remat would do it twice.",
+                cause="gradient_checkpointing_enable(), checkpoint_wrapper(), or an earlier remat",
+                hint="remove it from model=, or remat=none, which keeps it",
             )
 
 

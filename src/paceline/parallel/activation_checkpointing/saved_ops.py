@@ -80,6 +80,6 @@ def _operation(name: str) -> Any:
         raise LayoutError(
             f"remat=selective: torch has no operation {name!r}.",
             cause=did_you_mean(own, KEPT),
-            hint="remat=selective:mm+addmm+bmm, or mylib.attention for one of your own",
+            hint="remat=selective:mm+addmm+bmm, or mylib.attention for a custom op",
         )
     return found

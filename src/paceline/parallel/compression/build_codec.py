@@ -37,8 +37,8 @@ def compressed_reducer(
         if not member.parameter.is_floating_point():
             raise JobError(
                 f"--compress {how.method}: {member.name} is {str(member.parameter.dtype).removeprefix('torch.')}.",
-                cause="real numbers are rounded and put in the order of their sizes, these are not real",
-                hint="leave --compress out, or keep real and imaginary parts as a parameter of one dimension more",
+                cause="compression rounds and sorts real numbers, and these are not real",
+                hint="leave --compress out, or store real and imaginary parts in an extra dimension",
             )
     if how.has_memory:
         return ErrorFeedbackReducer(
@@ -62,4 +62,4 @@ def compression_notes(
     plain = 2 * (ranks - 1) / ranks * sum(num_bytes(member.parameter) for member in named)
     sent = reducer.sent_bytes(ranks)
     sizes = format_size(round(sent)), format_size(round(plain))
-    yield f"compress: {how}; each rank sends {sizes[0]} of gradients an update, {sizes[1]} without"
+    yield f"compress: {how}; each rank sends {sizes[0]} of gradients per update, {sizes[1]} without"

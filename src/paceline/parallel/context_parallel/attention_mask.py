@@ -56,7 +56,7 @@ def _foreign(mask: Tensor) -> LayoutError:
     return LayoutError(
         f"an attention mask of shape {tuple(mask.shape)} is neither causal, nor padding, nor both.",
         cause="a sliding window, a position bias (ALiBi, T5), packed documents or a cross-attention: "
-        "built from one rank's part of the sequence, it says nothing of the other parts",
+        "built from one rank's part of the sequence, it does not cover the other parts",
         hint="train this model with tp, pp or fsdp, or with full causal attention "
         "(for a window: model.config.sliding_window = None)",
     )

@@ -194,26 +194,26 @@ def refuse_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            raise _refused(name, module, "each position waits for the one before it", "--layout fsdp, tp or pp")
+            raise _refused(name, module, "each position depends on the one before it", "--layout fsdp, tp or pp")
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
-            raise _refused(name, module, "its statistics are over the whole sequence", "nn.LayerNorm, or leave cp out")
+            raise _refused(name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise LayoutError(
             f"{type(model).__name__} has two sequences, an encoder's and a decoder's.",
-            cause="its cross-attention has queries of one and keys of the other, and a ring is over one sequence",
+            cause="its cross-attention has queries from one and keys from the other, but a ring covers one sequence",
             hint="leave cp out: --layout fsdp, or tp",
         )
     used = getattr(config, "_attn_implementation", None)
     if used not in (None, "sdpa"):
         can = bool(getattr(model, "_supports_sdpa", True))
         raise LayoutError(
-            f"{type(model).__name__} computes its attention as {used!r}; cp needs sdpa.",
-            cause="the ring takes the place of F.scaled_dot_product_attention"
+            f"{type(model).__name__} uses {used!r} attention; cp needs sdpa.",
+            cause="the ring replaces F.scaled_dot_product_attention"
             + ("" if can else ", which transformers does not offer for this model"),
-            hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" where it is built'
+            hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" when it is built'
             if can
-            else "leave cp out: --layout fsdp, or tp where it can be split",
+            else "leave cp out: --layout fsdp, or tp if it can be split",
         )
 
 
@@ -228,10 +228,10 @@ def refuse_window(model: nn.Module, *, length: int) -> None:
     if isinstance(window, int) and window < length and getattr(config, "use_sliding_window", True):
         raise LayoutError(
             f"sliding_window={window} is shorter than the sequence of {length}.",
-            cause="a part of the sequence can't tell where another part's window ends",
+            cause="a rank with one part of the sequence does not know where another part's window ends",
             hint="config.sliding_window = None, sequences up to the window, or leave cp out",
         )
 
 
 def _refused(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
-    return LayoutError(f"{name} ({type(module).__name__}) can't be cut along the sequence: {reason}.", hint=hint)
+    return LayoutError(f"{name} ({type(module).__name__}) can't be split along the sequence: {reason}.", hint=hint)

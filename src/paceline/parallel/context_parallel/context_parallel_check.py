@@ -167,10 +167,10 @@ def _drawn(run: _Run, cut: SequenceSharding) -> LayoutError | None:
 
 def _run_again() -> LayoutError:
     return LayoutError(
-        "this model runs parts of its forward again in backward (torch.utils.checkpoint), and these do something else "
+        "this model recomputes parts of its forward in backward (torch.utils.checkpoint), and these behave differently "
         "there.",
-        cause="such a part reads what was made outside of it, as a convolution whose input was padded before",
-        hint="checkpoint(...) around whole blocks, or leave it out: --layout cp,remat=full runs the blocks again",
+        cause="such a part reads a value made outside of it, such as the padded input of a convolution",
+        hint="checkpoint(...) around whole blocks, or leave it out: --layout cp,remat=full recomputes the blocks",
     )
 
 
@@ -199,14 +199,14 @@ def _target(output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int) -> 
     if isinstance(found, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
-            cause="each rank has some of a sample's positions, and a mean of means is another one",
+            cause="each rank has some of a sample's positions, and a mean of means differs from the mean",
             hint="loss -> (loss_sum, count), as in F.cross_entropy(..., reduction='sum'), targets.numel()",
         )
     target = weigh(_outputs(output), rank=rank, size=size)
     target = target + sum((term for term in _terms(found)[::2]), target.new_zeros(()))
     if not target.requires_grad:
         raise LayoutError(
-            "no output of this model has the sequence in one of its dimensions.",
+            "no output of this model has a sequence dimension.",
             cause="a pooled output (a classifier, an embedding) needs every position at once",
             hint="leave cp out",
         )
@@ -253,7 +253,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names
                 f"the loss over the parts adds up to {float(total):.6g}, over the whole it is {float(whole):.6g}.",
                 cause="a loss that compares a position with its neighbour (logits[:, :-1] with labels[:, 1:]), "
                 "or one that is a mean",
-                hint="targets moved by one in the dataset: (ids[:-1], ids[1:]); and loss -> (sum, count)",
+                hint="shift the targets by one in the dataset: (ids[:-1], ids[1:]); and loss -> (sum, count)",
             )
     least = _ZERO * max((largest_magnitude(g) for g in alone.gradients if g is not None), default=0.0)
     for number, (name, wanted) in enumerate(zip(names, alone.gradients, strict=True)):
@@ -267,8 +267,8 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names
         )  # terms that cancel in the sum, as in a key's bias, keep their rounding error
         if wanted is None or not equal_up_to_rounding(total, wanted, scale=scale):
             raise LayoutError(
-                f"the gradients of {name} from the parts of a sequence do not add up to that of the whole.",
-                cause="its use is not position by position, though the outputs are equal",
+                f"the gradients of {name} from parts of a sequence do not add up to the whole gradient.",
+                cause="it is not used position by position, although the outputs are equal",
                 hint="leave cp out for this model",
             )
 
@@ -283,8 +283,8 @@ def _first_module(alone: _Ran, parts: Sequence[_Ran], cut: SequenceSharding) -> 
 
 def _different(name: str) -> LayoutError:
     return LayoutError(
-        f"cut along the sequence this model gives other outputs; the first that differs is {name}'s.",
-        cause="it looks at several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
+        f"split along the sequence, this model gives different outputs; the first that differs is that of {name}.",
+        cause="it combines several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
         "counts positions itself",
         hint="F.scaled_dot_product_attention in it (transformers: attn_implementation='sdpa'), positions from "
         "torch.arange(x.shape[1]), or position_ids in the batch; or leave cp out",

@@ -139,8 +139,8 @@ class ContextParallelMode(TorchFunctionMode):
         shape = (query.shape[0], query.shape[1] if heads is None else heads.whole[-3], length, length)
         if math.prod(shape) > MOST_DRAWS:
             raise LayoutError(
-                f"this attention drops {p:g} of its weights: {math.prod(shape):,} draws on every rank.",
-                cause="to be one process's draw it is made for the whole sequence, of which each rank keeps its rows",
+                f"this attention drops {p:g} of its weights: {math.prod(shape):,} random numbers on every rank.",
+                cause="to match one process, each rank draws for the whole sequence and keeps its rows",
                 hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
                 "or dropout_p=0.0 in the call",
             )
@@ -300,7 +300,7 @@ def _one(value: Any) -> int:
 def _refuse_lengths(query: Tensor, key: Tensor, size: int) -> None:
     if query.shape[-2] != size or key.shape[-2] != size:
         raise LayoutError(
-            f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys where this rank's part of the "
+            f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys but this rank's part of the "
             f"sequence has {size}.",
             cause="cross-attention, a cache, extra tokens (a class token), or attention over another dimension",
             hint="leave cp out; use_cache=False if it is a cache",

@@ -28,7 +28,7 @@ def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Te
     if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")):
         raise LayoutError(
             "an nn.MultiheadAttention adds keys of its own (add_bias_kv, add_zero_attn or static keys).",
-            cause="they belong to no position of the sequence, so to no rank",
+            cause="they belong to no position of the sequence, and so to no rank",
             hint="nn.MultiheadAttention(..., add_bias_kv=False, add_zero_attn=False), or leave cp out",
         )
     inputs = [given["query"], given["key"], given["value"]]

@@ -68,7 +68,7 @@ def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp
                     f"in training this model draws random numbers of shape {mine.shape} on a part of the sequence, "
                     f"where one process draws {whole.shape}.",
                     where=mine.line,
-                    cause="a draw for each position, made on the part alone, is not what one process draws there",
+                    cause="random numbers drawn for a part alone differ from those of one process",
                     hint=_HINT,
                 )
     return None
@@ -77,7 +77,7 @@ def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp
 def drawn_unseen() -> LayoutError:
     """Return the error for random draws that are no torch operation."""
     return LayoutError(
-        "in training mode this model draws another number of random numbers on a part of the sequence than on the "
+        "in training mode this model draws a different number of random numbers on a part of the sequence than on the "
         "whole.",
         cause="a draw for each position from random or numpy.random, or a branch that depends on the part",
         hint=_HINT,

@@ -51,7 +51,7 @@ class SequenceSharding:
             raise LayoutError(
                 f"a sequence of {self.length} over cp={self.ranks} needs at least 2 x {self.ranks} = "
                 f"{2 * self.ranks} positions: each rank holds an early and a late chunk.",
-                cause="a short batch, or cp larger than these sequences are worth",
+                cause="a short batch, or cp too large for these sequences",
                 hint=f"cp={max(1, self.length // 2)} or less, or pad this batch to {2 * self.ranks}",
             )
 
@@ -100,15 +100,15 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
     if not lengths:
         raise JobError(
             "the job does not say which dimension of the batch is the sequence.",
-            cause="context parallelism cuts that dimension over its ranks",
+            cause="context parallelism splits that dimension over its ranks",
             hint=sequence_hint(batch),
         )
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise JobError(
             f"the sequence dimensions of one batch differ: {told}.",
-            cause="an encoder and a decoder, or inputs and targets of other lengths",
-            hint="name in sequence={...} only what has one length, or leave cp out",
+            cause="an encoder and a decoder, or inputs and targets of different lengths",
+            hint="in sequence={...}, name only entries of equal length, or leave cp out",
         )
     return next(iter(lengths.values()))
 
@@ -174,7 +174,7 @@ def _named(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
     if found is None or not -found.dim() <= dim < found.dim():
         shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
         raise JobError(
-            f"sequence={{{name!r}: {dim}}} names no dimension of the batch, which has {shapes}.",
+            f"sequence={{{name!r}: {dim}}} does not match the batch, which has {shapes}.",
             cause="the entry is not in the batch, or has fewer dimensions",
             hint='a dict\'s key, or "0", "1", ... for the entries of a tuple; "0" for a batch that is one tensor',
         )

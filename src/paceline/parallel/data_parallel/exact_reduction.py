@@ -262,8 +262,8 @@ def check_size(name: str, largest: float) -> None:
     """
     if math.isfinite(largest) and math.frexp(largest)[1] > HIGHEST + VALUE_BITS:
         raise RunError(
-            f"the gradient of {name} reaches {largest:.3g}: exact mode adds what is below 2**{HIGHEST + VALUE_BITS}.",
-            cause="a learning rate too high, a loss that was scaled up, or a division by almost zero",
+            f"the gradient of {name} reaches {largest:.3g}: exact mode adds values below 2**{HIGHEST + VALUE_BITS}.",
+            cause="a learning rate that is too high, a loss that was scaled up, or a division by almost zero",
             hint="a smaller --job.lr or loss, or leave --train.exact out",
         )
 
@@ -271,7 +271,7 @@ def check_size(name: str, largest: float) -> None:
 def no_grid(*, step: int, attempts: int) -> RunError:
     """Return the error for a step whose gradients had another magnitude in each attempt."""
     return RunError(
-        f"step {step}: exact mode found no grid for gradients that had another size in each of {attempts} runs.",
-        cause="a forward or a loss that gives other values for the same batch each time: a counter, a clock",
-        hint="the same values for the same weights and batch, or leave --train.exact out",
+        f"step {step}: exact mode found no grid: gradients had a different size in each of {attempts} runs.",
+        cause="a forward or a loss that gives different values for the same batch: a counter, a clock",
+        hint="return the same values for the same weights and batch, or leave --train.exact out",
     )

@@ -108,7 +108,7 @@ class BufferPolicy:
     def _tell(self, names: list[str]) -> None:
         if self._exact and names:
             raise UsageError(
-                f"the forward changes the buffer {names[0]}, which exact mode can't make equal to one process's.",
+                f"the forward changes the buffer {names[0]}, which exact mode can't keep equal to one process.",
                 hint="leave --train.exact out, or keep such state outside the forward",
             )
         if names and not self._told and self._world.world_size > 1 and self._policy == "fold":

@@ -263,5 +263,5 @@ def unused_parameters_note(named: Sequence[NamedParameter]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"no gradient reached {', '.join(names[:3])}{more} in the first step: not used by the loss, or behind a "
-        f"detach(). They keep their start values; requires_grad_(False) says that it is meant"
+        f"detach(). They keep their initial values; requires_grad_(False) marks this as intended"
     )

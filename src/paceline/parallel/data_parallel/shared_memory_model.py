@@ -63,7 +63,7 @@ def _open(size: int, *, world: World) -> Tensor:
     hosts = sorted(set(world.gather_json(socket.gethostname())))
     if len(hosts) > 1:
         raise MachineError(
-            f"--update hogwild needs all ranks on one machine, they are on {', '.join(hosts)}.",
+            f"--update hogwild needs all ranks on one machine, but they are on {', '.join(hosts)}.",
             hint="--update sync, or all ranks on one machine",
         )
     handle, path = _shared_file(size, world=world, has_name=False)

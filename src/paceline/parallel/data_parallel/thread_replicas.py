@@ -118,11 +118,11 @@ def refuse_under_threads(*, buffers: str, compiled: bool) -> list[LayoutError]:
     """Return errors for settings that thread replicas don't support."""
     found = []
     if buffers == "sync_bn":
-        cause = "replicas that draw random numbers run one after another, and sync_bn lets them meet inside the forward"
-        found.append(LayoutError("train.buffers=sync_bn does not go with layout threads.", cause=cause, hint=_DDP))
+        cause = "replicas that draw random numbers run one at a time, but sync_bn synchronises them inside the forward"
+        found.append(LayoutError("train.buffers=sync_bn does not work with layout threads.", cause=cause, hint=_DDP))
     if compiled:
-        cause = "compiled code is made and kept per process, not per thread"
-        found.append(LayoutError("train.compile does not go with layout threads.", cause=cause, hint=_DDP))
+        cause = "compiled code is cached per process, not per thread"
+        found.append(LayoutError("train.compile does not work with layout threads.", cause=cause, hint=_DDP))
     return found
 
 
@@ -140,15 +140,15 @@ def _check_apart(first: nn.Module, other: nn.Module) -> None:
     shared = [name or type(part).__name__ for name, part in parts if id(part) in theirs]
     if shared:
         raise JobError(
-            f"model= gave {shared[0]} twice; under layout threads each replica needs a model of its own.",
-            cause="a model or a part of it that is made once and handed out each time",
+            f"model= returned {shared[0]} twice; with layout threads each replica needs its own model.",
+            cause="a model, or a part of it, is built once and returned each time",
             hint="model=lambda: MyModel(), or --layout ddp",
         )
     if _structure(first) != _structure(other):
         raise JobError(
-            "model= built two different models, one after the other.",
-            cause="it counts its calls, or depends on something that the first build changed",
-            hint="build from the arguments of make_job alone, or --layout ddp",
+            "model= built two different models in two calls.",
+            cause="it counts its calls, or depends on state that the first build changed",
+            hint="build only from the arguments of make_job, or --layout ddp",
         )
     for mine, its in zip(first.parameters(), other.parameters(), strict=True):
         if mine.requires_grad != its.requires_grad:

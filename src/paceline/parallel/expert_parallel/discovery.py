@@ -86,7 +86,7 @@ def _experts(name: str, module: nn.Module) -> Experts:
         raise LayoutError(
             f"{name} ({type(module).__name__}) can't be split into experts: {shapes}.",
             cause="its parameters do not share one first dimension, the experts, nor are they all in one nn.ModuleList",
-            hint="keep what all experts share outside of this module, or leave ep out",
+            hint="move shared parameters out of this module, or leave ep out",
         )
     return Experts(name=name, module=module, count=sizes.pop(), stacked=tuple(own))
 
@@ -104,8 +104,8 @@ def _covered(name: str, module: nn.Module, found: Sequence[Experts]) -> bool:
 
 def _no_interface(name: str, module: nn.Module) -> LayoutError:
     return LayoutError(
-        f"{name} ({type(module).__name__}) holds experts that are called one by one with the tokens they were given.",
-        cause="which expert a token goes to must be known before any expert runs, or ranks would wait for each other",
+        f"{name} ({type(module).__name__}) holds experts that are called one by one with their tokens.",
+        cause="the routing of all tokens must be known before any expert runs, or ranks would wait for each other",
         hint="a module of its own around them: forward(self, tokens, expert_index, expert_weight) -> tokens, of shapes "
         "(n, width), (n, choices), (n, choices); or leave ep out",
     )

@@ -94,9 +94,10 @@ def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tu
         seen.setdefault(name, set()).add((tokens.shape[-1], index.shape[-1]))
         if before.pop() != drawn():
             raise LayoutError(
-                f"the experts of {name} draw random numbers in their forward: spread over ranks, a token gets others.",
-                cause="dropout or noise inside of an expert",
-                hint="the dropout behind the experts module, on what it gives; or no ep",
+                f"the experts of {name} draw random numbers in their forward: spread over ranks, tokens "
+                "would get different ones.",
+                cause="dropout or noise inside an expert",
+                hint="apply the dropout to the experts module's output; or leave ep out",
             )
 
     with ExitStack() as stack:
@@ -160,8 +161,9 @@ def _gradient_fits(name: str, right: Tensor | None, ranks: Sequence[Any]) -> boo
 
 def _different(what: str, modules: str) -> LayoutError:
     return LayoutError(
-        f"with the experts of {modules} spread over ranks the model's {what} are others.",
-        cause="their forward looks at more than one token at a time (a capacity, a statistic), or counts its experts "
-        "by something else than its parameters",
-        hint="out[token] = sum over choices of weight * expert(token), and nothing else, in that forward; or no ep",
+        f"with the experts of {modules} spread over ranks, the model's {what} differ.",
+        cause="their forward combines several tokens (a capacity, a statistic), or counts its experts "
+        "by something other than its parameters",
+        hint="out[token] = sum over choices of weight * expert(token), and nothing else, in that "
+        "forward; or leave ep out",
     )

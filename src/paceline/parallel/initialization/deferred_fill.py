@@ -55,7 +55,7 @@ class DeferredModel:
             why = f"{type(error).__name__}: {why}" if isinstance(error, Exception) else f"the forward asks for {why}"
             why += f" (at {line})" if line else ""
         found = self.valued(work)
-        self.notes.append(f"start: planned with values, each parameter's made and let go: {why}")
+        self.notes.append(f"start: planned with real values, each parameter created and freed in turn: {why}")
         return found
 
     def valued(self, work: Callable[[], T]) -> T:

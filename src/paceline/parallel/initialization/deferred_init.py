@@ -217,23 +217,24 @@ def _replayed(recorded: RecordedModel, world: World, limit_bytes: int) -> Deferr
     if loose and recorded.num_bytes > limit_bytes:
         raise _too_large(recorded.num_bytes, limit_bytes, f"{loose} is neither parameter nor buffer, and is random")
     note = (
-        f"start values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor's are drawn alone, from a "
-        f"stream for its name; below it they would be those of one plain build"
+        f"initial values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor is "
+        "drawn separately, from a "
+        f"stream of its name; below the limit they equal those of a plain build"
     )
     return DeferredInit(model=recorded.model, source=Replayed(recorded=recorded, device=world.device), notes=(note,))
 
 
 def _too_large(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
     return UsageError(
-        f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and the constructor can't be recorded.",
+        f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and its constructor can't be recorded.",
         cause=reason,
-        hint=f"--init.limit {num_bytes} to let it be built whole at the start",
+        hint=f"--init.limit {num_bytes} to build it whole at the start",
     )
 
 
 def _checked(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(
-            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+            f"model= returned a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
         )
     return model

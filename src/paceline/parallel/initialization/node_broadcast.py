@@ -50,7 +50,7 @@ def same_models(
         model = release_memory(build())
     _refuse_others(_tensors(described(model)), _tensors(theirs), world)
     reasons = [text for text in world.gather_json(reason) if text]
-    return model, [f"start: every rank builds the whole model, since {reasons[0]}"] if reasons else []
+    return model, [f"start: every rank builds the whole model, because {reasons[0]}"] if reasons else []
 
 
 def refuse_unequal(model: nn.Module, *, world: World) -> None:
@@ -69,9 +69,9 @@ def _refuse_others(mine: dict[str, str], theirs: dict[str, str], world: World) -
     rank = next((rank for rank, name in enumerate(told) if name), None)
     if rank is not None:
         raise DesyncError(
-            f"the ranks have built different models: {told[rank]} on rank {rank} is not that of rank 0.",
-            cause="code that builds, ties or freezes layers on some ranks only, or in another order",
-            hint="the same model on every rank",
+            f"the ranks have built different models: {told[rank]} on rank {rank} differs from rank 0.",
+            cause="code that builds, ties or freezes layers on some ranks only, or in a different order",
+            hint="build the same model on every rank",
         )
 
 

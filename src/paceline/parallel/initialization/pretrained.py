@@ -64,7 +64,7 @@ def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> t
     except Unrecordable as error:
         model = stored.skeleton()
         real = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
-        notes.append(f"start: every rank builds the model once before it reads its weights, since {error}")
+        notes.append(f"start: every rank builds the model once before it reads its weights, because {error}")
         release_memory(model)
     return FromFiles(stored=stored, model=model, tape=tape, views=views, real=real, device=device), notes
 

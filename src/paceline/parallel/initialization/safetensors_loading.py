@@ -86,7 +86,7 @@ class SafetensorsFolder:
             has = sorted(path.name for path in self.folder.glob("*"))[:6] if self.folder.is_dir() else []
             raise CheckpointError(
                 f"{self.folder} holds neither {SINGLE} nor {INDEX}.",
-                cause=f"it has {', '.join(has)}" if has else "there is no such folder, or it is empty",
+                cause=f"it has {', '.join(has)}" if has else "the folder does not exist, or it is empty",
                 hint="a folder that save_pretrained or `paceline ckpt consolidate` has written",
             )
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
@@ -233,9 +233,9 @@ def _unlike(folder: Path, problems: Mapping[str, Sequence[str]]) -> CheckpointEr
         if names
     )
     prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in problems["missing: "]))
-    anew = f"new={prefixes[:4]} to let these begin anew, or " if 0 < len(prefixes) <= 4 else ""
+    anew = f"new={prefixes[:4]} to initialise these freshly, or " if 0 < len(prefixes) <= 4 else ""
     return CheckpointError(
-        f"the weights in {folder} are not this model's: {told}.",
-        cause="another config, another head, or other names",
+        f"the weights in {folder} do not fit this model: {told}.",
+        cause="a different config, a different head, or different names",
         hint=f"{anew}the class that config.json names",
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError
 from paceline.torch_internals.private_api import storage_key
@@ -16,9 +17,14 @@ def refuse_tensors(model: nn.Module) -> None:
         JobError: with the name, the likely cause and the line to write instead.
     """
     _refuse_kinds(model)
-    parameters = [(name, p) for name, p in model.named_parameters() if p.numel()]
-    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if buffer.numel())])
+    parameters = [(name, p) for name, p in model.named_parameters() if _has_numbers(p)]
+    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if _has_numbers(buffer))])
     _refuse_nan(parameters)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Return False for an empty tensor, and for a lazy one, which is refused later by name."""
+    return not is_lazy(tensor) and tensor.numel() > 0
 
 
 def _refuse_kinds(model: nn.Module) -> None:
@@ -29,14 +35,14 @@ def _refuse_kinds(model: nn.Module) -> None:
             raise JobError(
                 f"the {word} {name} is a nested tensor, which can't be sent or saved.",
                 cause="torch.nested.nested_tensor(...) kept in the model",
-                hint="keep its values and its lengths as two tensors, and nest them in the forward",
+                hint="store its values and lengths as two tensors, and build the nested tensor in the forward",
             )
         if tensor.layout != torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
             raise JobError(
                 f"the {word} {name} is sparse ({kind}), which can't be sent or saved.",
-                cause="an adjacency matrix or a pruned weight that is registered as it is",
-                hint="keep its indices and values as two tensors, and torch.sparse_coo_tensor(indices, values, size) "
+                cause="an adjacency matrix or a pruned weight registered as a sparse tensor",
+                hint="store its indices and values as two tensors, and torch.sparse_coo_tensor(indices, values, size) "
                 "in the forward",
             )
 
@@ -59,13 +65,13 @@ def _refuse_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 def _shares(first: str, second: str, *, is_buffer: bool) -> JobError:
     if is_buffer:
         return JobError(
-            f"the buffer {second} shares the memory of the parameter {first}: layouts that move weights part them.",
+            f"the buffer {second} shares the memory of the parameter {first}: layouts that move weights separate them.",
             cause="register_buffer(name, parameter.data)",
             hint=f"self.{first} where it is used, or a clone of it",
         )
     return JobError(
         f"the parameters {first} and {second} share memory: one weight would have two gradients and two optimizer "
-        "states, and layouts that move weights part them.",
+        "states, and layouts that move weights separate them.",
         cause="second.data = first.data, or nn.Parameter(first.data.view(...))",
         hint=f"one parameter under both names (self.{second} = self.{first}); for a part or another view of it, take "
         "that in the forward",
@@ -98,7 +104,7 @@ def _refuse_nan(parameters: Sequence[tuple[str, Tensor]]) -> None:
             continue
         if bool(torch.isnan(value.sum())) and bool(torch.isnan(value).any()):
             raise JobError(
-                f"the start weights of {name} hold NaN.",
-                cause="torch.empty without an initialisation, or a checkpoint that holds NaN",
+                f"the initial weights of {name} contain NaN.",
+                cause="torch.empty without an initialisation, or a checkpoint that contains NaN",
                 hint=f"initialise it in model=: nn.init.normal_(self.{name}, std=0.02)",
             )

@@ -55,7 +55,7 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
     for name in names:
         if name not in modules:
             raise LayoutError(
-                f"the blocks list {name!r}, and the model has no module of that name.",
+                f"the blocks list {name!r}, but the model has no module of that name.",
                 cause=did_you_mean(name, modules),
                 hint="the names that model.named_modules() gives",
             )
@@ -63,7 +63,7 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
         if other is not None or list(names).count(name) > 1:
             raise LayoutError(
                 f"the blocks list {name!r} " + ("twice." if other is None else f"and {other!r}, which holds it."),
-                cause="a block is a module of its own, and none lies in another",
+                cause="each block is a separate module, and no block contains another",
                 hint="each module once; the forward calls them one after another",
             )
     return tuple(Block(index=index, name=name, module=modules[name]) for index, name in enumerate(names))
@@ -107,7 +107,7 @@ def _largest(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     if not found:
         raise NoChain(
             "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
-            cause="layers that are attributes of their own (self.layer1, ...), or one layer used again and again",
+            cause="layers stored as separate attributes (self.layer1, ...), or one layer used repeatedly",
             hint="name them in the order of the forward: --place.blocks layer1,layer2",
         )
     return [max(found, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]

@@ -47,12 +47,12 @@ def _check_structure(model: nn.Module, world: World) -> None:
     differs = (
         f"{name} is {other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank 0"
         if name is not None
-        else f"rank {rank} has the same parameters as rank 0 in another order"
+        else f"rank {rank} has the same parameters as rank 0 in a different order"
     )
     raise DesyncError(
         f"the ranks have built different models: {differs}.",
-        cause="code that builds, ties or freezes layers on some ranks only, or in another order",
-        hint="the same model on every rank; Paceline gives all of them rank 0's start weights",
+        cause="code that builds, ties or freezes layers on some ranks only, or in a different order",
+        hint="build the same model on every rank; Paceline gives all of them rank 0's initial weights",
     )
 
 

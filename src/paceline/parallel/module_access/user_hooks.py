@@ -24,10 +24,10 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if has_hooks(tensor):
             raise JobError(
-                f"above init.limit the values of {name} come into another tensor, and the hook on it would never be "
+                f"above init.limit the values of {name} go into a new tensor, and the hook on it would never be "
                 "called.",
                 cause=_CAUSE,
-                hint="a larger --init.limit, where the model fits into each rank's memory; or the same in loss=",
+                hint="a larger --init.limit, if the model fits into each rank's memory; or do the same in loss=",
             )
 
 
@@ -41,7 +41,7 @@ def refuse_lost(hooked: Mapping[str, nn.Parameter], model: nn.Module, *, without
     for name, parameter in hooked.items():
         if name not in without and now.get(name) is not parameter:
             raise LayoutError(
-                f"{layout} puts another tensor in the place of {name}, and the hook on it would never be called.",
+                f"{layout} replaces {name} by a new tensor, and the hook on it would never be called.",
                 cause=_CAUSE,
-                hint="--layout zero2 or ddp, which keep parameters; or the same in loss= or optimizer=",
+                hint="--layout zero2 or ddp, which keep parameters; or do the same in loss= or optimizer=",
             )

@@ -112,7 +112,7 @@ def cut_model(
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
         say(_told(plan.cut, found))
         if plan.prints:
-            say("note: the forward prints between calls of its modules, which stages along a graph do not repeat")
+            say("note: the forward prints between calls of its modules; stages along a graph leave that out")
     return PipelineModel(
         stages=stages,
         cut=stages.cut,
@@ -180,7 +180,7 @@ def _graph(
         )
     except LayoutError as error:
         if refused is not None:
-            error.cause += f" (and the first way: {refused.what.partition(':')[0]})"
+            error.cause += f" (and as a chain: {refused.what.partition(':')[0]})"
         raise
 
 
@@ -189,9 +189,9 @@ def _refuse_counted(cut: StageSplit, program: Program) -> None:
     several = program.num_stages > len(set(program.rank_of_stage))
     if cut.counts and several:
         raise LayoutError(
-            f"the forward changes self.{cut.counts}, and a rank with several stages would do it once for each.",
+            f"the forward changes self.{cut.counts}, and a rank with several stages would do it once per stage.",
             cause="a counter in Python, and a schedule with more than one stage on a rank",
-            hint="a schedule with one: --layout pp,schedule=1f1b; or count in the training loop",
+            hint="a schedule with one stage per rank: --layout pp,schedule=1f1b; or count in the training loop",
         )
 
 
@@ -207,7 +207,7 @@ def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
 
 def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
     """Return a note on the cut along the graph, for the console and the log."""
-    why = "asked for" if refused is None else refused.what.partition(":")[0]
+    why = "requested" if refused is None else refused.what.partition(":")[0]
     borders = ", ".join(f"{border.after} +{border.steps}" if border.steps else border.after for border in cut.borders)
     return f"note: stages are cut along the exported graph ({why}); borders after {borders}"
 

@@ -18,7 +18,8 @@ def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> B
     """
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise LayoutError(
-            f"place.stages lists {len(counts)} stages with {sum(counts)} blocks; the layout has {num_stages} stages, "
+            f"place.stages lists {len(counts)} stages with {sum(counts)} blocks, but the layout "
+            f"has {num_stages} stages, "
             f"the model {num_blocks} blocks.",
             cause="one number of blocks for each stage, at least 1, that add up to all blocks",
             hint=_listed(num_stages, num_blocks),

@@ -54,11 +54,11 @@ def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
         raise NoChain(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
     except Exception as error:
         raise NoChain(
-            f"the forward needs more than its blocks give: stage {index}, which runs the blocks from "
+            f"the forward needs more than its blocks return: stage {index}, which runs the blocks from "
             f"{cut.blocks[cut.parts[index].start]}, ends with {type(error).__name__}: {error}",
             where=str(user_line(error) or ""),
-            cause="a list that hooks on the blocks or the blocks themselves fill, or an attribute that they leave",
-            hint="return it from block to block, or --place.stages with both ends on one stage",
+            cause="a list that the blocks or hooks on them fill, or an attribute that they set",
+            hint="pass it from block to block, or --place.stages with both ends on one stage",
         ) from error
     finally:
         stages.close()
@@ -70,7 +70,9 @@ def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
         staged = found.get(path)
         name = f"the value at {'.'.join(map(str, path))}" if path else "the result"
         if staged is None or staged.shape != whole.shape:
-            raise NoChain(f"run by its stages, the model gives another structure than whole: {name} differs.")
+            raise NoChain(
+                f"run in stages, the model returns a different structure than when run whole: {name} differs."
+            )
         if not whole.is_floating_point():
             differs = not torch.equal(whole, staged)
         else:
@@ -79,8 +81,8 @@ def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
         if differs:
             missing = whole.is_floating_point() and bool(staged.isnan().any())
             raise NoChain(
-                f"run by its stages, the model gives another result than whole: {name} "
+                f"run in stages, the model returns a different result than when run whole: {name} "
                 + ("needs a value that an earlier stage has (it is NaN)." if missing else "differs."),
-                cause="state that a forward leaves outside of its blocks' arguments and results",
-                hint="hand it from block to block, or cut elsewhere with bounds=",
+                cause="state that a forward keeps outside of its blocks' arguments and results",
+                hint="pass it from block to block, or cut elsewhere with bounds=",
             )

@@ -82,9 +82,10 @@ class UnitOrderCheck:
         return DesyncError(
             f"fsdp gathered different units on different ranks: {found[0]} on one, {found[1]} on another "
             f"(ranks 0 and {rank} of those that hold each other's rows).",
-            cause="a branch of the forward that depends on a rank's samples, or on a draw: a block that is left out, "
-            "chosen or put elsewhere",
-            hint="--layout zero2 or ddp, where each rank may take its own way",
+            cause="a branch of the forward that depends on a rank's samples, or on a random draw: a "
+            "block that is skipped, "
+            "chosen or reordered",
+            hint="--layout zero2 or ddp, where each rank may run different blocks",
         )
 
     def _said(self, word: int) -> str:

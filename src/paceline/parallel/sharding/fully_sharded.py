@@ -208,9 +208,9 @@ def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.
         if len(kinds) > 1:
             some = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
             raise LayoutError(
-                f"fsdp gathers parameters of one type together, and has {some} in one unit.",
+                f"fsdp gathers parameters of one dtype together, but one unit has {some}.",
                 cause="some layers were cast in model=",
-                hint="--train.precision bf16 and one type in model=; or --layout zero2",
+                hint="--train.precision bf16 and one dtype in model=; or --layout zero2",
             )
 
 
@@ -277,7 +277,7 @@ def _held(model: nn.Module, apart: Collection[str]) -> list[NamedParameter]:
     for member in every:
         if not member.parameter.is_contiguous():
             raise LayoutError(
-                f"fsdp can't cut {member.name}: its memory is not contiguous.",
+                f"fsdp can't shard {member.name}: its memory is not contiguous.",
                 cause="a transposed or channels_last weight",
                 hint="parameter.data = parameter.data.contiguous() at the end of model=, or --layout zero2",
             )
@@ -288,6 +288,6 @@ def _refuse_alone(asked: FullySharded) -> None:
     if asked.params is not None or asked.offload:
         what = f"params={asked.params}" if asked.params is not None else "offload"
         raise LayoutError(
-            f"fsdp on one rank gathers nothing, so {what} has nothing to act on.",
+            f"fsdp on one rank gathers nothing, so {what} has no effect.",
             hint="--ranks 2 or more, or leave it out",
         )

@@ -50,7 +50,7 @@ def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact:
             return f"{kind} could not be tried on a small matrix ({type(error).__name__}: {error})"
         if not _same(alone, torch.cat(halves, dim if dim < 0 else dim + 1), exact):
             rows = "bits" if exact else "values"
-            return f"{kind} gives other {rows} on the two halves of a matrix than on the whole"
+            return f"{kind} gives different {rows} on the two halves of a matrix than on the whole"
     return ""
 
 
@@ -70,8 +70,8 @@ def refuse_across(optimizer: Optimizer) -> None:
             return  # `shardability_error` reports it
         if not all(_same(here, alone, False) for here, alone in zip(both, apart, strict=True)):
             raise JobError(
-                f"{type(optimizer).__name__} moves a parameter otherwise beside a second one than alone.",
-                cause="it looks at several parameters at once, or draws random numbers",
+                f"{type(optimizer).__name__} updates a parameter differently when a second one is present.",
+                cause="it combines several parameters, or draws random numbers",
                 hint="--layout ddp, where every rank has all of them",
             )
 
@@ -93,8 +93,8 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
             return
     if groups:
         raise JobError(
-            f"{type(optimizer).__name__} does not move the parameters in its param_groups.",
-            cause=f"{len(_SCALES)} steps left them as they were: it moves others, which it holds elsewhere",
+            f"{type(optimizer).__name__} does not update the parameters in its param_groups.",
+            cause=f"{len(_SCALES)} steps did not change them: it updates others, which it stores elsewhere",
             hint="read self.param_groups in step(), or --layout ddp",
         )
 
@@ -120,9 +120,9 @@ def built_again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optim
         made = kind(plain, **optimizer.defaults)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(
-            f"{kind.__name__} makes its state when it is built, and can't be built again from its defaults: {error}",
-            cause="its state must lie beside each rank's own rows",
-            hint="make the state in step(), as torch's own optimizers do",
+            f"{kind.__name__} creates its state when it is built, and can't be rebuilt from its defaults: {error}",
+            cause="its state must be sharded like each rank's rows",
+            hint="create the state in step(), as torch's own optimizers do",
         ) from error
     made.param_groups[:] = list(groups)
     return made

@@ -65,9 +65,9 @@ class ShardedOptimizerFactory:
         whole = self.whole(exact=exact)
         for name, reason in whole.items():
             raise LayoutError(
-                f"{reason}, and {layout} cuts {name} into rows.",
-                cause="the update rule looks at a whole tensor",
-                hint=f"--layout zero1 or zero2, which give such parameters whole to one rank each; or "
+                f"{reason}, and {layout} shards {name} by rows.",
+                cause="the update rule needs a whole tensor",
+                hint=f"--layout zero1 or zero2, which assign such parameters whole to one rank each; or "
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
 
@@ -97,9 +97,9 @@ class ShardedOptimizerFactory:
                     first = max(cut_here, key=Tensor.dim)
                     what = "matrices" if first.dim() > 1 else "vectors"
                     raise LayoutError(
-                        f"{type(optimizer).__name__} looks at whole {what}, and {layout} leaves pieces of "
+                        f"{type(optimizer).__name__} needs whole {what}, and {layout} leaves pieces of "
                         f"{names[id(first)]}.",
-                        cause=f"its step on a piece of {what} is another one than on the whole",
+                        cause=f"its step on a piece of {what} differs from its step on the whole",
                         hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW",
                     )
 
@@ -126,7 +126,7 @@ def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[Named
     except (NotImplementedError, RuntimeError) as error:
         raise JobError(
             f"optimizer= failed on parameters without memory: {error}",
-            cause="it reads their values; a sharded layout learns its groups from names and shapes",
+            cause="it reads their values; a sharded layout derives groups from names and shapes only",
             hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])",
         ) from error
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
@@ -168,8 +168,8 @@ def _refuse_hooked(optimizer: Optimizer) -> None:
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise JobError(
             f"optimizer= hooked {name} into the step of {type(optimizer).__name__}.",
-            cause="it may hold the parameters that the factory was given; here others are stepped, or parts of them",
-            hint="--train.max_grad_norm 1.0 where it clips; or --layout ddp, where the parameters are the model's own",
+            cause="it may hold the factory's parameters, but this layout steps other tensors, or parts of them",
+            hint="--train.max_grad_norm 1.0 if it clips; or --layout ddp, which steps the model's own parameters",
         )
 
 
@@ -181,7 +181,7 @@ def _refuse_own_references(optimizer: Optimizer, names: Mapping[int, str]) -> No
         if any(id(tensor) in names or tensor.is_meta for tensor in _tensors(inside)):
             raise JobError(
                 f"{type(optimizer).__name__}.{field} holds parameters of its own.",
-                cause="each rank steps on its own rows, which such a reference does not know",
+                cause="each rank steps on its own rows, which such a reference does not follow",
                 hint="read self.param_groups in step(), or --layout ddp",
             )
 

@@ -82,7 +82,7 @@ class UnitGuards:
         """Raise LayoutError if a unit runs backward before the model's forward or the loss has ended."""
         if self._runs or _open:
             raise LayoutError(
-                "the forward or the loss runs a backward of its own, through units that fsdp has let go of already.",
+                "the forward or the loss runs its own backward through units that fsdp has already freed.",
                 cause="torch.autograd.grad there, as for a gradient penalty",
                 hint=_ELSEWHERE,
             )
@@ -114,14 +114,14 @@ class _Guard:
         for number, (name, owner, own, either) in enumerate(self.parameters):
             if self._left and tensor_version(either[-1]) != self._left[number]:
                 raise LayoutError(
-                    f"{name} was written to while it was gathered, and its rows, which fsdp keeps, were not.",
+                    f"{name} was written to while it was gathered, but the rows that fsdp keeps were not changed.",
                     cause="a callback that changes weights after an evaluation",
                     hint=_ELSEWHERE,
                 )
             if not any(owner.get(own) is known for known in either):
                 raise LayoutError(
-                    f"{self.name} is called with another tensor in the place of its parameter {name}, and fsdp would "
-                    "put its own back.",
+                    f"{self.name} is called with another tensor instead of its parameter {name}, and fsdp would "
+                    "restore its own.",
                     cause="torch.func.functional_call, or an assignment to the parameter",
                     hint=_ELSEWHERE,
                 )
@@ -149,15 +149,16 @@ class _Guard:
         for given, before in self._copies:
             if not _is_same(_content(given), before):
                 raise LayoutError(
-                    f"{self.name} writes to a {type(given).__name__} that it is given, and under fsdp it is given a "
-                    "copy: the writing would be lost.",
-                    cause="append, update or an assignment to what the caller keeps",
+                    f"{self.name} writes to a {type(given).__name__} that it gets as an argument, "
+                    "and under fsdp it gets a "
+                    "copy: the change would be lost.",
+                    cause="append, update or an assignment to an object of the caller",
                     hint=f"return the value instead; or {_ELSEWHERE}",
                 )
         for known, version_before in zip(self.parameters, self._versions, strict=True):
             if tensor_version(known[-1][-1]) != version_before:
                 raise JobError(
-                    f"the forward writes to the parameter {known[0]}: each replica would write other values.",
+                    f"the forward writes to the parameter {known[0]}: each replica would write different values.",
                     cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
                     hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
                 )
@@ -224,10 +225,10 @@ def _copied(error: Exception) -> LayoutError | None:
     if not any(frame.filename.endswith(_UNCOPIED) for frame in frames) and "FSDP does not support" not in str(error):
         return None
     return LayoutError(
-        "the forward copies a module (copy.deepcopy or copy.copy) of which a rank has parts: the copy would have them "
-        "alone.",
+        "the forward copies a module (copy.deepcopy or copy.copy) of which a rank has parts: the copy would have only "
+        "these.",
         where=str(user_line(error) or ""),
-        cause="a teacher or a frozen twin that is made anew in each forward",
+        cause="a teacher or a frozen twin that is recreated in each forward",
         hint=f"call the module itself, for a teacher under torch.no_grad(); or {_ELSEWHERE}",
     )
 
@@ -238,7 +239,7 @@ def _explained(error: Exception) -> LayoutError | None:
         return _elsewhere("a parameter")
     if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
         return LayoutError(
-            "a block writes in place to a tensor that it is given, which under fsdp is a view that forbids it.",
+            "a block writes in place to its argument, which under fsdp is a view that forbids it.",
             where=str(user_line(error) or ""),
             cause="x += ..., x.add_(...) or x[...] = ... on an argument",
             hint=f"x = x + ..., and return it; or {_ELSEWHERE}",
@@ -249,7 +250,7 @@ def _explained(error: Exception) -> LayoutError | None:
 def in_the_loss(name: str) -> LayoutError:
     """Return the error for a weight penalty in the loss; its gradient would go to rows that no backward writes to."""
     return LayoutError(
-        f"the loss is made of {name} itself, and under fsdp a rank has its rows only.",
+        f"the loss uses {name} itself, but under fsdp a rank has only its rows.",
         cause="a weight penalty: a sum over model.parameters() that is added to the loss",
         hint=f"weight_decay= of the optimizer; or {_ELSEWHERE}",
     )
@@ -257,8 +258,8 @@ def in_the_loss(name: str) -> LayoutError:
 
 def _elsewhere(name: str) -> LayoutError:
     return LayoutError(
-        f"{name} is used where its unit of fsdp does not run: there a rank has its rows only.",
-        cause="a weight, a submodule or another method of a block, used from outside the block's forward",
+        f"{name} is used outside its fsdp unit, where a rank has only its rows.",
+        cause="a weight, a submodule or another method of a block is used outside the block's forward",
         hint=f"{_ELSEWHERE}; or --place.units with a module around both",
     )
 

@@ -40,7 +40,7 @@ def units_of(words: Sequence[str], *, model: nn.Module) -> UnitChoice:
     if sizes and len(words) > 1:
         raise LayoutError(
             f"place.units={','.join(words)} mixes a size and names.",
-            cause="units are of at least so many elements, or of these names",
+            cause="units are given by a minimum number of elements, or by names",
             hint=f"--place.units {sizes[0]}, or the names",
         )
     known = {type(module).__name__ for module in model.modules()}
@@ -93,7 +93,7 @@ def _check(wanted: str, known: Sequence[str], *, what: str) -> None:
         raise LayoutError(
             f"no module with parameters has the {what} {wanted!r}.",
             cause=f"the model has {some}",
-            hint="leave --place.units out: repeated blocks are found by themselves",
+            hint="leave --place.units out: repeated blocks are found automatically",
         )
 
 

@@ -68,7 +68,7 @@ def choose_plan(
     own = own_plan(model, ranks=ranks)
     if own is None:
         raise LayoutError(
-            f"{type(model).__name__} brings no tensor plan, and there is no batch to derive one from.",
+            f"{type(model).__name__} has no tensor plan, and there is no batch to derive one from.",
             hint="pl.place(..., example=lambda model: model(x)), or a plan file: see docs/tensor.md",
         )
     return own.without(replicate)
@@ -103,10 +103,11 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
     ]
     if not roles:
         raise LayoutError(
-            f"tensor parallelism finds nothing to cut in {type(model).__name__}: {_linears(model)}",
+            f"tensor parallelism finds nothing to split in {type(model).__name__}: {_linears(model)}",
             cause=_by_transforms(found)
             or "; ".join(notes[:2])
-            or "it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
+            or "it splits pairs of matmuls with elementwise operations or attention between them; "
+            "convolutions stay whole",
             hint="--layout fsdp or ddp",
         )
     return TensorPlan(roles=roles, source="derived", notes=tuple(notes))
@@ -118,7 +119,7 @@ def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
         if not any(_asked(name, [pattern]) for name in names):
             modules = [name for name, _ in model.named_modules() if name]
             raise LayoutError(
-                f"place.replicate names {pattern!r}, and this model has no module or parameter of that name.",
+                f"place.replicate names {pattern!r}, but this model has no module or parameter of that name.",
                 cause=did_you_mean(pattern, [*modules, *names]) or f"the model has {', '.join(modules[:3])}, ...",
                 hint="the names that model.named_modules() gives; * is one name between dots",
             )
@@ -162,8 +163,8 @@ def _explored(
         forget_guesses(found)
         suggest_for_all_blocks(found, likes)
     raise LayoutError(
-        f"the tensor plan of {type(model).__name__} does not settle: what can be cut differs from run to run.",
-        cause="the model's forward takes another way each time",
+        f"the tensor plan of {type(model).__name__} is not stable: what can be split differs from run to run.",
+        cause="the model's forward takes a different path each time",
         hint="write the plan: see docs/tensor.md",
     )
 
@@ -182,7 +183,7 @@ def _settle_ends(found: dict[str, WeightDecision], explorer: PlanSearchMode, mod
             known.why = "head"
             heads.add(shapes[name][0])
         elif "row" not in ends:
-            known.kind, known.dim, known.why, changed = "whole", None, "nothing after it can use the cut", True
+            known.kind, known.dim, known.why, changed = "whole", None, "nothing after it can use the split", True
     for name, size in explorer.embeddings.items():
         is_new = name not in found or found[name].why == "head"
         if is_new and size >= explorer.wire.size and (size in heads or (not heads and size >= LARGE)):
@@ -213,7 +214,7 @@ def _refuse_heads(found: dict[str, WeightDecision], ranks: int, heads: dict[str,
             nearest = next(n for n in range(ranks, 0, -1) if known.heads % n == 0)
             problems[name_pattern(module)] = LayoutError(
                 f"{module}: {known.heads} heads do not divide by tp={ranks}.",
-                cause="each rank takes whole heads, as many as the others",
+                cause="each rank takes the same number of whole heads",
                 hint=f"tp={nearest}, or keep it whole: --place.replicate '{name_pattern(module)}'",
             )
     raise_all(list(problems.values()))
@@ -281,7 +282,7 @@ def _by_pattern(found: dict[str, WeightDecision]) -> dict[str, WeightDecision]:
 
 def _by_transforms(found: dict[str, WeightDecision]) -> str:
     names = [name for name, known in found.items() if known.why.endswith(TRANSFORM)]
-    return f"what {', '.join(names[:2])} gives is used{TRANSFORM}, and stays whole" if names else ""
+    return f"the output of {', '.join(names[:2])} is used{TRANSFORM}, and stays whole" if names else ""
 
 
 def _linears(model: nn.Module) -> str:
@@ -327,8 +328,8 @@ def _said_as_planning(model: nn.Module, run: Run) -> Iterator[None]:
         raise LayoutError(
             f"the model's own code fails while tp is being planned: {type(error).__name__}: {error}",
             where=str(user_line(error) or ""),
-            cause="planning runs it on one microbatch, with the values of one process, but with weights that are cut; "
-            "the same run without cuts goes well",
+            cause="planning runs it on one microbatch, with the values of one process, but with split weights; "
+            "the same run without splits succeeds",
             hint="--place.replicate NAME for the modules around that line, or a plan: see docs/tensor.md",
         ) from error
 
@@ -357,9 +358,10 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
             _apart(*pair) <= 4096 * torch.finfo(pair[1].dtype).eps for pair in zip(again, expected, strict=True)
         ):
             raise JobError(
-                f"run gives other outputs of the whole {type(model).__name__} each time: no plan can be held to it.",
-                cause="it makes another batch each time, or the model draws in evaluation too",
-                hint="make the batch once, before: batch = torch.randn(4, 16), run = lambda model: model(batch)",
+                f"run gives different outputs of the whole {type(model).__name__} each time, so "
+                "no plan can be checked.",
+                cause="it makes a new batch each time, or the model draws random numbers in evaluation mode too",
+                hint="make the batch once, outside of it: batch = torch.randn(4, 16), run = lambda model: model(batch)",
             )
         found = run_simulated_ranks(work, ranks=ranks, sequence=sequence)
     worst = 0.0
@@ -371,7 +373,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
                 raise LayoutError(
                     f"the {plan.source} tensor plan changes output {number} of {type(model).__name__} on rank {rank} "
                     f"by {apart:.1e} of its size.",
-                    hint="keep the modules behind it whole: --place.replicate NAME, and tell us",
+                    hint="keep the modules behind it whole: --place.replicate NAME, and report this as a bug",
                 )
     return worst
 

@@ -42,7 +42,7 @@ def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
             continue
         if style not in STYLES:
             raise LayoutError(
-                f"{type(model).__name__} wants {pattern} split as {style!r}, which is not known here.",
+                f"{type(model).__name__} splits {pattern} as {style!r}, which Paceline does not know.",
                 hint="derive the plan from a batch, or write it: see docs/tensor.md",
             )
         heads = _heads(pattern, config)

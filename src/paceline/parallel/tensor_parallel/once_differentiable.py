@@ -21,10 +21,10 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise LayoutError(
-            "a gradient of a gradient goes through work that is cut over the tensor-parallel ranks.",
+            "a second-order gradient goes through operations that are split over the tensor-parallel ranks.",
             where="" if ctx.line is None else str(ctx.line),
-            cause="autograd.grad(..., create_graph=True), as a gradient penalty takes it; sums over ranks have a first "
-            "derivative alone",
+            cause="autograd.grad(..., create_graph=True), as in a gradient penalty; sums over ranks have only a first "
+            "derivative",
             hint="--layout ddp or zero2; or --place.replicate NAME for each module that it goes through",
         )
 

@@ -142,7 +142,7 @@ class CheckWire(DryWire):
         """Apply a function by its rule on every rank, and compare the results with one process's.
 
         Raises:
-            LayoutError: a rank's value differs from one process's.
+            LayoutError: a rank's value differs from those of one process.
         """
         if _draws(name, args, kwargs) or name in _EMPTY or name.startswith("."):
             return super().answer(func, args, kwargs, name=name)
@@ -188,10 +188,11 @@ class CheckWire(DryWire):
                 apart = _apart(own, expected, whole)
                 if apart:
                     raise LayoutError(
-                        f"{name.strip('.')} on a tensor that tp={self.size} cuts gives {apart} on rank {rank}.",
+                        f"{name.strip('.')} on a tensor that tp={self.size} splits gives {apart} on rank {rank}.",
                         where=str(line_now() or ""),
-                        cause="the plan was tried on one microbatch, and each function compared with one process",
-                        hint="--place.replicate NAME for the module that makes it, or --layout fsdp; and tell us",
+                        cause="the plan was tried on one microbatch, and each function was compared with one process",
+                        hint="--place.replicate NAME for the module that makes it, or --layout fsdp; "
+                        "and report this as a bug",
                     )
 
 
@@ -231,15 +232,17 @@ def _piece(leaf: Any, wire: ThreadWire, *, keep: bool) -> Any:
 
 
 def _apart(mine: Any, expected: Tensor, whole: Tensor) -> str:
-    """Describe how far a rank's value is from one process's; return an empty string within rounding."""
+    """Describe how far a rank's value is from those of one process; return an empty string within rounding."""
     if mine.shape != expected.shape:
-        return f"a tensor of {list(mine.shape)} for {list(expected.shape)}"
+        return f"shape {list(mine.shape)} instead of {list(expected.shape)}"
     if not whole.is_floating_point():
-        return "" if torch.equal(mine, expected) else "other values than one process has"
+        return "" if torch.equal(mine, expected) else "different values than one process"
     if not expected.numel() or expected.is_meta:
         return ""
     same = (mine == expected) | (mine.isnan() & expected.isnan())
     far = (mine.double() - expected.double()).abs().masked_fill(same, 0.0).max()
     size = whole.double().abs().masked_fill(~whole.isfinite(), 0.0).max().clamp(min=1e-30)
     most = 0.25 if whole.dtype in (torch.float16, torch.bfloat16) else 4096 * torch.finfo(whole.dtype).eps
-    return "" if far <= most * size else f"values that are {float(far / size):.1e} of its size from one process's"
+    return (
+        "" if far <= most * size else f"values that are {float(far / size):.1e} of its size from those of one process"
+    )

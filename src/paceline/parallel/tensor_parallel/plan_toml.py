@@ -69,7 +69,7 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
             f"unknown table or key {key!r}; a tensor plan has [roles] alone.",
             where=_where(path, text, key),
             cause=did_you_mean(key, ["roles"]),
-            hint="[roles], and below it a line for each name",
+            hint="[roles], and below it one line per name",
         )
         for key in table
         if key != "roles"
@@ -91,9 +91,9 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
     if not roles and not problems:
         problems.append(
             UsageError(
-                "the tensor plan names nothing.",
+                "the tensor plan names no module.",
                 where=str(path),
-                cause="[roles] is empty, or not there",
+                cause="[roles] is empty or missing",
                 hint='"layers.*.up" = "column"; or leave --place.tensor_plan out',
             )
         )

@@ -27,7 +27,7 @@ from paceline.torch_internals.private_api import (
 )
 
 RULES: dict[str, "Rule"] = {}
-TRANSFORM = " inside of torch.func"
+TRANSFORM = " inside torch.func"
 AUTOGRAD = autograd_function.__file__
 
 
@@ -145,7 +145,7 @@ class ShardPropagatingTensor(Tensor):
             return _seen_by_transform(func, args, kwargs or {}, name=name_of(func))
         raise LayoutError(
             f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
-            cause="a custom autograd function or operator reads an activation that is cut over the ranks",
+            cause="a custom autograd function or operator reads an activation that is split over the ranks",
             hint="keep the module around it whole: --place.replicate ITS_NAME",
         )
 
@@ -228,7 +228,7 @@ def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
     for split in split_in(args, kwargs):
         if not is_searching(split):
             raise LayoutError(
-                f"{name} is called inside of torch.func (vmap, grad, jvp, ...) on a tensor of which each "
+                f"{name} is called inside torch.func (vmap, grad, jvp, ...) on a tensor of which each "
                 f"tensor-parallel rank holds a piece ({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
                 hint="keep the modules that it goes through whole: --place.replicate NAME; or --layout fsdp",
             )
@@ -250,11 +250,11 @@ def _refuse_own_autograd() -> None:
     for split in given:
         if not is_searching(split):
             raise LayoutError(
-                f"{name} is an autograd function of its own, which reads a tensor of which each tensor-parallel rank "
+                f"{name} is a custom autograd function that reads a tensor of which each tensor-parallel rank "
                 f"holds a piece ({', '.join(sorted(split.origins)[:2])}).",
                 hint="keep the modules whose outputs it reads whole: --place.replicate NAME",
             )
-        record_all_gather(split, f"{name}, an autograd function of its own")
+        record_all_gather(split, f"{name}, a custom autograd function")
 
 
 def _own_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
@@ -276,7 +276,7 @@ def record_all_gather(split: ShardPropagatingTensor, name: str, misfit: Incompat
     if listener is not None:
         listener(split.origins, name, misfit)
     of = ", ".join(sorted(split.origins)[:2]) or "an activation"
-    split.wire.tell(f"{of} is put together for {name.strip('.')}: right, only slower")
+    split.wire.tell(f"{of} is gathered for {name.strip('.')}: correct, but slower")
 
 
 def wire_and_origins(splits: Iterable[ShardPropagatingTensor]) -> tuple[TensorParallelGroup, frozenset[str]]:

@@ -159,23 +159,24 @@ def _cut(
         return None
     if not parameter.is_floating_point() or parameter.element_size() < 2:
         raise LayoutError(
-            f"{name} holds {str(parameter.dtype).removeprefix('torch.')}: a quantised or integer weight is not cut.",
-            cause="a sum over pieces is a float's",
+            f"{name} holds {str(parameter.dtype).removeprefix('torch.')}: a quantised or "
+            "integer weight can't be split.",
+            cause="sums over pieces need floating point",
             hint=f"keep it whole: --place.replicate {name}",
         )
     size = parameter.shape[dim]
     if role.heads is not None and role.heads % ranks:
         raise LayoutError(
             f"{name}: {role.heads} heads do not divide by tp={ranks}.",
-            cause="each rank takes whole heads, as many as the others",
+            cause="each rank takes the same number of whole heads",
             hint=f"tp={_nearest(role.heads, ranks)}, or keep it whole: --place.replicate {name.rpartition('.')[0]}",
         )
     sections = role.sections or (size // role.fused,) * role.fused
     if sum(sections) != size:
         raise LayoutError(
-            f"{name} has {size} along dimension {dim}, its role says {list(sections)}.",
-            cause="sections (or fused) are for what lies behind one another in one weight, and make up all of it",
-            hint=f"sections that add up to {size}, or none",
+            f"{name} has {size} along dimension {dim}, but its role has {list(sections)}.",
+            cause="sections (or fused) describe concatenated parts of one weight, and must cover all of it",
+            hint=f"sections that add up to {size}, or no sections",
         )
     if min(sections) < ranks:
         raise LayoutError(
@@ -201,8 +202,8 @@ def _agree(
     other, known = given.setdefault(id(parameter), (name, cut))
     if known != cut:
         raise LayoutError(
-            f"{name} and {other} are one weight in two roles: {role.kind} here cuts it otherwise than there.",
-            cause="they are tied: one tensor, which can be cut in one way only",
+            f"{name} and {other} are one weight in two roles: {role.kind} splits it differently.",
+            cause="they are tied: one tensor, which can be split in only one way",
             hint="the same role for both, or 'whole' for both",
         )
 
@@ -219,7 +220,7 @@ def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[Pacelin
     names = [n for n, _ in model.named_modules(remove_duplicate=False)] + [n for n, _, _ in _parameters(model)]
     return [
         LayoutError(
-            f"the tensor plan names {pattern!r}, which no module or parameter of this model is called.",
+            f"the tensor plan names {pattern!r}, but no module or parameter of this model has that name.",
             cause=did_you_mean(pattern, map(name_pattern, names)) or f"the model has {', '.join(names[1:4])}, ...",
             hint="the names that model.named_modules() gives; * is one name between dots",
         )

@@ -29,7 +29,7 @@ class NamedLayouts:
     names: tuple[str, ...]
     missing: Mapping[str, str]
     limits: tuple[str, ...] = ()
-    unreplayed: str = "it is forecast from numbers alone"
+    unreplayed: str = "the forecast is analytical only"
 
     @property
     def first(self) -> PlanRow | None:
@@ -79,7 +79,7 @@ class NamedLayouts:
             doubt = "" if first.replayed else f", NOT REPLAYED ({self.unreplayed})"
             typed = "".join(f" --{name} {value}" for name, value in best.settings.items())
             if len(self.rows) > 1 or doubt:
-                yield f"quickest that fits{doubt}: --layout {best.layout}{typed}"
+                yield f"fastest that fits{doubt}: --layout {best.layout}{typed}"
             if self.tie is not None:
                 yield f"  {of_simple(best, self.tie)}"
         for title, *said in self.differences:

@@ -13,15 +13,15 @@ from paceline.planner.search.search_space import FAMILY, SearchSpace
 
 SPENT_ON = {
     "compute": "compute",
-    "again": "activations computed again",
-    "tensor": "messages of tp",
-    "context": "messages of cp",
-    "experts": "messages of ep",
+    "again": "recomputing activations",
+    "tensor": "tp communication",
+    "context": "cp communication",
+    "experts": "ep communication",
     "gather": "gathering shards",
-    "bubble": "the pipeline (waiting, and messages between stages)",
-    "gradients": "summing gradients",
+    "bubble": "the pipeline (idle time, and messages between stages)",
+    "gradients": "reducing gradients",
     "update": "the update",
-    "offload": "the way to the host",
+    "offload": "transfers to the host",
     "start": "starting a step",
 }
 _LEAST = 0.03
@@ -44,7 +44,7 @@ def of_simple(estimate: Estimate, quickest: Estimate) -> str:
     """Return why it is recommended although another is slightly faster."""
     less, error = estimate.step_seconds / quickest.step_seconds - 1, seconds_error(estimate, quickest)
     what = "forecast" if quickest.timed is None else "timing"
-    tie = f"a tie: {quickest.candidate} is {less:.1%} quicker, and the {what} may be {error:.0%} off"
+    tie = f"a tie: {quickest.candidate} is {less:.1%} faster, but the {what} may be {error:.0%} off"
     return f"{of_recommended(estimate)}; {tie}: the simpler one is taken"
 
 
@@ -70,9 +70,9 @@ def of_misfit(estimate: Estimate) -> str:
         near, off = format_size(round(abs(estimate.over_bytes))), format_size(round(estimate.margin_bytes))
         return f"tight: {near} {way} the limit, and the forecast may be {off} off: {said}"
     if estimate.over_bytes > 0:
-        more = "; replays hold more than is forecast" if estimate.limit_bytes < estimate.device_bytes else ""
+        more = "; replays use more memory than the forecast" if estimate.limit_bytes < estimate.device_bytes else ""
         return f"{format_size(round(estimate.over_bytes))} too much: {said}{more}"
-    return f"the host would hold {format_size(round(estimate.memory.host_bytes))} a rank, more than it has"
+    return f"the host would hold {format_size(round(estimate.memory.host_bytes))} per rank, more than it has"
 
 
 def bottlenecks(forecast: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def bottlenecks(forecast: CostModel, best: Estimate, grid: SearchSpace) -> tuple
         more = freer.peak_bytes - best.limit_bytes
         gain = reckoned - freer.step_seconds
         much, quicker = format_size(round(more)), format_precise_duration(gain)
-        what = f"with {much} more a device, {freer.candidate} would be {quicker} quicker"
+        what = f"with {much} more per device, {freer.candidate} would be {quicker} faster"
         found.append(f"and by memory: {what}")
     return tuple(found)
 
@@ -102,7 +102,7 @@ def no_candidate(family: str, forecast: CostModel) -> str:
     if family in ("ddp", "zero1", "zero2", "fsdp", "hsdp") and ranks > facts.global_batch_size:
         return f"{family}: {plural(ranks, 'replica')} for a global batch of {plural(facts.global_batch_size, 'sample')}"
     if family in ("zero3", "fsdp", "hsdp") and facts.optimizer.whole_tensors:
-        return f"{family}: {facts.optimizer.name} looks at whole tensors"
+        return f"{family}: {facts.optimizer.name} needs whole tensors"
     sizes = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}.get(family, ())
     own = [f"{word}: {why}" for word, why in facts.refused.items() if _is_size(word, family)]
     if own:
@@ -128,7 +128,7 @@ def nothing_fits(forecast: CostModel, grid: SearchSpace, nearest: Estimate | Non
         lost = [f"{word}: {why}" for word, why in facts.refused.items() if fleet.ranks <= facts.global_batch_size]
         return LayoutError(
             f"there is no layout of {name} on {fleet}.",
-            cause="; ".join(lost) or f"{plural(fleet.ranks, 'rank')} leave more replicas than the {samples} of a step",
+            cause="; ".join(lost) or f"{plural(fleet.ranks, 'rank')} mean more replicas than the {samples} of a step",
             hint=f"a global batch of {fleet.ranks} or more, or fewer ranks",
         )
     hint = _where_it_fits(forecast, grid, nearest)

@@ -31,7 +31,7 @@ def case_of(forecast: CostModel, *, grid: SearchSpace | None = None) -> MemoryCa
         return MemoryCase(number=1, says=f"{says} More devices are for speed.")
     part, needed = max(_layers(alone, samples), key=lambda pair: pair[1])
     if needed > limit:
-        says = f"{part.name} alone needs {format_size(round(needed))} and {named}: tensors have to be split (tp, cp)."
+        says = f"{part.name} alone needs {format_size(round(needed))} and {named}: tensors must be split (tp, cp)."
         return MemoryCase(number=3, says=says)
     return MemoryCase(
         number=2, says=f"{_state(whole, limit)}, {named}, but every layer fits: shard it (fsdp) or cut it (pp)."

@@ -16,11 +16,11 @@ from paceline.planner.model_costs.model_profile import NOTHING, ModelProfile
 from paceline.planner.search.branch_and_bound import key_of, search
 from paceline.planner.search.search_space import SearchSpace
 
-_PARAMS = "weights are gathered and used in bfloat16, where one process uses them in float32"
-_COMPILE = "joined operations round less often, and the first step waits for the compiler"
+_PARAMS = "weights are gathered and used in bfloat16, but one process uses them in float32"
+_COMPILE = "fused operations round less often, and the first step waits for the compiler"
 _SMALL = 0.005
-_WHOLE = "a compiled block runs again as a whole"
-_NO_TP = "torch.compile does not see through tensors of which each rank holds a piece"
+_WHOLE = "a compiled block is recomputed as a whole"
+_NO_TP = "torch.compile does not support tensors of which each rank holds a piece"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,6 @@ def _best(words: str, changes: str, options: Sequence[Estimate], seconds: float)
 def option_lines(options: Sequence[NumericsOption]) -> Iterator[str]:
     """Yield a title and the options, or nothing."""
     if options:
-        yield "not recommended, since they change the numbers; yours to permit:"
+        yield "not recommended, because they change the numbers; use them if you accept that:"
         for option in options:
             yield from (f"  {line}" for line in option.lines())

@@ -106,7 +106,7 @@ class Advice:
     rows: tuple[PlanRow, ...]
     limits: tuple[str, ...]
     missing: tuple[str, ...] = ()
-    unreplayed: str = "it is forecast from numbers alone"
+    unreplayed: str = "the forecast is analytical only"
     tie: Estimate | None = None
 
     @property
@@ -135,7 +135,7 @@ class Advice:
         yield f"recommended{doubt}: --layout {best.layout}" + "".join(f" --{k} {v}" for k, v in best.settings.items())
         yield f"  {self.rows[0].says}"
         yield from (f"  {line}" for line in self.limits)
-        yield "of each family the best:"
+        yield "the best of each family:"
         yield from row_lines(self.rows)
         yield from (f"  {line}" for line in self.missing)
 

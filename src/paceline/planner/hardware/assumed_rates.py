@@ -11,7 +11,7 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 def assumption_lines(fleet: Cluster, *, precision: str, is_offloaded: bool = False) -> Iterator[str]:
     """Yield a line for each link that the ranks use, for the reserve, and for the peak rate behind MFU."""
-    yield "the forecast takes for granted:"
+    yield "the forecast assumes:"
     for name, link in _used(fleet, is_offloaded=is_offloaded).items():
         yield f"  link {name}: {_link(link)}"
     device = fleet.device
@@ -53,7 +53,7 @@ def _used(fleet: Cluster, *, is_offloaded: bool) -> dict[str, Link]:
 
 
 def _link(link: Link) -> str:
-    shared = " for all ranks of a node together" if link.is_shared else ""
+    shared = " shared by all ranks of a node" if link.is_shared else ""
     source = f": {link.source}" if link.source and link.origin != "measured" else ""
     rate = f"{link.bytes_per_second / _GIGA:.3g} GB/s each way{shared}"
     return f"{link.name}, {rate}, latency {_latency(link.latency_seconds)} ({link.origin}{source})"
@@ -67,13 +67,13 @@ def _reserve(device: Device) -> str:
     if device.reserve_origin == "given":
         return "given"
     what = "driver, context, communication" if device.is_accelerator else "interpreter, libraries, freed memory"
-    return f"assumed, for {what}; device.reserve in a file for --cluster says another"
+    return f"assumed, for {what}; device.reserve in a --cluster file overrides it"
 
 
 def _peak(device: Device, precision: str) -> str:
     """Return the source of the peak rate: a data sheet, or the best measured rate."""
     known = device.peaks or device.flops_per_second
-    own = precision if precision in known else f"fp32, since it has no {precision}"
+    own = precision if precision in known else f"fp32, because it has no {precision}"
     if device.peaks:
         return f"dense {own} by its data sheet"
     return f"dense {own} ({device.source})" if device.source else f"dense {own}"

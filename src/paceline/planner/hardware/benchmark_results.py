@@ -14,7 +14,7 @@ FORMAT = 1
 HEAD_WIDTH = 64  # measured width; other widths count as more or fewer heads
 ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head, in units of length² × width
 _QUIET = 0.2
-_AGAIN = "probe_here(ranks=N, again=True) measures anew"
+_AGAIN = "probe_here(ranks=N, again=True) measures again"
 _Kept = TypeVar("_Kept")
 
 
@@ -89,7 +89,7 @@ class Rates:
         Raises:
             MachineError: the probe has no such precision.
         """
-        return _of(self.products, precision, "products in").seconds(rows=rows, inner=inner, columns=columns)
+        return _of(self.products, precision, "matmuls in").seconds(rows=rows, inner=inner, columns=columns)
 
     def attention_seconds(self, *, flops: float, length: int, precision: str = "fp32", trained: bool = False) -> float:
         """Return the seconds of fused attention with `flops` in its forward.
@@ -216,7 +216,7 @@ def read_probe(found: Mapping[str, Any]) -> HardwareBenchmark:
     """
     own = dict(found)
     if own.pop("format") != FORMAT or not own["rates"]:
-        raise ValueError("a probe of another version of Paceline, or of nothing")
+        raise ValueError("a probe of another version of Paceline, or an empty one")
     mark = own["fingerprint"]
     own["fingerprint"] = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
     own["rates"] = tuple(map(_read_rates, own["rates"]))

@@ -208,7 +208,7 @@ def device_named(name: str, *, problems: list[PacelineError], where: str = "") -
     close = next((other for other in DEVICES if other.lower().startswith(f"{name.strip().lower()}-")), "")
     cause = f"did you mean {close!r}?" if close else did_you_mean(name.upper(), DEVICES)
     problems.append(
-        UsageError(f"{name!r} is no known device.", where=where, cause=cause, hint=f"one of {', '.join(DEVICES)}")
+        UsageError(f"{name!r} is not a known device.", where=where, cause=cause, hint=f"one of {', '.join(DEVICES)}")
     )
     return DEVICES["cpu"]
 
@@ -219,6 +219,6 @@ def link_named(name: str, *, problems: list[PacelineError], where: str = "") -> 
         return row
     cause = did_you_mean(name.strip().lower(), LINKS)
     problems.append(
-        UsageError(f"{name!r} is no known link.", where=where, cause=cause, hint=f"one of {', '.join(LINKS)}")
+        UsageError(f"{name!r} is not a known link.", where=where, cause=cause, hint=f"one of {', '.join(LINKS)}")
     )
     return LINKS["loopback"]

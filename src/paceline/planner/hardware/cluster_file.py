@@ -58,7 +58,7 @@ class _Reading:
         self._known(self.tree, ("device", *_COUNTS, *_LINKED, *_OWN, "name"), "")
         counts = {name: self._count(name) for name in _COUNTS}
         if not self.problems and counts["nodes"] * counts["devices"] > MOST_RANKS:
-            self._wrong(f"nodes × devices is more than {MOST_RANKS:,} ranks.", "", cause="a digit too many")
+            self._wrong(f"nodes × devices is more than {MOST_RANKS:,} ranks.", "", cause="one digit too many")
         entry = self._device()
         links = {name: self._link(name) for name in _LINKED if name in self.tree}
         own = dict(self._quantities(self.tree, _OWN, ""))
@@ -81,14 +81,14 @@ class _Reading:
         """Return the name to print; one with unprintable characters, which a terminal may interpret, is a problem."""
         found = tree.get("name", usual)
         if not isinstance(found, str) or not found.isprintable():
-            self._wrong(f"{place} = {found!r} is no name.", place, hint=f'{place} = "ours"')
+            self._wrong(f"{place} = {found!r} is not a name.", place, hint=f'{place} = "ours"')
         return str(found)
 
     def _device(self) -> CatalogEntry:
         asked = self.tree.get("device")
         if not isinstance(asked, Mapping):
             if not isinstance(asked, str):
-                self._wrong("the file does not say which device.", "device", hint='device = "H100-80G"')
+                self._wrong("the file does not name a device.", "device", hint='device = "H100-80G"')
                 return device_named("cpu", problems=[])
             return device_named(asked, problems=self.problems, where=f"{self.path}, device")
         self._known(asked, ("name", "kind", *_DEVICE), "device.")
@@ -98,10 +98,10 @@ class _Reading:
                 self._wrong(f"device.{name} is missing.", f"device.{name}", hint='device = "H100-80G", which has all')
         kind = str(asked.get("kind", "cuda"))
         if kind not in _KINDS:
-            self._wrong(f"device.kind = {kind!r} is none.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
+            self._wrong(f"device.kind = {kind!r} is unknown.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
         entry = device_named("cpu" if kind == "cpu" else "L40S", problems=[])
         if "memory" in found and found.get("reserve", 0.0) >= found["memory"]:
-            cause = f"the reserve is what a process needs before it has a model, of {asked['memory']} in all"
+            cause = f"the reserve is what a process needs before it has a model, out of {asked['memory']}"
             self._wrong("device.reserve leaves nothing of device.memory.", "device.reserve", cause=cause)
         device = Device(
             name=self._name(asked, "device.name", "device"),
@@ -121,7 +121,7 @@ class _Reading:
         if isinstance(asked, str):
             return replace(link_named(asked, problems=self.problems, where=f"{self.path}, {name}"), origin="given")
         if not isinstance(asked, Mapping):
-            self._wrong(f"{name} = {asked!r} is no link.", name, hint=f'{name} = "ib-ndr"')
+            self._wrong(f"{name} = {asked!r} is not a link.", name, hint=f'{name} = "ib-ndr"')
             return None
         self._known(asked, (*_LINK, "shared"), f"{name}.")
         found = dict(self._quantities(asked, _LINK, f"{name}."))
@@ -156,7 +156,7 @@ class _Reading:
     def _count(self, name: str) -> int:
         count = self.tree.get(name, 1)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            self._wrong(f"{name} = {count!r} is no count.", name, cause="at least 1", hint=f"{name} = 8")
+            self._wrong(f"{name} = {count!r} is not a valid count.", name, cause="at least 1", hint=f"{name} = 8")
             return 1
         return count
 
@@ -164,7 +164,7 @@ class _Reading:
         for name in tree:
             if name not in known:
                 hint = f"one of {', '.join(f'{prefix}{other}' for other in known)}"
-                what = f"there is no {prefix}{name} in a cluster's file."
+                what = f"a cluster file has no key {prefix}{name}."
                 self._wrong(what, f"{prefix}{name}", cause=did_you_mean(name, known), hint=hint)
 
     def _wrong(self, what: str, place: str, *, cause: str = "", hint: str = "") -> None:
@@ -174,10 +174,10 @@ class _Reading:
 
 def _tree(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(given_text(path, what="a file of a cluster", hint=_EXAMPLE))
+        return tomllib.loads(given_text(path, what="a cluster file", hint=_EXAMPLE))
     except FileNotFoundError:
         raise UsageError(
-            f"{path} does not exist.", cause="a cluster's file was named", hint="--cluster 8xH100-80G, or here"
+            f"{path} does not exist.", cause="this names a cluster file", hint="--cluster 8xH100-80G, or here"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} can't be read: {error}.", where=str(path), hint=_EXAMPLE) from None

@@ -61,7 +61,7 @@ def node_memory(device: str) -> int:
     found = gpu_memory()
     if found is None:
         raise MachineError(
-            "nvidia-smi does not say how much memory the GPUs have.",
+            "nvidia-smi does not report the GPUs' memory.",
             hint="--cluster FILE.toml with memory = ..., or --device cpu",
         )
     return found

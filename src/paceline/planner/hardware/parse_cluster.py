@@ -23,7 +23,7 @@ def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
     text = text.strip()
     if text == "here":
         if here is None:
-            raise UsageError("this machine was not measured.", cause="--cluster here is of a probe", hint=_EXAMPLE)
+            raise UsageError("this machine was not measured.", cause="--cluster here needs a probe", hint=_EXAMPLE)
         return here
     if text.endswith(".toml") or "/" in text:
         return read_fleet_file(Path(text))
@@ -37,7 +37,7 @@ def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
     nodes, devices = ([1, *counts] if len(counts) < 2 else counts) if counts else (1, 1)
     if not problems and nodes * devices > MOST_RANKS:
         what = f"--cluster {text!r}: {nodes * devices:,} ranks, {MOST_RANKS:,} at most."
-        problems.append(UsageError(what, cause="a digit too many", hint=_EXAMPLE))
+        problems.append(UsageError(what, cause="one digit too many", hint=_EXAMPLE))
     raise_all(problems)
     return catalog_cluster(entry, nodes=nodes, devices=devices, between=between)
 
@@ -45,6 +45,6 @@ def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
 def _count(text: str, part: str, problems: list[PacelineError]) -> int:
     if part.strip("0") and len(part) <= len(str(MOST_RANKS)):
         return int(part)
-    cause = "a digit too many" if part.strip("0") else "at least one node, and one device in each"
-    problems.append(UsageError(f"--cluster {text!r}: {part} is no count.", cause=cause, hint=_EXAMPLE))
+    cause = "one digit too many" if part.strip("0") else "at least one node with one device"
+    problems.append(UsageError(f"--cluster {text!r}: {part} is not a valid count.", cause=cause, hint=_EXAMPLE))
     return 1

@@ -20,12 +20,12 @@ class QuantityKind(StrEnum):
     """The kind of a quantity, with its unit in words."""
 
     BYTES = "bytes"
-    BYTES_PER_SECOND = "bytes a second"
+    BYTES_PER_SECOND = "bytes per second"
     SECONDS = "seconds"
     TIME = "time"
-    FLOPS = "floating-point operations a second"
+    FLOPS = "floating-point operations per second"
     WATTS = "watts"
-    MONEY = "money an hour"
+    MONEY = "price per hour"
 
 
 UNITS: dict[QuantityKind, dict[str, float]] = {
@@ -59,25 +59,25 @@ def read_quantity(text: object, *, measures: QuantityKind, name: str, where: str
     hint = f'{name} = "{_EXAMPLES[measures]}"'
     written = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
     if written is None or not written[2]:
-        said = "has no unit" if written or isinstance(text, int | float) else "is no number with its unit"
+        said = "has no unit" if written or isinstance(text, int | float) else "is not a number with a unit"
         raise UsageError(f"{name} = {text!r} {said}.", where=where, cause=f"it is in {measures}", hint=hint)
     size = UNITS[measures].get(written[2])
     if size is None:
         raise UsageError(
-            f"{name} = {text!r}: {written[2]!r} is no unit of {measures}.",
+            f"{name} = {text!r}: {written[2]!r} is not a unit of {measures}.",
             where=where,
             cause=_meant(written[2], measures),
             hint=hint,
         )
     if "," in written[1] and not _THOUSANDS.fullmatch(written[1]):
-        cause = "a comma stands between thousands, a point before what is less than one"
-        raise UsageError(f"{name} = {text!r} is no number.", where=where, cause=cause, hint=hint)
+        cause = "use a comma between thousands and a point before decimals"
+        raise UsageError(f"{name} = {text!r} is not a number.", where=where, cause=cause, hint=hint)
     value = float(written[1].replace(",", "").replace("_", "")) * size
     if not (value > 0 or (or_zero and value == 0)) or value == float("inf"):
         raise UsageError(f"{name} = {text!r} is not positive.", where=where, hint=hint)
     if value and not _LEAST <= value <= _MOST:
         cause = f"it is {value:g} {measures}: a wrong unit, or an exponent"
-        raise UsageError(f"{name} = {text!r} is nothing that there is.", where=where, cause=cause, hint=hint)
+        raise UsageError(f"{name} = {text!r} is not plausible.", where=where, cause=cause, hint=hint)
     return value
 
 

@@ -10,9 +10,9 @@ from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh, mesh_of
 
-_SHARDED = "each rank adds up its own rows there, and most of what is sent are parameters, which are not compressed"
-_PARTS = "most of what these ranks send each other are activations, or parts of sums, which are not compressed"
-_THREADS = "replicas that are threads share their memory and send nothing"
+_SHARDED = "each rank reduces its own rows there, and most of the traffic is parameters, which are not compressed"
+_PARTS = "most of the traffic between these ranks is activations or partial sums, which are not compressed"
+_THREADS = "replicas as threads share memory and send nothing"
 
 
 def refuse_wire(
@@ -38,7 +38,7 @@ def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, m
         instead = f"--layout ddp --ranks {mesh.ranks} --compress {compress}"
         found.append(
             LayoutError(
-                f"--compress {compress.method} goes with ddp, not with {layout}.",
+                f"--compress {compress.method} needs ddp, not {layout}.",
                 cause=_THREADS if threads else _SHARDED if sharded else _PARTS,
                 hint=f"{instead}, or --layout fsdp,params=bf16" if sharded and mesh.zero == 3 else instead,
             )
@@ -47,15 +47,15 @@ def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, m
         found.append(
             LayoutError(
                 f"--compress {compress.method} with one rank: it sends nothing.",
-                cause="gradients are compressed where replicas send them to each other",
+                cause="gradients are compressed only when replicas send them to each other",
                 hint=f"--ranks 2 --compress {compress}, or leave --compress out",
             )
         )
     if update.kind is not UpdateKind.SYNC:
         found.append(
             LayoutError(
-                f"--compress {compress.method} goes with --update sync, not with {update}.",
-                cause="it changes how the gradients of one step are added up, and there they are not",
+                f"--compress {compress.method} needs --update sync, not {update}.",
+                cause="it changes how one step's gradients are reduced, and that rule does not reduce them",
                 hint=f"--update sync --compress {compress}",
             )
         )
@@ -70,19 +70,19 @@ def refuse_compress_settings(
         return
     if settings.train.exact:
         yield UsageError(
-            f"--train.exact with --compress {compress.method} can't be had.",
-            cause="exact mode adds up all of every gradient, so that the number of ranks changes no bit",
+            f"--train.exact with --compress {compress.method} is not supported.",
+            cause="exact mode sums whole gradients, so that the number of ranks changes no bit",
             hint="leave one of them out",
         )
     if backend == "gloo" and compress.method is not Method.POWERSGD:
         yield UsageError(
-            f"the backend gloo can't send tensors of a GPU as --compress {compress.method} does.",
-            cause="it has neither all_to_all nor all_gather of them",
+            f"the gloo backend can't send GPU tensors as --compress {compress.method} does.",
+            cause="it has neither all_to_all nor all_gather for GPU tensors",
             hint="leave --train.backend out, or --compress powersgd",
         )
     if settings.train.precision == "fp16" and compress.has_memory:
         yield UsageError(
-            f"fp16 with --compress {compress.method} can't be had.",
-            cause="what is held back would be in units of a loss scale that has changed since",
+            f"fp16 with --compress {compress.method} is not supported.",
+            cause="the error feedback would be in units of an old loss scale",
             hint="--train.precision bf16, which needs no scale",
         )

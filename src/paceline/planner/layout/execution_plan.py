@@ -136,7 +136,7 @@ def refuse_backend(asked: str, built_in: Sequence[str]) -> list[PacelineError]:
     if asked == "auto" or asked in built_in:
         return []
     what = f"this build of torch has no backend {asked}; it has {', '.join(built_in) or 'none'}."
-    return [UsageError(what, hint="leave --train.backend out: it follows from the device")]
+    return [UsageError(what, hint="leave --train.backend out: the device decides it")]
 
 
 def settle_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
@@ -152,12 +152,12 @@ def settle_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineE
             return "gloo", "gloo, because the ranks compute on CPUs"
         if "nccl" in facts.built_in:
             return "nccl", "nccl, because each rank has a GPU"
-        return "gloo", "gloo, because this build of torch has no nccl: slower, since tensors go through the host"
+        return "gloo", "gloo, because this build of torch has no nccl: slower, because tensors go through the host"
     missing = refuse_backend(asked, facts.built_in)
     problems += missing
     if not missing and cluster.device not in _DEVICES[asked]:
         problems.append(
-            UsageError(f"the backend {asked} can't send tensors of a {cluster.device}.", hint="--train.backend gloo")
+            UsageError(f"the {asked} backend can't send tensors of a {cluster.device}.", hint="--train.backend gloo")
         )
     return asked, f"{asked}, because --train.backend asks for it"
 
@@ -220,8 +220,8 @@ def _notes(
     unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
     if facts.goes_on:
         unused = (
-            f"warning: {idle} of {replicas} replicas get no samples, in the microbatches that this run was started "
-            f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, as another training"
+            f"warning: {idle} of {replicas} replicas get no samples with the microbatch size that this run was started "
+            f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, but changes the training"
         )
     return (
         f"layout: {layout_label(layout, mesh)}, {plural(replicas, 'replica')}"

@@ -18,16 +18,16 @@ def refuse_hogwild(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Pacel
     if others or layout.kind is LayoutKind.THREADS:
         found.append(
             LayoutError(
-                f"--update hogwild goes with ddp, not with {layout}.",
-                cause="its workers are processes that write to the same whole model without waiting for each other",
+                f"--update hogwild needs ddp, not {layout}.",
+                cause="its workers are processes that write to one shared model without waiting for each other",
                 hint=f"--layout ddp --ranks {mesh.ranks} --update hogwild",
             )
         )
     elif mesh.ranks == 1:
         found.append(
             LayoutError(
-                "--update hogwild with one rank: nobody races with it.",
-                cause="that is what one process does",
+                "--update hogwild with one rank: no other worker races with it.",
+                cause="it would equal a single process",
                 hint="--ranks 2, or --update sync",
             )
         )

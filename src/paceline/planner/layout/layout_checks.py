@@ -9,9 +9,9 @@ from paceline.errors import PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh
 
 _ADDS = {
-    "cp": "a ring's softmax adds in another order",
-    "tp": "the ranks' parts of a product are added in another order",
-    "ep": "an expert's rows come from several ranks, in another order",
+    "cp": "ring attention sums the softmax in a different order",
+    "tp": "the ranks' parts of a matmul are added in a different order",
+    "ep": "an expert's rows come from several ranks, in a different order",
 }
 
 
@@ -20,12 +20,14 @@ def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> lis
     train = settings.train
     found = list(_inexact(mesh)) if train.exact else []
     if train.compile and mesh.tp > 1:
-        cause = "torch.compile does not see through tensors of which each rank holds a piece"
-        found.append(UsageError("--train.compile with tp can't be had.", cause=cause, hint="leave --train.compile out"))
+        cause = "torch.compile does not support tensors of which each rank holds a piece"
+        found.append(
+            UsageError("--train.compile with tp is not supported.", cause=cause, hint="leave --train.compile out")
+        )
     if train.buffers == "sync_bn" and mesh.ranks > mesh.replicas:
-        cause = "its statistics meet in the forward, where these ranks meet for something else"
+        cause = "it synchronises statistics in the forward, where these ranks also communicate"
         hint = "--train.buffers fold, which gives one process's statistics"
-        found.append(UsageError(f"sync_bn with {mesh} is not proved.", cause=cause, hint=hint))
+        found.append(UsageError(f"sync_bn with {mesh} is not supported.", cause=cause, hint=hint))
     return [*found, *_no_file(mesh, settings)]
 
 
@@ -39,14 +41,14 @@ def refuse_homeless(layout: Layout, mesh: Mesh, settings: Settings, *, asked: Co
         "stages": (mesh.pp > 1, "how many blocks each stage has", "--layout pp"),
         "balance": (mesh.pp > 1, "how stages are balanced", "--layout pp"),
         "cut": (mesh.pp > 1, "how stages are cut", "--layout pp"),
-        "tensor_plan": (mesh.tp > 1, "which weights are cut", "--layout tp"),
-        "replicate": (mesh.tp > 1, "which weights are not cut", "--layout tp"),
-        "blocks": (blocks, "what is cut, computed again or compiled", f"--layout {_with_remat(layout)}"),
+        "tensor_plan": (mesh.tp > 1, "which weights are split", "--layout tp"),
+        "replicate": (mesh.tp > 1, "which weights are not split", "--layout tp"),
+        "blocks": (blocks, "what is split, recomputed or compiled", f"--layout {_with_remat(layout)}"),
     }
     return [
         UsageError(
-            f"--place.{name} says {says}, and layout {layout} does nothing of the kind.",
-            cause="another layout was meant, or the setting is left from another",
+            f"--place.{name} sets {says}, but layout {layout} does not use it.",
+            cause="a different layout was meant, or the setting belongs to an earlier layout",
             hint=f"{hint}, or leave --place.{name} out",
         )
         for name, (has_home, says, hint) in homes.items()
@@ -62,9 +64,9 @@ def _inexact(mesh: Mesh) -> Iterator[PacelineError]:
     axes = [axis for axis in _ADDS if mesh.size(axis) > 1]
     if axes:
         yield UsageError(
-            f"exact mode with {', '.join(axes)} can't be had: it cuts sums within a microbatch.",
+            f"exact mode with {', '.join(axes)} is not supported: it splits sums within a microbatch.",
             cause="; ".join(_ADDS[axis] for axis in axes),
-            hint="exact mode with ddp, zero1, zero2, fsdp, hsdp, pp and their mixtures: --layout fsdp",
+            hint="exact mode works with ddp, zero1, zero2, fsdp, hsdp, pp and their combinations: --layout fsdp",
         )
 
 

@@ -38,20 +38,20 @@ def refuse_local(update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[Pac
         return
     if layout.kind is LayoutKind.THREADS:
         yield LayoutError(
-            f"--update {update.kind} goes with processes, not with {layout}.",
-            cause="what it saves is messages between machines",
+            f"--update {update.kind} needs processes, not {layout}.",
+            cause="its purpose is fewer messages between machines",
             hint=f"--layout ddp --update {update}",
         )
         return
     if mesh.dp_replicate == 1:
         yield LayoutError(
-            f"--update {update.kind} needs sites, and layout {layout} has one.",
+            f"--update {update.kind} needs several sites, but layout {layout} has one.",
             cause="sites are the replicas of dp_replicate",
             hint=f"{_two_sites(mesh)} --update {update}",
         )
     if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
         yield LayoutError(
-            f"ep={mesh.ep} would spread experts over sites, which train on their own.",
+            f"ep={mesh.ep} would spread experts over sites, which train independently.",
             cause=f"a site has {plural(mesh.dp_shard, 'replica')} of its own (dp_shard)",
             hint=f"dp_shard={mesh.ep} with ep={mesh.ep}, or --update sync",
         )
@@ -62,7 +62,7 @@ def refuse_local(update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[Pac
         if is_wrong:
             yield LayoutError(
                 f"--update {update}: {what} in a round of {plural(update.every, 'update')}.",
-                cause="each fragment is sent once in a round, and taken before it is sent again",
+                cause="each fragment is sent once per round, and applied before it is sent again",
                 hint=f"--update {update.kind},every={update.every},{hint}",
             )
 
@@ -81,8 +81,8 @@ def refuse_no_share(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterat
     if update.has_sites and num_micro < needed:
         yield UsageError(
             f"{plural(num_micro, 'microbatch')} a batch for {plural(mesh.dp_replicate, 'site')}: "
-            "one would never train.",
-            cause="microbatches are dealt to replicas one after another",
+            "one site would never train.",
+            cause="microbatches are assigned to replicas in turn",
             hint=f"a smaller --train.micro_batch_size: at least {plural(needed, 'microbatch')} a batch",
         )
 
@@ -92,7 +92,8 @@ def never_meet(update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
     if update.has_sites and total_steps is not None and total_steps < update.every:
         often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
         yield (
-            f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have met: they meet every "
+            f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have "
+            "synchronised: they do so every "
             f"{update.every:,}; --update {often}"
         )
 
@@ -103,8 +104,12 @@ def local_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
         return
     ranks = mesh.ranks // mesh.dp_replicate
     sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
-    how = f"an outer step of their mean way (lr {update.lr:g}, momentum {update.momentum:g})"
+    how = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
     how = "their mean" if update.lr == 1.0 and not update.momentum else how
     parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
-    late = f", taken {plural(update.delay, 'update')} later, mixed {update.mix:g} of its own" if update.delay else ""
-    yield f"update: {update.kind}, {sites} meet every {plural(update.every, 'update')}: {how}{parts}{late}"
+    late = (
+        f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of its own"
+        if update.delay
+        else ""
+    )
+    yield f"update: {update.kind}, {sites} synchronise every {plural(update.every, 'update')}: {how}{parts}{late}"

@@ -112,8 +112,8 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update
             problems.append(LayoutError(text, hint=f"--ranks {layout.threads}, or --layout threads={ranks}"))
         return Mesh(dp_replicate=ranks)
     if max(ranks, layout.ranks or 1) > MOST_RANKS:
-        text = f"{max(ranks, layout.ranks or 1):,} ranks: {MOST_RANKS:,} at most."
-        problems.append(LayoutError(text, cause="a digit too many", hint="--layout ddp --ranks 2"))
+        text = f"{max(ranks, layout.ranks or 1):,} ranks: at most {MOST_RANKS:,} are allowed."
+        problems.append(LayoutError(text, cause="one digit too many", hint="--layout ddp --ranks 2"))
         return Mesh()
     sizes = {axis: layout.sizes.get(axis, 1) for axis in AXES}
     if layout.kind is LayoutKind.HSDP and "dp_replicate" not in layout.sizes:
@@ -136,7 +136,7 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update
     data = mesh.replicas
     if data % mesh.ep:
         hint = f"--layout dp_replicate={mesh.ep},ep={mesh.ep}"
-        cause = "experts are split over ranks that see other samples"
+        cause = "experts are split over ranks that see different samples"
         problems.append(LayoutError(f"ep={mesh.ep} does not divide {plural(data, 'replica')}.", cause=cause, hint=hint))
     return mesh
 
@@ -195,7 +195,7 @@ def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None)
     if open_axis is not None:
         others = math.prod(mesh.size(axis) for axis in ORDER if axis != open_axis)
         return LayoutError(
-            f"{plural(ranks, 'rank')} do not divide by the {others} that the other axes of {layout} take.",
+            f"{plural(ranks, 'rank')} do not divide by the {others} ranks of the other axes of {layout}.",
             cause=f"nearest that fit: {choice}",
             hint=f"--layout {nearest[0]}, or --ranks {others * max(1, round(ranks / others))}",
         )

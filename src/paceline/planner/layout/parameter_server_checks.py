@@ -36,9 +36,9 @@ def refuse_joined(update: UpdateRule, *, kind: str | None) -> list[PacelineError
         return []
     return [
         UsageError(
-            f"--update ps under {kind} is not in this version yet.",
-            cause="a lost worker is started again, alone, which that launcher leaves to nobody",
-            hint="paceline train JOB --ranks 4 --update ps, without it",
+            f"--update ps under {kind} is not supported yet.",
+            cause="a lost worker is restarted alone, which that launcher does not do",
+            hint="paceline train JOB --ranks 4 --update ps, without that launcher",
         )
     ]
 
@@ -53,8 +53,8 @@ def refuse_server(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Paceli
     if others or layout.kind is LayoutKind.THREADS:
         found.append(
             LayoutError(
-                f"--update ps goes with ddp, not with {layout}.",
-                cause="each worker computes the gradient of its share with a whole model",
+                f"--update ps needs ddp, not {layout}.",
+                cause="each worker computes the gradient of its share on a whole model",
                 hint=f"--layout ddp --ranks {ranks} --update {update}",
             )
         )
@@ -68,13 +68,13 @@ def server_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
     who = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
     bound = update.staleness
     if bound == 0:
-        yield f"{who}; the shares of a batch are one update, as of ddp"
+        yield f"{who}; the shares of a batch form one update, as in ddp"
         return
     known = str(update).rpartition("=")[2]
     late = "any number of updates late" if known == UNBOUNDED else f"at most {plural(int(bound), 'update')} late"
-    yield f"{who}; each share of a batch is an update of its own, {late}"
+    yield f"{who}; each share of a batch is a separate update, {late}"
     if bound + 1 < mesh.replicas:
         yield (
-            f"note: of {mesh.replicas} workers {int(bound) + 1} at a time compute: one more gradient under way would "
+            f"note: {int(bound) + 1} of {mesh.replicas} workers compute at a time: another gradient in flight would "
             f"be more than {plural(int(bound), 'update')} late"
         )

@@ -24,8 +24,8 @@ def refuse_stash(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Pacelin
     if mesh.pp == 1:
         found.append(
             LayoutError(
-                f"--update {update} needs a pipeline, and layout {layout} has none.",
-                cause="it lets the stages of a pipeline go on without waiting for each other",
+                f"--update {update} needs a pipeline, but layout {layout} has none.",
+                cause="it lets pipeline stages continue without waiting for each other",
                 hint=f"--layout pp --ranks {max(2, mesh.ranks)} --update {update}",
             )
         )
@@ -33,16 +33,16 @@ def refuse_stash(update: UpdateRule, layout: Layout, mesh: Mesh) -> list[Pacelin
     if others:
         found.append(
             LayoutError(
-                f"--update {update} goes with pp and dp_replicate, not with {', '.join(others)}.",
-                cause="each stage keeps whole weights of several times",
+                f"--update {update} needs pp and dp_replicate only, not {', '.join(others)}.",
+                cause="each stage keeps several versions of whole weights",
                 hint=f"--layout pp={max(2, mesh.pp)},dp_replicate=N --update {update}, or --update sync",
             )
         )
     if mesh.pp > 1 and layout.schedule != "1f1b":
         found.append(
             LayoutError(
-                f"--update {update} has a schedule of its own: 1F1B that goes on from batch to batch.",
-                cause=f"schedule={layout.schedule} empties the pipeline after each",
+                f"--update {update} has its own schedule: 1F1B that continues from batch to batch.",
+                cause=f"schedule={layout.schedule} flushes the pipeline after each batch",
                 hint=f"--layout pp={mesh.pp} --update {update}",
             )
         )
@@ -60,6 +60,6 @@ def stash_notes(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[s
     versions = ", ".join(str(one.alive) for one in found)
     late = ", ".join(str(max(one.staleness)) for one in found)
     yield (
-        f"update: {update}, never emptied in between; {plural(rounds, 'microbatch')} an update; by stage: "
+        f"update: {update}, never flushed; {plural(rounds, 'microbatch')} per update; by stage: "
         f"{versions} versions of its weights, at most {late} updates late"
     )

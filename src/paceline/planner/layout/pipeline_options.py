@@ -32,8 +32,8 @@ def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
     if program.num_micro != num_micro:
         raise LayoutError(
             f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}; "
-            f"this run has {num_micro} in each replica.",
-            cause="a schedule of one's own holds for one number of microbatches; a short last batch has fewer",
+            f"but this run has {num_micro} in each replica.",
+            cause="a custom schedule is for one number of microbatches; a short last batch has fewer",
             hint="--train.micro_batch_size to fit and --data.drop_last true, or a schedule by name",
         )
     return program
@@ -60,7 +60,7 @@ def _check_size(layout: Layout, mesh: Mesh) -> None:
     if stages > MOST_RANKS:
         raise LayoutError(
             f"pp={mesh.pp} × virtual={layout.virtual} is {stages:,} stages, more than {MOST_RANKS:,}.",
-            cause="a digit too many",
+            cause="one digit too many",
             hint="--layout pp=2,schedule=interleaved,virtual=2",
         )
 
@@ -69,15 +69,16 @@ def _own(layout: Layout, mesh: Mesh) -> Program:
     """Return the program of the user's own schedule file."""
     if not Path(layout.schedule).is_file():
         raise LayoutError(
-            f"there is no file {layout.schedule} with a schedule.",
+            f"there is no schedule file {layout.schedule}.",
             cause=f"looked for in {Path.cwd()}",
             hint=f"--layout pp={mesh.pp},schedule=1f1b, or a file's path",
         )
     program = read(layout.schedule)
     if program.num_ranks != mesh.pp:
         raise LayoutError(
-            f"the schedule {layout.schedule} is for {plural(program.num_ranks, 'rank')}, this layout has pp={mesh.pp}.",
-            cause="one line for each rank of the pipeline, no more and no less",
+            f"the schedule {layout.schedule} is for {plural(program.num_ranks, 'rank')}, but this "
+            f"layout has pp={mesh.pp}.",
+            cause="a schedule has exactly one line per pipeline rank",
             hint=f"--layout pp={program.num_ranks},schedule={layout.schedule}",
         )
     return program
@@ -100,5 +101,5 @@ def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_si
     return (
         text,
         f"warning: few microbatches for {plural(program.num_stages, 'stage')}; "
-        f"--train.micro_batch_size {finer} would leave them less idle",
+        f"--train.micro_batch_size {finer} would reduce the idle time",
     )

@@ -6,18 +6,18 @@ from paceline.config.settings import Settings
 from paceline.config.update_rule import UpdateKind, UpdateRule
 from paceline.errors import PacelineError, UsageError
 
-_LATE = "tokens are heard some steps late, so the end would lie elsewhere after each save"
-_MEET = "its statistics meet in the forward"
+_LATE = "token counts arrive some steps late, so the end would move after each save"
+_MEET = "it synchronises statistics in the forward"
 _STASHED = {
-    "exact": "one process of the same bits is one that waits for each batch",
+    "exact": "only an update that waits for each batch can match one process bit for bit",
     "tokens": _LATE,
-    "statistics": "the stages are at different updates whenever a step is logged",
-    "skip": "other stages have taken the step already",
-    "sync_bn": "statistics of several times would meet",
-    "compile": "a compiled block holds on to one version",
+    "statistics": "the stages are at different updates when a step is logged",
+    "skip": "other stages have already taken the step",
+    "sync_bn": "statistics of several weight versions would mix",
+    "compile": "a compiled block keeps one weight version",
 }
 _SITES = {
-    "exact": "one process takes other steps than sites do",
+    "exact": "one process takes different steps than sites do",
     "tokens": _LATE,
     "statistics": "each site has gradients of its own",
     "sync_bn": _MEET,
@@ -28,22 +28,22 @@ _WHY: Mapping[UpdateKind, Mapping[str, str]] = {
     UpdateKind.LOCAL: _SITES,
     UpdateKind.DILOCO: _SITES,
     UpdateKind.HOGWILD: {
-        "device": "workers share the memory of the machine, not a GPU's",
-        "exact": "a race has no bits that come again",
+        "device": "workers share the machine's memory, not a GPU's",
+        "exact": "a race is not reproducible",
         "tokens": _LATE,
         "statistics": "each worker has gradients of its own",
-        "fp16": "the loss scale would be each worker's own",
+        "fp16": "each worker would have its own loss scale",
         "sync_bn": _MEET,
     },
     UpdateKind.PS: {
-        "device": "gradients travel over gloo, tried on CPUs only",
-        "exact": "who comes first is not written anywhere",
+        "device": "gradients are sent over gloo, which is tested on CPUs only",
+        "exact": "the order of arrival is not recorded",
         "tokens": _LATE,
         "statistics": "gradients are those of single shares",
         "fp16": "the loss scale is not sent to workers",
         "sync_bn": _MEET,
         "compile": "it has not been tried",
-        "workers": "nobody knows a worker's next share before it asks",
+        "workers": "a worker's next share is not known before it asks",
     },
 }
 
@@ -53,7 +53,7 @@ def check_update_settings(update: UpdateRule, settings: Settings, *, device: str
     why = _WHY.get(update.kind, {})
     for key, (is_on, name, hint) in _asked(settings, device=device).items():
         if is_on and key in why:
-            yield UsageError(f"{name} with --update {update.kind} can't be had.", cause=why[key], hint=hint)
+            yield UsageError(f"{name} with --update {update.kind} is not supported.", cause=why[key], hint=hint)
 
 
 def _asked(settings: Settings, *, device: str) -> dict[str, tuple[bool, str, str]]:

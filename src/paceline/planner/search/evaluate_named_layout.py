@@ -49,8 +49,8 @@ def estimate_told(forecast: CostModel, row: Mapping[str, Any]) -> Estimate:
         UsageError: the row is of a layout that is impossible.
     """
     if "settings" not in row:
-        why = row.get("why", "nobody says why")
-        raise UsageError(f"{row['layout']} can't be had: {why}.", hint="paceline plan job.py --layout L")
+        why = row.get("why", "no reason is recorded")
+        raise UsageError(f"{row['layout']} is not possible: {why}.", hint="paceline plan job.py --layout L")
     told = as_written(row, _Row)
     micro = as_written(told.settings.get(_MICRO), int)
     found = estimate_named(forecast, told.layout, micro_batch_size=micro)
@@ -94,7 +94,9 @@ def forecast_of(advice: Mapping[str, Any]) -> CostModel:
         UsageError: the plan does not state its model or its cluster.
     """
     if not {"facts", "cluster"} <= set(advice):
-        raise UsageError("the plan does not say what it is of.", hint="paceline plan job.py --run-dir FOLDER")
+        raise UsageError(
+            "the plan does not state its model or its cluster.", hint="paceline plan job.py --run-dir FOLDER"
+        )
     fleet = fleet_of(advice["cluster"])
     given = _known(Efficiency, as_written(advice.get("efficiency", {}), dict[str, float]))
     efficiency = replace(default_efficiency(fleet.device), **given)
@@ -113,10 +115,10 @@ def mesh_named(layout: Layout, *, ranks: int) -> Mesh:
         LayoutError, Problems: there is no such mesh, or plans do not cover such a layout.
     """
     if layout.kind is LayoutKind.THREADS:
-        raise LayoutError("threads are replicas in one process, which no plan is of.", hint="--layout ddp")
+        raise LayoutError("threads are replicas in one process, which plan does not support.", hint="--layout ddp")
     if layout.remat.startswith("every"):
         raise LayoutError(
-            f"a plan forecasts remat=none, selective and full; {layout.remat} lies between none and full.",
+            f"a plan forecasts remat=none, selective and full; {layout.remat} is between none and full.",
             hint=f"--layouts {str(layout).replace(layout.remat, 'none')} {str(layout).replace(layout.remat, 'full')}",
         )
     problems = list[PacelineError]()
@@ -147,7 +149,8 @@ def _candidates(forecast: CostModel, layout: Layout, micro_batch_size: int | Non
     had = [size for size in sizes if f"{MICRO}={size}" not in facts.refused]
     if not had:
         raise LayoutError(
-            f"{layout} in microbatches of {sizes[0]} can't be had: {facts.refused[f'{MICRO}={sizes[0]}'].rstrip('.')}."
+            f"{layout} in microbatches of {sizes[0]} is not possible: "
+            f"{facts.refused[f'{MICRO}={sizes[0]}'].rstrip('.')}."
         )
     precision, compiles = facts.precision, facts.compiles
     found = [candidate_of(layout, mesh, micro_batch_size=n, precision=precision, compiles=compiles) for n in had]
@@ -159,7 +162,7 @@ def _refuse(candidate: Candidate, facts: ModelProfile) -> None:
     for word in words_of(candidate):
         if word in facts.refused:
             raise LayoutError(
-                f"{candidate.layout} can't be had: {facts.refused[word].rstrip('.')}.", hint="another layout"
+                f"{candidate.layout} is not possible: {facts.refused[word].rstrip('.')}.", hint="another layout"
             )
     known = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}
     for axis, sizes in known.items():
@@ -167,6 +170,6 @@ def _refuse(candidate: Candidate, facts: ModelProfile) -> None:
         if size > 1 and size not in sizes:
             has = f"{axis} of {', '.join(map(str, sizes))}" if sizes else f"no {axis}"
             hint = f"--layout {axis}={sizes[-1]}" if sizes else "--layout fsdp"
-            raise LayoutError(f"{axis}={size}: the model can have {has}.", hint=hint)
+            raise LayoutError(f"{axis}={size}: the model allows {has}.", hint=hint)
     if candidate.zero == 3 and facts.optimizer.whole_tensors:
-        raise LayoutError(f"{candidate.layout}: {facts.optimizer.name} looks at whole tensors.", hint="--layout zero1")
+        raise LayoutError(f"{candidate.layout}: {facts.optimizer.name} needs whole tensors.", hint="--layout zero1")

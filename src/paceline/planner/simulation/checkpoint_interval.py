@@ -39,10 +39,10 @@ def in_steps(*, hazard: FailureModel, step_seconds: float) -> int:
         UsageError: the step time is not above 0, or nothing ever fails, so that no number is best.
     """
     if not (isfinite(step_seconds) and step_seconds > 0):
-        raise UsageError(f"step_seconds={step_seconds:g}: a step takes a time above 0.")
+        raise UsageError(f"step_seconds={step_seconds:g}: a step takes more than 0 seconds.")
     best = best_interval(hazard=hazard)
     if best == inf:
-        raise UsageError("nothing ever fails: no number of steps is the best one.", hint="give a mean_seconds")
+        raise UsageError("nothing ever fails, so there is no best interval.", hint="give a mean_seconds")
     least = max(1, ceil(hazard.write_seconds / step_seconds))
     least += least * step_seconds < hazard.write_seconds  # for a quotient that was rounded down
     near = {max(least, int(best // step_seconds) + more) for more in (0, 1)}

@@ -193,5 +193,5 @@ def _refuse_bad_ranks(
         if not (isfinite(one.factor) and one.factor >= 1):
             raise UsageError(
                 f"a slow rank takes {one.factor:g} times as long: 1 or more is needed.",
-                hint="factor=1.2 where it is a fifth slower",
+                hint="factor=1.2 for a rank that is a fifth slower",
             )

@@ -91,7 +91,7 @@ def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
             what = f"{part.count} × {part.name!r} that fail once in {part.mean_seconds:g} seconds"
             raise UsageError(
                 f"{what}: a count of 0 or more and a time above 0 are needed.",
-                hint="mean_seconds is of one part; 50,000 hours are 180_000_000",
+                hint="mean_seconds is for one part; 50,000 hours are 180_000_000",
             )
         rate += part.count / part.mean_seconds
     return 1 / rate if rate else inf
@@ -164,13 +164,13 @@ def _wait(chance: Random, hazard: FailureModel) -> float:
 def _refuse_bad_interval(hazard: FailureModel, interval_seconds: float) -> None:
     if not (isfinite(interval_seconds) and interval_seconds > 0):
         raise UsageError(
-            f"interval_seconds={interval_seconds:g}: checkpoints lie some time apart.",
-            hint="paceline.planner.simulation.checkpoint_interval.best_interval says how long",
+            f"interval_seconds={interval_seconds:g}: the interval must be above 0.",
+            hint="paceline.planner.simulation.checkpoint_interval.best_interval gives the best one",
         )
     if interval_seconds < hazard.write_seconds:
         raise UsageError(
             f"a checkpoint every {interval_seconds:g} s that takes {hazard.write_seconds:g} s to write.",
-            cause="the next one would begin before the last one is safe",
+            cause="the next one would begin before the last one is written",
             hint=f"an interval of {hazard.write_seconds:g} s at least",
         )
 

@@ -51,7 +51,7 @@ class FailureForecast:
         return 0.0 if self.asked is None else self.best.useful - self.asked.useful
 
     def steps_a_day(self, found: Goodput) -> float:
-        """Return the number of steps a day that are kept."""
+        """Return the number of steps per day that are kept."""
         return found.useful * DAY_SECONDS / self.step_seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -69,16 +69,16 @@ class FailureForecast:
     def lines(self) -> Iterator[str]:
         """Yield the lines for the screen."""
         one, each = long_duration(self.hazard.mean_seconds), long_duration(self.device_mean_seconds)
-        yield f"one failure in {one}: each of {plural(self.ranks, 'device')} fails once in {each}"
+        yield f"one failure every {one}: each of {plural(self.ranks, 'device')} fails once in {each}"
         hazard = self.hazard
-        later = f", is safe {hazard.write_seconds:g} s later" if hazard.write_seconds else ""
+        later = f", and is safe {hazard.write_seconds:g} s later" if hazard.write_seconds else ""
         yield (
             f"  a checkpoint stops training for {hazard.stall_seconds:g} s{later}; "
             f"a failure stops it for {hazard.restart_seconds:g} s"
         )
         if self.asked is not None and self.every is not None:
             yield f"  {self._said(self.every, self.asked)}"
-        more = f"; {self.wins:.1%} of the time more than every {self.every:,}" if self.asked is not None else ""
+        more = f"; {self.wins:.1%} more useful time than every {self.every:,}" if self.asked is not None else ""
         yield f"  best: {self._said(self.best_every, self.best)}{more}"
 
     def _as_json(self, every: int, found: Goodput) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class FailureForecast:
     def _said(self, every: int, found: Goodput) -> str:
         return (
             f"every {plural(every, 'step')} ({long_duration(found.interval_seconds)}): {found.useful:.1%} useful; "
-            f"saving {found.saving:.1%}, restarting {found.restarting:.1%}, done again {found.redone:.1%}; "
-            f"{self.steps_a_day(found):,.0f} steps a day"
+            f"saving {found.saving:.1%}, restarting {found.restarting:.1%}, repeated {found.redone:.1%}; "
+            f"{self.steps_a_day(found):,.0f} steps per day"
         )
 
 
@@ -112,13 +112,13 @@ def forecast_failures(
     best = goodput(hazard=hazard, interval_seconds=best_every * step_seconds)
     if not best.useful > _LEAST:
         raise UsageError(
-            f"one failure in {long_duration(mean)} leaves nothing of a run.",
+            f"one failure every {long_duration(mean)} leaves no useful time.",
             cause=f"{plural(ranks, 'device')} that fail once in {long_duration(device_mean_seconds)} each, and "
             f"a step of {long_duration(step_seconds)}",
-            hint='--failures is of one device: --failures "50000 h"',
+            hint='--failures is for one device: --failures "50000 h"',
         )
     if every is not None and every < 1:
-        raise UsageError(f"--every {every}: a checkpoint after 1 step at the soonest.", hint="--every 1000")
+        raise UsageError(f"--every {every}: the shortest interval is 1 step.", hint="--every 1000")
     asked = None if every is None else goodput(hazard=hazard, interval_seconds=every * step_seconds)
     return FailureForecast(
         ranks=ranks, device_mean_seconds=device_mean_seconds, hazard=hazard, step_seconds=step_seconds,

@@ -107,8 +107,8 @@ def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[
     for collective in collectives:
         if not 0 <= collective.overlap <= 1:
             raise UsageError(
-                f"{collective.name}: overlap={collective.overlap:g}: it is a part, from 0 to 1.",
-                hint="0.8 where four fifths of it run beside compute",
+                f"{collective.name}: overlap={collective.overlap:g}: it must be between 0 and 1.",
+                hint="0.8 if four fifths of it overlap with compute",
             )
 
 

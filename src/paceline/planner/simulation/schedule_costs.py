@@ -18,7 +18,7 @@ def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
         LayoutError: the candidate has no pipeline.
     """
     if candidate.pp == 1:
-        raise LayoutError(f"{candidate.layout} has no pipeline to follow.", hint="a layout with pp")
+        raise LayoutError(f"{candidate.layout} has no pipeline.", hint="use a layout with pp")
     program = build(
         candidate.schedule, ranks=candidate.pp, micro=forecast.num_micro(candidate), virtual=candidate.virtual
     )

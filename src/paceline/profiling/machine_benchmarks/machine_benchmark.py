@@ -83,7 +83,7 @@ def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
             raise MachineError(
                 f"the probe of {plural(mark.ranks, 'rank')} on {mark.device} failed.",
                 cause=failure_screen(outcome),
-                hint="--ranks 1 to see whether one works",
+                hint="--ranks 1 shows whether one rank works",
             )
         return read_probe(read_json(answer))
 

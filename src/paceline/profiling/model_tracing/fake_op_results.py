@@ -72,14 +72,14 @@ def unknown_result_error(func: Any, error: Exception) -> JobError:
     """Return the error for an operation whose results can't be determined without values."""
     name, sizes = func._schema.name, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
     return JobError(
-        f"what {name} gives can't be told without numbers.",
+        f"the result of {name} is unknown without real values.",
         where=str(line_now() or ""),
-        cause="the size of its result depends on values" if sizes else f"it says of no shapes: {_first_line(error)}",
-        hint="a result whose size follows from its operands' sizes, as torch.where has with three of them"
+        cause="the size of its result depends on values" if sizes else f"it has no shape rule: {_first_line(error)}",
+        hint="an operation whose result size depends on operand sizes only, such as torch.where with three arguments"
         if sizes
-        else "a layout by name, which asks for no plan: --layout ddp"
+        else "name a layout, which needs no plan: --layout ddp"
         if name.startswith("aten::")
-        else f'@torch.library.register_fake("{name}"), a function that gives empty results of the right sizes',
+        else f'@torch.library.register_fake("{name}"), a function that returns empty results of the right sizes',
     )
 
 

@@ -1,1 +1,1 @@
-"""Where metrics and events go while a run trains: JSON lines, console, TensorBoard."""
+"""Sinks for metrics and events while a run trains: JSON lines, console, TensorBoard."""

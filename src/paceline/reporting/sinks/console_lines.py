@@ -1,10 +1,13 @@
-"""The console: the field's log line for each logged step, and one line for everything else."""
+"""The console output: one log line for each logged step, and one line for every other event."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from paceline.console.formatting import format_duration, format_size, plural
+from paceline.console.formatting import format_duration, format_size, long_duration, plural
 from paceline.console.output import print_line
 from paceline.events import (
     CheckpointRefused,
@@ -19,15 +22,30 @@ from paceline.events import (
     StepDone,
 )
 
+VERBOSE = "PACELINE_VERBOSE"  # set by `-v`: the ranks inherit it
+BANNER_LINES = 5
+_ROUTINE = (
+    "run",
+    "layout",
+    "resumed",
+    "update",
+    "compress",
+    "pipeline",
+    "steps",
+    "batch",
+    "model",
+)  # first: kept first
+_DETAILS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")
 
-def line_of(event: Event) -> str:
-    """One event as text."""
+
+def line_of(event: Event, *, total: int | None = None) -> str:
+    """Format one event as text. `total` is the run's number of steps, for the remaining time of a step's line."""
     if isinstance(event, StepDone):
-        return _step(event)
+        return _step(event, total=total)
     if isinstance(event, EvalDone):
         numbers = " | ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
-        of = " | of the average" if event.average else ""
+        of = " | averaged weights" if event.average else ""
         samples = f"{plural(event.samples, 'sample')}, each once, in {format_duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
     if isinstance(event, Staleness) and all("waited_seconds" in told for told in event.told):
@@ -38,7 +56,9 @@ def line_of(event: Event) -> str:
         return _foretold(event)
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
-        return f"saved {event.path}{mark} | {format_size(event.num_bytes)} in {format_duration(event.seconds)}"
+        return (
+            f"saved {Path(event.path).name}{mark} | {format_size(event.num_bytes)} in {format_duration(event.seconds)}"
+        )
     if isinstance(event, CheckpointRefused):
         return f"refused {event.path}: {event.reason}"
     if isinstance(event, Note):
@@ -61,46 +81,73 @@ def _late(told: Mapping[str, Any]) -> str:
 
 
 def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The same on every rank, while nobody adds."""
+    """Yield the counts of lost additions; every rank reports the same counts."""
     if told and "lost" in told[0]:
-        yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters lost"
+        yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters were lost"
 
 
 def _foretold(event: ForecastChecked) -> str:
-    by = "on the device" if event.measured_by == "allocator" else "more resident than before its model"
+    by = "on the device" if event.measured_by == "allocator" else "of resident memory added since before its model"
     times = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
     memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {by}{times}, "
-    others = f" while other programs had {event.others:.0%} of the cores" if event.others else ""
+    others = f" while other programs used {event.others:.0%} of the cores" if event.others else ""
     return (
-        f"forecast | {format_size(event.peak_bytes)} on the fullest rank, {format_duration(event.step_seconds)} a step | "
-        f"measured {memory}{format_duration(event.measured_seconds)} a step ({event.time_ratio:.2f} times){others}"
+        f"forecast | {format_size(event.peak_bytes)} on the fullest rank, {format_duration(event.step_seconds)} per step | "
+        f"measured {memory}{format_duration(event.measured_seconds)} per step ({event.time_ratio:.2f} times){others}"
     )
 
 
-def _step(event: StepDone) -> str:
-    parts = [f"step {event.step}", f"epoch {event.epoch:.2f}", f"loss {event.loss:.4f}"]
+def _step(event: StepDone, *, total: int | None) -> str:
+    """Format a logged step in columns of constant width, with the time to the last step at this step's pace."""
+    parts = [f"step {event.step:<{len(str(total or 0))}}", f"epoch {event.epoch:5.2f}", f"loss {event.loss:7.4f}"]
     if event.grad_norm is not None:
-        parts.append(f"grad_norm {event.grad_norm:.3f}")
+        parts.append(f"grad_norm {event.grad_norm:7.3f}")
     parts.append(f"lr {event.lr:.2e}")
-    parts.append(f"{event.samples_per_second:.0f} samples/s")
+    parts.append(f"{event.samples_per_second:6.0f} samples/s")
     if event.tokens_per_second is not None:
-        parts.append(f"{event.tokens_per_second / 1e3:.1f}k tokens/s")
-    total = event.step_seconds or 1.0
-    split = f"data {event.data_seconds / total:.0%} comm {event.communication_seconds / total:.0%}"
-    return " | ".join([*parts, f"{event.step_seconds * 1e3:.1f} ms ({split})"])
+        parts.append(f"{event.tokens_per_second / 1e3:6.1f}k tokens/s")
+    whole = event.step_seconds or 1.0
+    split = f"data {event.data_seconds / whole:3.0%} comm {event.communication_seconds / whole:3.0%}"
+    parts.append(f"{event.step_seconds * 1e3:6.1f} ms ({split})")
+    if total and event.step <= total:
+        parts.append(f"ETA {long_duration((total - event.step) * event.step_seconds)}")
+    return " | ".join(parts)
+
+
+def short_banner(lines: Sequence[str]) -> list[str]:
+    """Return the start banner's most important lines, at most `BANNER_LINES`, and in addition every warning and note.
+
+    A line that is neither routine nor a detail is a note: it says that something is unusual in this run.
+    """
+    routine = [line for line in lines if _topic(line) in _ROUTINE]
+    kept = sorted(routine, key=lambda line: _ROUTINE.index(_topic(line)))[:BANNER_LINES]
+    return [line for line in lines if line in kept or not (_topic(line) in _ROUTINE or _is_detail(line))]
+
+
+def _topic(line: str) -> str:
+    return line.partition(":")[0]
+
+
+def _is_detail(line: str) -> bool:
+    return _topic(line) in _DETAILS or (_topic(line) == "data" and line.endswith("per epoch"))
 
 
 class ConsoleSink:
-    """Prints one line per event."""
+    """A sink that prints one line per event."""
 
-    def __init__(self, write: Callable[[str], object] | None = None) -> None:
+    def __init__(self, write: Callable[[str], object] | None = None, *, is_verbose: bool | None = None) -> None:
         self._write = write or partial(print_line, end="")
+        self._is_verbose = bool(os.environ.get(VERBOSE)) if is_verbose is None else is_verbose
+        self._total: int | None = None
 
     def handle(self, event: Event) -> None:
-        """Print it."""
-        line = line_of(event)
+        """Print the event."""
+        if isinstance(event, RunStarted):
+            self._total = event.total_steps
+            event = event if self._is_verbose else replace(event, banner=tuple(short_banner(event.banner)))
+        line = line_of(event, total=self._total)
         if line:
             self._write(f"{line}\n")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is open."""

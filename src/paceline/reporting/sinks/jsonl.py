@@ -1,4 +1,4 @@
-"""The run folder's own record: every event, and every logged number, one JSON object a line."""
+"""The run folder's record: every event and every logged number, one JSON object per line."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 30
 
 
 class JsonlSink:
-    """Appends each event with one write, so that a kill never leaves two lines in one."""
+    """A sink that appends each event with one write, so that a kill never leaves two events in one line."""
 
     def __init__(self, run: RunFolder) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ class JsonlSink:
         self._metrics = _open(run.metrics)
 
     def handle(self, event: Event) -> None:
-        """Append it."""
+        """Append the event."""
         record = as_dict(event)
         _append(self._events, record)
         if isinstance(event, StepDone):
@@ -42,17 +42,17 @@ class JsonlSink:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file; a line torn by a kill is passed over."""
+    """Yield the records of a JSONL file; a line that a kill cut off is skipped."""
     yield from read_counted(path)[0]
 
 
 def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a JSONL file, and how many lines are none."""
+    """Return the records of a JSONL file, and the number of lines that could not be read."""
     try:
         text = read_regular(path, most_bytes=_MOST_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
-    except ValueError:  # a pipe, a device, or more than any run writes
+    except ValueError:  # a pipe, a device, or a file larger than any run writes
         return [], 1
     records, torn = [], 0
     for line in text.split("\n"):
@@ -70,7 +70,7 @@ def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _open(path: Path) -> int:
-    """Open to append; a line torn by a kill is ended first, or it would swallow the next one."""
+    """Open a file to append. A line that was cut off is ended first; otherwise the next record would join it."""
     handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
@@ -85,7 +85,7 @@ def _append(handle: int, record: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: such numbers become text."""
+    """Return the value with non-finite numbers as text, because JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
+"""The live output of the terminal that started a run: one rank's lines, and a progress bar from its pulse file."""
 
 import re
 import sys
@@ -23,13 +23,13 @@ _CHATTER = re.compile(
     |NCCL\ version\ |\S+:\d+:\d+\ \[\d+\]\ NCCL\ INFO\ """,
     re.VERBOSE,
 )
-"""What libraries say to their own developers: the rank's log keeps it.
+"""Diagnostics that libraries print for their own developers. The terminal omits them; the rank's log keeps them.
 
-Errors are never among it, but for gloo's last words, in whose place the failure screen has a sentence."""
+It matches no errors except gloo's last words, which the failure screen replaces by a sentence."""
 
 
 class Tail:
-    """Follows one rank's log and pulse."""
+    """A follower of one rank's log and pulse file."""
 
     def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
         self._log = folder / f"rank-{rank}.log"
@@ -38,18 +38,18 @@ class Tail:
         self._rest = b""
         self._silent = False
         self._out = out or sys.stdout
-        self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR makes a file none
+        self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR: a file is no terminal
         self._bar = self._make_bar() if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 
     def __call__(self) -> None:
-        """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal, a full disk) the run goes on."""
+        """Print what is new. If nobody reads it (`| head -1`, a closed terminal, a full disk), the run continues."""
         error = with_no_reader(self._print_new, self._out)
         if error is not None:
-            self._note(f"the console can't be written and is silent from here on: {error.strerror}")
+            self._note(f"the console can't be written to and is silent from here on: {error.strerror}")
 
     def _note(self, text: str) -> None:
-        """Write it among the run's events, if it keeps any."""
+        """Append a note to the run's events, if the run records events."""
         run = RunFolder(self._log.parents[2])
         with suppress(OSError):
             if run.events.exists():
@@ -67,7 +67,7 @@ class Tail:
         self._move_bar()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self()
         if self._rest:
             rest = fitting_print(self._rest.decode(errors="replace"), self._out)

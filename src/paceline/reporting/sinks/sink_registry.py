@@ -1,4 +1,4 @@
-"""Where events can go, by name, or `"my.pkg:Thing"` for one of your own."""
+"""The sinks by name; `"my.pkg:Thing"` names a sink of the user's own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from paceline.run_folder.run_folder import RunFolder
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, under the run folder's `tb/`.
+    """A sink for TensorBoard scalars, written under the run folder's `tb/`.
 
-    All numbers of a step are one record: one call for each would take a third of a millisecond more.
-    Steps that an earlier attempt wrote and a resume does again are purged, or two curves would lie on one another.
+    All numbers of a step are one record: one call per number would take a third of a millisecond longer.
+    Steps of an earlier attempt that a resume repeats are purged, so that two curves never overlap.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -26,7 +26,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def handle(self, event: Event) -> None:
-        """Write its numbers."""
+        """Write the step's numbers."""
         if isinstance(event, RunStarted):
             self._open(after=event.resumed_from or 0)
         numbers = _numbers(event)
@@ -48,7 +48,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Scalars for Weights & Biases; the run's id is the folder's name. Of a step done again it keeps the first."""
+    """A sink for Weights & Biases scalars; the run's id is the folder's name. A repeated step keeps its old numbers."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run: Any = resolve("wandb:init")(
@@ -60,7 +60,7 @@ class WandbSink:
         )
 
     def handle(self, event: Event) -> None:
-        """Log its numbers."""
+        """Log the step's numbers."""
         numbers = _numbers(event)
         if numbers:
             self._run.log(numbers, step=event.step)  # type: ignore[attr-defined]
@@ -91,10 +91,10 @@ _OPTIONAL = {"tensorboard"}
 
 
 def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
-    """The sinks of one run, and notes on what is left out because it is not installed or could not start.
+    """Build the sinks of one run, and notes about sinks that are not installed or could not start.
 
     Raises:
-        UsageError: a name that is no sink, or an extra that was asked for and is missing.
+        UsageError: a name that is no sink, or a sink whose extra was requested and is not installed.
     """
     sinks: list[Sink] = []
     notes: list[str] = []
@@ -104,14 +104,14 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
         except (ImportError, UsageError):
             if name not in _OPTIONAL:
                 raise
-            notes.append(f"{name} is not installed and left out: pip install {name}")
+            notes.append(f"{name} is not installed and is left out: pip install {name}")
         except Exception as error:
             notes.append(f"{name} could not start and is left out: {type(error).__name__}: {error}")
     return sinks, notes
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse what is neither a sink nor a reference to one.
+    """Refuse a name that is neither a sink nor a reference to one.
 
     Raises:
         UsageError: with a suggestion.
@@ -119,13 +119,13 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if ":" not in name and name not in SINKS:
             raise UsageError(
-                f"{name!r} is nothing to watch with.",
+                f"{name!r} is not a sink.",
                 cause=did_you_mean(name, SINKS),
                 hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
             )
         place, colon, thing = name.partition(":")
         if colon and not all(part.isidentifier() for part in [*place.split("."), *thing.split(".")]):
-            raise UsageError(f"{name!r} names nothing to watch with.", hint="--watch.to my.pkg:Thing")
+            raise UsageError(f"{name!r} does not name a sink.", hint="--watch.to my.pkg:Thing")
 
 
 def _make(name: str, run: RunFolder) -> Sink:

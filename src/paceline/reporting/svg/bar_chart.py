@@ -1,4 +1,4 @@
-"""Rows of stacked bars as SVG text."""
+"""Stacked horizontal bars as SVG text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MOST_LABEL = 30
 
 @dataclass(frozen=True, kw_only=True)
 class BarRow:
-    """One bar: bytes by kind, and a label. A row with a name begins a group; where there is no room it is cut."""
+    """One bar: bytes by kind, and a label. A row with a name begins a group; a name that is too long is cut."""
 
     name: str = ""
     label: str = ""
@@ -22,14 +22,14 @@ class BarRow:
 
     @property
     def shown(self) -> str:
-        """What stands before the bar."""
+        """The text in front of the bar."""
         room = max(_MOST_LABEL - len(self.label), 8)
         name = self.name if len(self.name) <= room else self.name[: room - 1] + "…"
         return " · ".join(part for part in (name, self.label) if part)
 
     @property
     def total(self) -> float:
-        """Its length."""
+        """The length of the bar."""
         return sum(self.parts.values())
 
 
@@ -45,9 +45,9 @@ def bars(
     show: Callable[[float], str] = _bytes,
     limit: float | None = None,
 ) -> str:
-    """Bars on one scale, so that rows can be compared; '' where there is nothing to draw.
+    """Draw bars on one scale, so that rows can be compared; return '' if there is nothing to draw.
 
-    `show` writes a number with its unit; `limit` is a line that no bar should cross.
+    `show` formats a number with its unit; `limit` is a line that no bar should cross.
     """
     top = max([row.total for row in rows] + ([limit] if limit else []), default=0.0)
     if top <= 0:

@@ -1,4 +1,4 @@
-"""Small pictures as SVG text, without a library."""
+"""Small charts as SVG text, without a library."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
 _MOST_COLUMNS, _MOST_DOTS = 90, 24
 _SCIENTIFIC = 1e-3
-_ROWS, _LETTER = 2, 5.2  # of labels, and a letter's width
+_ROWS, _LETTER = 2, 5.2  # rows of labels; width of a letter
 INKS = 6
 
 
@@ -70,7 +70,7 @@ def chart(title: str, curves: Sequence[Curve], *, marks: Sequence[ResumeMark] = 
 
 
 def split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
-    """Columns over steps, each stacked from its parts; many steps share a column, which shows their mean."""
+    """Draw columns over steps, each stacked from its parts. Steps that share a column are averaged."""
     drawn = mean_columns(rows, most=_MOST_COLUMNS)
     if not drawn:
         return ""
@@ -96,7 +96,7 @@ def split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[float, Se
 
 
 def stacked_bar(shares: Mapping[str, float]) -> str:
-    """One bar of shares that add up to 1."""
+    """Draw one bar of shares that add up to 1."""
     x, parts, legend = 0.0, [], []
     for number, (name, share) in enumerate(shares.items()):
         parts.append(f'<rect x="{x:.2f}" y="0" width="{share * 100:.2f}" height="10" class="fill{number % INKS}"/>')
@@ -128,7 +128,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Three to six round values between the ends."""
+    """Return three to six round values between the ends."""
     raw = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(raw))
     size = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw)
@@ -145,7 +145,7 @@ def _axes(title: str, frame: _Frame) -> str:
     for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         value = frame.x_low + part * (frame.x_high - frame.x_low)
         x, y = frame.x(value), _HEIGHT - 8
-        short = frame.x_high - frame.x_low < 5  # seconds: whole ones would stand there twice
+        short = frame.x_high - frame.x_low < 5  # seconds: whole ones would appear twice
         said = f"{value:,.0f}" if not short or value == int(value) else f"{value:,.2f}"
         lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{said}</text>')
     return "".join(lines)
@@ -184,7 +184,7 @@ def _line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
 
 
 def _lost(points: Sequence[Point], frame: _Frame) -> list[str]:
-    """A short stroke below for each stretch of the width that holds a value that is not finite."""
+    """Draw a short stroke below each stretch that contains a non-finite value."""
     places = {round(frame.x(step)): (step, value) for step, value in points if not math.isfinite(value)}
     return [
         f'<line x1="{x}" x2="{x}" y1="{_HEIGHT - _BOTTOM - 9}" y2="{_HEIGHT - _BOTTOM}" class="lost">'
@@ -194,7 +194,7 @@ def _lost(points: Sequence[Point], frame: _Frame) -> list[str]:
 
 
 def _marks(marks: Sequence[ResumeMark], frame: _Frame) -> list[str]:
-    """A stroke for each, and labels in two rows; one that finds no room is counted into the label before it."""
+    """Draw a stroke per mark, with labels in two rows; a label without room is counted in the label before it."""
     drawn, labels = [], list[_Label]()
     for mark in sorted((m for m in marks if frame.x_low <= m.step <= frame.x_high), key=lambda m: m.step):
         x = frame.x(mark.step)
@@ -213,7 +213,7 @@ def _marks(marks: Sequence[ResumeMark], frame: _Frame) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Label:
-    """What is said beside a stroke: to its left in the right half of the picture, else to its right."""
+    """A label next to a stroke: on its left in the right half of the picture, otherwise on its right."""
 
     x: float
     row: int
@@ -221,14 +221,14 @@ class _Label:
 
     @property
     def drawn(self) -> str:
-        """As SVG, over the lines."""
+        """Return the label as SVG, above the lines."""
         anchor, x = ("end", self.x - 4) if self._is_left else ("start", self.x + 4)
         text = self.said[0] if len(self.said) == 1 else f"{len(self.said)} resumes"
         y = _TOP + 7 + 11 * self.row
         return f'<text x="{x:.1f}" y="{y}" class="tick over-lines" text-anchor="{anchor}">{escape(text)}</text>'
 
     def meets(self, other: "_Label") -> bool:
-        """Whether the two would be written over one another; a label may yet become a count."""
+        """Return whether the two labels would overlap; a label may yet become a count."""
         mine, theirs = self._span, other._span
         return self.row == other.row and mine[0] < theirs[1] and theirs[0] < mine[1]
 

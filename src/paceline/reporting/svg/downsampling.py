@@ -1,4 +1,4 @@
-"""Many points as few, without inventing any: every drawn value is a value, or the mean of values, that were logged."""
+"""Downsampling without invented values: every drawn value is a logged value or a mean of logged values."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _WINDOWS = 30
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
-    """Whether the values go up and down much more than they go anywhere."""
+    """Return whether the values fluctuate much more than they trend."""
     values = [y for _, y in points if math.isfinite(y)]
     if len(values) < _FEWEST:
         return False
@@ -21,12 +21,12 @@ def is_noisy(points: Sequence[Point]) -> bool:
 
 
 def window_of(points: Sequence[Point]) -> int:
-    """How many logged values, an odd number, one mean is over."""
+    """Return the window of the running mean: an odd number of logged values."""
     return 2 * (len(points) // _WINDOWS // 2) + 3
 
 
 def running_mean(points: Sequence[Point], *, window: int) -> list[Point]:
-    """The mean of the `window` logged values around each, fewer at both ends; a gap stays a gap."""
+    """Return the mean of the `window` logged values around each point, fewer at both ends; a gap stays a gap."""
     half = window // 2
     found = []
     for place, (x, y) in enumerate(points):
@@ -36,7 +36,7 @@ def running_mean(points: Sequence[Point], *, window: int) -> list[Point]:
 
 
 def value_band(points: Sequence[Point]) -> list[tuple[float, float, float]]:
-    """(step, lowest, highest) of each stretch of logged values."""
+    """Return (step, lowest, highest) of each stretch of logged values."""
     size = max(1, math.ceil(len(points) / (MOST_POINTS // 3)))
     found = []
     for start in range(0, len(points), size):
@@ -48,7 +48,7 @@ def value_band(points: Sequence[Point]) -> list[tuple[float, float, float]]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """At most a few hundred points: the lowest and the highest of each stretch."""
+    """Return at most a few hundred points: the lowest and the highest of each stretch."""
     if len(points) <= MOST_POINTS:
         return list(points)
     size = math.ceil(len(points) / (MOST_POINTS // 2))
@@ -64,7 +64,7 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
 
 
 def mean_columns(rows: Sequence[tuple[float, Sequence[float]]], *, most: int) -> list[tuple[float, float, list[float]]]:
-    """(first step, last step, mean of each part) of at most `most` stretches."""
+    """Return (first step, last step, mean of each part) for at most `most` stretches."""
     size = max(1, math.ceil(len(rows) / most))
     found = []
     for start in range(0, len(rows), size):

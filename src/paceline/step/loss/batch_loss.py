@@ -133,8 +133,8 @@ class _Parts:
         except CannotBeWritten as error:
             raise JobError(
                 f'loss_over="batch" joins outputs and batch over replicas, but {path} holds {error}.',
-                cause="what travels between replicas is tensors, arrays, text, numbers, and lists and dicts of these",
-                hint="collate=: give the loss one of these instead",
+                cause="replicas exchange tensors, arrays, text, numbers, and lists and dicts of these",
+                hint="collate=: pass one of these to the loss instead",
             ) from error
 
 
@@ -176,7 +176,7 @@ def _refuse_other_types(present: list[dict[str, Any]]) -> None:
     kinds = {repr([(shape[1:], bool(shape), kind) for shape, kind in told["tensors"]]) for told in present}
     if len(kinds) > 1:
         raise JobError(
-            "loss_over=\"batch\": the replicas' outputs or batches have other shapes or types, and can't be joined.",
+            "loss_over=\"batch\": the replicas' outputs or batches differ in shape or type, so they can't be joined.",
             cause="padding to the longest sample of each microbatch",
             hint="pad to one length in collate=",
         )
@@ -192,9 +192,9 @@ def _decide_columns(present: list[dict[str, Any]], kinds: dict[str, bool]) -> No
     for path, column in first["columns"].items():
         if path not in kinds and len(present) > 1 and all(told["columns"][path] == column for told in present):
             raise JobError(
-                f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has an entry for '
-                f"each sample: it is as long as the samples, {first['samples']}, and the same on every replica.",
-                hint="collate=: a tensor of shape [samples, ...] for a column; a constant belongs into the loss itself",
+                f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has one entry per '
+                f"sample: it is as long as the samples, {first['samples']}, and the same on every replica.",
+                hint="collate=: a tensor of shape [samples, ...] for a column; a constant belongs in the loss itself",
             )
     kinds.update(dict.fromkeys(first["columns"], True))
     for path in first["fixed"]:
@@ -211,6 +211,6 @@ def _refuse_other_values(present: list[dict[str, Any]]) -> None:
         if apart:
             raise JobError(
                 f'loss_over="batch": {apart[0]} is not the same on every replica, and can\'t be joined.',
-                cause="it belongs to the samples of one microbatch, and the loss has those of the whole batch",
-                hint="collate= or forward=: a tensor or a list with an entry for each sample, or leave it out",
+                cause="it belongs to the samples of one microbatch, but the loss covers the whole batch",
+                hint="collate= or forward=: a tensor or a list with one entry per sample, or leave it out",
             )

@@ -26,7 +26,7 @@ def misfit_of_batch(
         return JobError(
             f"{owner}.forward({', '.join(map(str, signature.parameters))}) does not fit the batch: {error}.",
             where=_place(forward),
-            cause=f"the batch is {_shape(batch)}; the default forward hands over {handed}",
+            cause=f"the batch is {_shape(batch)}; the default forward passes {handed}",
             hint=f"forward=lambda model, batch: model({', '.join(_chosen(signature, batch))})",
         )
     return None

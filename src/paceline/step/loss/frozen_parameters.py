@@ -33,8 +33,9 @@ class FrozenParameters:
             parameter = owner.get(leaf)
             if parameter is not None and parameter.requires_grad:
                 raise JobError(
-                    f"{name} was frozen when the run was built and is thawed now. No optimizer holds it.",
+                    f"{name} was frozen when the run was built and is trainable now. No optimizer holds it.",
                     cause="requires_grad_(True) in the forward, in on_eval= or between two steps",
-                    hint="let it train in model= and freeze it in the first forward: what is frozen later may thaw; or "
-                    "save, thaw it in model=, and go on with --allow optimizer",
+                    hint="build it trainable in model= and freeze it in the first forward, so "
+                    "that it may thaw later; or "
+                    "save, thaw it in model=, and resume with --allow optimizer",
                 )

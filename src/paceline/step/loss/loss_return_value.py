@@ -73,7 +73,7 @@ class LossContract:
         """Run the requested check with the terms of this microbatch."""
         if self._asks_mean and list(terms) == [SINGLE] and gives_mean(self._job.loss, output, batch, terms[SINGLE]):
             self.note = (
-                f"loss= gives a mean beside a count: it is divided by the count once more. {COUNT_HINT}: "
+                f"loss= returns a mean with a count: it is divided by the count again. {COUNT_HINT}: "
                 "reduction='sum' in most losses of torch (docs/loss.md)"
             )
         self._asks_mean = False
@@ -102,7 +102,7 @@ class LossContract:
             return self._handed(model, batch)
         found = self._job.forward(model, batch)
         if found is None:
-            raise JobError("forward= gave None.", hint="forward=lambda model, batch: model(...): return the output")
+            raise JobError("forward= returned None.", hint="forward=lambda model, batch: model(...): return the output")
         return found
 
     def _handed(self, model: nn.Module, batch: Any) -> Any:
@@ -124,7 +124,7 @@ class LossContract:
         if isinstance(batch, tuple | list) and len(batch) >= 2:
             return batch[:-1], {}
         raise JobError(
-            f"the batch is a {type(batch).__name__}, which the default forward can't hand to the model.",
+            f"the batch is a {type(batch).__name__}, which the default forward can't pass to the model.",
             hint="forward=lambda model, batch: model(...)",
         )
 
@@ -145,7 +145,7 @@ class LossContract:
         if isinstance(found, Tensor):
             return {SINGLE: (_scalar(SINGLE, found) * num_samples, float(num_samples))}
         raise JobError(
-            f"loss= gave a {type(found).__name__}.",
+            f"loss= returned a {type(found).__name__}.",
             cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
             hint="return F.cross_entropy(output, target, reduction='sum'), target.numel()",
         )
@@ -160,11 +160,11 @@ class LossContract:
 
 def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise JobError(f"loss term {name!r} is no (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
+        raise JobError(f"loss term {name!r} is not a (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
     if _is_swapped(*value):
         raise JobError(
             f"loss term {name!r} is (count, sum), expected (sum, count).",
-            cause="its first part has no gradient, and its second one has",
+            cause="its first part has no gradient, but its second part has one",
             hint="return loss_sum, count",
         )
     return _scalar(str(name), value[0]), _count(str(name), value[1])
@@ -219,7 +219,8 @@ def refuse_count(name: str, number: float) -> float:
     """
     if not 0.0 <= number < math.inf:
         raise JobError(
-            f"the count of loss term {name!r} is {number:g} for a microbatch: no number of targets.", hint=COUNT_HINT
+            f"the count of loss term {name!r} is {number:g} for a microbatch, which is not a number of targets.",
+            hint=COUNT_HINT,
         )
     return number
 

@@ -56,8 +56,12 @@ class WorkerConnections:
     def _why(self, text: str) -> str:
         """Return a short form of the library's error text."""
         if "timed out" in text or "timeout" in text:
-            return f"of which nothing was heard for {self._desk.timeout_seconds:g} s"
-        return "whose process is gone" if "closed" in text or "reset" in text else f"on whose line: {text[:80]}"
+            return f"which has not responded for {self._desk.timeout_seconds:g} s"
+        return (
+            "whose process has ended"
+            if "closed" in text or "reset" in text
+            else f"whose connection failed: {text[:80]}"
+        )
 
     def _meet(self, line: Connection, worker: int) -> None:
         hello = line.receive().words
@@ -90,7 +94,7 @@ class WorkerConnections:
             if message.kind is MessageKind.PULL:
                 version = self._desk.weights_at(int(message.words["version"]), row=row)
                 if version < int(message.words["version"]) and not self._desk.is_over:
-                    raise DesyncError("the first server has given a lease on weights that this one never had.")
+                    raise DesyncError("the first server has given a lease on weights that this server never had.")
                 line.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=row))
             elif message.kind is MessageKind.PUSH:
                 self._desk.stage(int(message.words["lease"]), self._read(message))

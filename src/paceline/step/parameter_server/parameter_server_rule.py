@@ -72,8 +72,8 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
         found.append(
             LayoutError(
                 f"--update ps: {names[0]} keeps running statistics.",
-                cause="each worker would have its own, and the server, which is saved and evaluated, none",
-                hint="LayerNorm or GroupNorm in its place, or --update sync",
+                cause="each worker would have its own, but the server, which is saved and evaluated, none",
+                hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
     tensors = len(trainable_parameters(parts.model))
@@ -81,8 +81,8 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
         found.append(
             LayoutError(
                 f"--update {plan.update}: {plan.rule.servers} servers, "
-                f"and the model has {plural(tensors, 'parameter')}.",
-                cause="each parameter is one server's, whole",
+                f"but the model has {plural(tensors, 'parameter')}.",
+                cause="each parameter is whole on one server",
                 hint=f"--update ps,servers={max(1, tensors)}",
             )
         )
@@ -100,8 +100,8 @@ def _sparse(parts: StepContext) -> list[PacelineError]:
             kind = f"{type(optimizer).__name__}{whole}"
             found.append(
                 JobError(
-                    f"{tables[member.name] or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
-                    cause="sparse=True pushes the rows that a share has read, and no others",
+                    f"{tables[member.name] or 'the table'} gives sparse gradients, but {kind} takes dense ones.",
+                    cause="sparse=True pushes only the rows that a share has read",
                     hint="torch.optim.SparseAdam or plain SGD for this table, or sparse=False",
                 )
             )

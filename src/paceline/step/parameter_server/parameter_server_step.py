@@ -192,7 +192,7 @@ class ServerStep(SynchronousStep):
         limit = max(desk.timeout_seconds, COMING_SECONDS)
         if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
             raise RunError(
-                f"no worker has been here for {limit:g} s.",
+                f"no worker has connected for {limit:g} s.",
                 cause="they were killed, or can't reach this process",
                 hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
             )

@@ -108,9 +108,9 @@ class ServerState:
         with self.lock:
             if model != self.held.model:
                 raise DesyncError(
-                    f"the worker of rank {rank} has built another model than the server.",
+                    f"the worker of rank {rank} has built a different model than the server.",
                     cause="code that builds, ties or freezes layers on some ranks only",
-                    hint="the same model on every rank",
+                    hint="build the same model on every rank",
                 )
             self._here.add(worker)
             self.names[worker] = f"worker {rank}"
@@ -129,7 +129,9 @@ class ServerState:
             if not self.is_over:
                 lost = ", ".join(f"step {share.step + 1}'s part {share.number + 1} of {share.of}" for share in back)
                 given = (
-                    f"its unpushed gradient is lost, and {lost} goes to the next who asks" if back else "it had none"
+                    f"its unpushed gradient is lost, and {lost} goes to the next worker that asks"
+                    if back
+                    else "it had none"
                 )
                 self.notes.append(f"lost {self.names[worker]}, {why}: {given}")
             self.lock.notify_all()
@@ -177,7 +179,7 @@ class ServerState:
             if self._orders.setdefault(epoch, name) != name:
                 raise DesyncError(
                     f"{what} gave workers different orders of the samples, in epoch {epoch}.",
-                    cause="it draws from a generator of its own, or depends on the process",
+                    cause="it draws from its own generator, or depends on the process",
                     hint="order=lambda num_samples, epoch, seed: a pure function of these",
                 )
 
@@ -201,4 +203,4 @@ class ServerState:
             RunError: it is not true within `timeout_seconds`.
         """
         if not self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds):
-            raise RunError(f"a gradient that the first server has did not come within {self.timeout_seconds:g} s.")
+            raise RunError(f"a gradient that the first server has did not arrive within {self.timeout_seconds:g} s.")

@@ -112,7 +112,7 @@ def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
             master_listen_fd=place.listen_fd,
         )
     except (RuntimeError, dist.DistError) as error:
-        raise MachineError(f"the store that workers meet in can't be opened: {error}") from error
+        raise MachineError(f"the workers' rendezvous store can't be opened: {error}") from error
 
 
 def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:

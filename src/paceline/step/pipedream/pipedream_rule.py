@@ -65,17 +65,17 @@ def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: Pipeli
         found.append(
             LayoutError(
                 f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",
-                cause="its gradients come at different times on each, and its copies would part",
-                hint="a model whose weights are not tied over stages, or --update sync",
+                cause="its gradients arrive at different times on each, so its copies would diverge",
+                hint="use a model without weights tied over stages, or --update sync",
             )
         )
     for name in placed.hooked[:1]:
         found.append(
             LayoutError(
-                f"--update {plan.update} puts weights of other times in the place of {name}, and the hook on it would "
+                f"--update {plan.update} replaces {name} by other weight versions, and the hook on it would "
                 "never be called.",
                 cause="register_hook or register_post_accumulate_grad_hook on a parameter in model=",
-                hint="the same in loss= or optimizer=, or --update sync",
+                hint="do the same in loss= or optimizer=, or --update sync",
             )
         )
     names = [name for name, _ in norms_with_statistics(parts.model)]
@@ -83,8 +83,8 @@ def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: Pipeli
         found.append(
             LayoutError(
                 f"--update {plan.update}: {names[0]} keeps running statistics.",
-                cause="they would be of microbatches in another order, on weights of several times",
-                hint="LayerNorm or GroupNorm in its place, or --update sync",
+                cause="they would come from microbatches in a different order, on several weight versions",
+                hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
     raise_all(found)

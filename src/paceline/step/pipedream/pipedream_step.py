@@ -201,7 +201,7 @@ class PipeDreamStep(SynchronousStep):
     def _writes(self) -> JobError:
         names = self.parts.buffers.written()
         return JobError(
-            f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no one order of "
+            f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no single order of "
             "microbatches in a pipeline without flush.",
             cause="a counter or a statistic that is kept from forward to forward",
             hint="--update sync",

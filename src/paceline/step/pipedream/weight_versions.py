@@ -83,9 +83,9 @@ class WeightVersions:
             live = self._live[name]
             if live.grad is not self._lent.pop(name):
                 raise JobError(
-                    f"the forward uses {name} by another way than the attribute of its module, so that it can't be "
-                    "given the weights of another time.",
-                    cause="the parameter is kept in a list, a closure or under a second name of Python's",
+                    f"the forward does not use {name} through the attribute of its module, so it can't be "
+                    "given another weight version.",
+                    cause="the parameter is stored in a list, a closure or a second Python attribute",
                     hint="self.weight of its own module in forward, or --update sync",
                 )
             live.grad, tensor.grad = tensor.grad, None

@@ -63,7 +63,8 @@ class Pipeline:
     ) -> None:
         if program.num_ranks != world.world_size:
             raise LayoutError(
-                f"the schedule {program.name} is for {program.num_ranks} ranks, the pipeline has {world.world_size}."
+                f"the schedule {program.name} is for {program.num_ranks} ranks, but the pipeline "
+                f"has {world.world_size}."
             )
         self.program = program
         self._rank = world.rank

@@ -42,7 +42,7 @@ def backward_input(
         if "use_reentrant" not in str(error):
             raise
         raise LayoutError(
-            "the model checkpoints its activations with use_reentrant=True, whose backward can't be had in halves.",
+            "the model checkpoints its activations with use_reentrant=True, whose backward can't be split in halves.",
             cause="zero-bubble schedules (zb_h1, zb_interleaved, zbv) do a stage's backward in two halves",
             hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,schedule=1f1b",
         ) from error

@@ -34,8 +34,8 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
     lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:
         raise JobError(
-            f"the model has parameters that get their shape in the first forward only: {first_names(lazy)}.",
-            cause="nn.LazyLinear and its like; the optimizer and the other ranks need the parameters before",
+            f"the model has parameters that get their shape only in the first forward: {first_names(lazy)}.",
+            cause="nn.LazyLinear or similar; the optimizer and the other ranks need the parameters earlier",
             hint="nn.Linear(in_features, ...), or one forward on a sample inside model=",
         )
     problems = [*_wrapped(model), *_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
@@ -51,9 +51,9 @@ def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
     """Return errors for optimizers that must call the loss themselves, and for options that are NaN or infinite."""
     odd: list[PacelineError] = [
         JobError(
-            f"optimizer= gave {type(optimizer).__name__} with {key}={number} in group {place}.",
-            cause="a division by zero or an overflow where it is computed",
-            hint=f"{key}=a number that is finite",
+            f"optimizer= returned {type(optimizer).__name__} with {key}={number} in group {place}.",
+            cause="a division by zero or an overflow in its computation",
+            hint=f"{key}=a finite number",
         )
         for optimizer in optimizers
         for place, group in enumerate(optimizer.param_groups)
@@ -62,8 +62,8 @@ def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
     ]
     return odd + [
         JobError(
-            f"optimizer= gave {type(optimizer).__name__}, whose step() needs a closure.",
-            cause="it calls the loss several times in one step; a step here has one forward and backward",
+            f"optimizer= returned {type(optimizer).__name__}, whose step() needs a closure.",
+            cause="it evaluates the loss several times per step; a step here has one forward and backward",
             hint="torch.optim.AdamW, SGD or another that steps from the gradient",
         )
         for optimizer in optimizers
@@ -75,7 +75,7 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
     """Return errors for schedules whose `step` needs arguments, that move another optimizer, or can't be saved."""
     strange: list[PacelineError] = [
         JobError(
-            f"lr_schedule= gave a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
+            f"lr_schedule= returned a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
             hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps)",
         )
         for schedule in schedules
@@ -83,9 +83,9 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
     ]
     foreign: list[PacelineError] = [
         JobError(
-            f"lr_schedule= gave {type(schedule).__name__}, which moves another optimizer than the one it was given.",
-            cause="it was made of an optimizer in a variable; a run makes its own with optimizer=",
-            hint="lr_schedule=lambda optimizer: ...(optimizer, ...): of the argument",
+            f"lr_schedule= returned {type(schedule).__name__}, which controls a different optimizer than its argument.",
+            cause="it was built from an optimizer in a variable; a run builds its own with optimizer=",
+            hint="lr_schedule=lambda optimizer: ...(optimizer, ...): use the argument",
         )
         for schedule, optimizer in zip(schedules, optimizers, strict=False)
         if getattr(schedule, "optimizer", optimizer) is not optimizer
@@ -93,8 +93,8 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
     schedules = [] if strange else schedules
     return [*strange, *foreign] + [
         JobError(
-            f"lr_schedule= gave {type(schedule).__name__}, whose step() needs {', '.join(_required(schedule))}.",
-            cause="a schedule is moved once a step, by the number of the step alone",
+            f"lr_schedule= returned {type(schedule).__name__}, whose step() needs {', '.join(_required(schedule))}.",
+            cause="a schedule is stepped once per step, without arguments",
             hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps); "
             "early_stopping=3 ends a run at a plateau",
         )
@@ -121,8 +121,8 @@ def _wrapped(model: nn.Module) -> list[PacelineError]:
         if kind is not None:
             return [
                 JobError(
-                    f"model= gave {f'{name} in a' if name else 'a'} {kind}.",
-                    cause="the wrapper would add gradients, or cut parameters, a second time",
+                    f"model= returned {f'{name} in a' if name else 'a'} {kind}.",
+                    cause="the wrapper would reduce gradients, or shard parameters, a second time",
                     hint=f"model= without {kind}; {_WRAPPERS[kind]}",
                 )
             ]
@@ -136,8 +136,8 @@ def _complex(model: nn.Module) -> list[PacelineError]:
     return [
         JobError(
             f"the model has complex parameters: {first_names(names)}.",
-            cause="sums over ranks, clipping and the proof are for real numbers",
-            hint="a real parameter with a last axis of 2, and torch.view_as_complex(parameter) in the forward",
+            cause="reductions, clipping and verification are for real numbers",
+            hint="use a real parameter with a last axis of 2, and torch.view_as_complex(parameter) in the forward",
         )
     ]
 
@@ -149,7 +149,7 @@ def _sparse(model: nn.Module) -> list[PacelineError]:
     return [
         JobError(
             f"the model gives sparse gradients: {first_names(names)}.",
-            cause="sparse=True; only --update ps takes rows of a gradient, all else takes it whole",
+            cause="sparse=True; only --update ps takes sparse gradients",
             hint="nn.Embedding(..., sparse=False), or --update ps",
         )
     ]
@@ -165,7 +165,7 @@ def _unsaved(model: nn.Module) -> list[PacelineError]:
     found: list[PacelineError] = [
         JobError(
             f"{name} of the model has the type {tensor.dtype}, which can't be saved.",
-            hint="another type, or register_buffer(..., persistent=False) where it is made again by the model",
+            hint="another dtype, or register_buffer(..., persistent=False) if the model recreates it",
         )
         for name, tensor in tensors_of(model).items()
         if tensor.dtype not in known and not (isinstance(tensor, nn.Parameter) and tensor.is_complex())

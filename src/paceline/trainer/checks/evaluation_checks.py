@@ -44,7 +44,7 @@ def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: b
         wishes = list(_wishes(job, settings, evaluate_first))
         if wishes:
             raise JobError(
-                f"{' and '.join(wishes)} ask{'s' * (len(wishes) == 1)} for evaluations, and the job has no eval_data=.",
+                f"{' and '.join(wishes)} ask{'s' * (len(wishes) == 1)} for evaluations, but the job has no eval_data=.",
                 hint=f"pl.Job(..., eval_data=...), or leave {'it' if len(wishes) == 1 else 'them'} out",
             )
     elif job.loss is None:
@@ -93,13 +93,14 @@ def evaluation_notes(
         and any(isinstance(module, _BATCH_NORMS) for module in model.modules())
     ):
         yield (
-            f"batch norm: over microbatches of {micro_batch_size}, which follow from the ranks at the first start and "
-            f"are part of the training; --train.micro_batch_size {micro_batch_size} keeps them on any number"
+            f"batch norm: over microbatches of {micro_batch_size}, which depend on the number of ranks "
+            "at the first start and "
+            f"are part of the training; --train.micro_batch_size {micro_batch_size} keeps them for any number"
         )
     if job.metrics and job.eval_data is None:
-        yield "evaluate: never, since the job has metrics= but no eval_data="
+        yield "evaluate: never, because the job has metrics= but no eval_data="
     if job.ema is not None:
-        yield f"ema: {job.ema:g}, evaluated and consolidated in the weights' place"
+        yield f"ema: {job.ema:g}, evaluated and consolidated instead of the weights"
 
 
 def refuse_large_batch(plan: ExecutionPlan, *, num_samples: int | None) -> None:
@@ -112,7 +113,7 @@ def refuse_large_batch(plan: ExecutionPlan, *, num_samples: int | None) -> None:
     if num_samples is not None and batch > num_samples:
         raise UsageError(
             f"global_batch_size={batch:,} is larger than the data, {plural(num_samples, 'sample')} an epoch.",
-            cause="a batch never crosses an epoch, so that no step would have as many samples",
+            cause="a batch never crosses an epoch, so no step would have that many samples",
             hint=f"global_batch_size={num_samples} or less in the job, or --train.global_batch_size {num_samples}",
         )
 
@@ -136,7 +137,7 @@ def last_batch_notes(
         yield (
             f"warning: step {samples // plan.global_batch_size + 1}, the last of an epoch, has a microbatch of one "
             "sample: "
-            f"a batch norm of one value for each channel ends the run there; --data.drop_last true"
+            f"a batch norm with one value per channel ends the run there; --data.drop_last true"
             f"{' --allow drop_last' * goes_on} leaves it out"
         )
 
@@ -146,8 +147,8 @@ def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
     rule = early_stopping(job)
     if rule is not None and progress.waited >= rule.patience:
         yield (
-            f"this run had stopped early at step {step}: {rule.metric} has not improved in "
-            f"{plural(rule.patience, 'evaluation')}; a larger early_stopping= in the job goes on"
+            f"this run stopped early at step {step}: {rule.metric} has not improved in "
+            f"{plural(rule.patience, 'evaluation')}; a larger early_stopping= in the job continues it"
         )
 
 
@@ -155,9 +156,9 @@ def changed_length(was: int | None, samples: int | None, *, cursor: Cursor, tota
     """Yield a line if the resumed run has more or fewer samples than before (`--allow data`)."""
     if was is None or samples is None or was == samples:
         return
-    stood = f"this epoch stood at sample {cursor.position:,}"
+    stood = f"this epoch was at sample {cursor.position:,}"
     if cursor.position >= samples:
-        stood += ", and is over with it"
+        stood += ", and ends there"
     ends = "" if total is None else f"; counted in epochs of {samples:,} samples, the run ends at step {total:,}"
     yield f"warning: train_data had {was:,} samples and has {samples:,} (--allow data): {stood}{ends}"
 
@@ -168,8 +169,8 @@ def nothing_left(settings: Settings, *, step: int, total: int | None) -> str:
     if asked is not None and asked == total:
         limit = f"train.steps is {asked:,}"
     else:
-        limit = "what it was to read is read" if total is None else f"it ends at step {total:,}"
-    return f"nothing left to do: the run stands at step {step:,}, {limit}"
+        limit = "all its data has been read" if total is None else f"it ends at step {total:,}"
+    return f"nothing left to do: the run is at step {step:,}, {limit}"
 
 
 def _wishes(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:

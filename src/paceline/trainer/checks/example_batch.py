@@ -62,10 +62,10 @@ class ExampleBatch:
             if torch.is_grad_enabled() or "does not require grad and does not have a grad_fn" not in str(error):
                 raise
             raise LayoutError(
-                "the forward or the loss takes a gradient (torch.autograd.grad), and planning runs without any.",
+                "the forward or the loss takes a gradient (torch.autograd.grad), but planning runs without gradients.",
                 where=str(user_line(error) or ""),
                 cause="a gradient penalty or an energy",
-                hint="--layout ddp, zero1 or zero2, which leave the graph whole",
+                hint="--layout ddp, zero1 or zero2, which keep the graph whole",
             ) from error
         return {name: total for name, (total, _) in terms.items()}
 
@@ -102,9 +102,9 @@ class ExampleBatch:
     def _first(self, size: int) -> Any:
         if hasattr(self.job.train_data, "__next__"):
             raise JobError(
-                "train_data is a generator, and this layout looks at a sample before the first step.",
-                cause="a generator is read once, and that sample would be missing from the training",
-                hint="train_data=the function that makes it, without the call",
+                "train_data is a generator, but this layout reads a sample before the first step.",
+                cause="a generator can be read only once, so training would miss that sample",
+                hint="train_data=the generator function itself, without calling it",
             )
         cut = BatchPartition(global_batch_size=size, micro_batch_size=size)
         data, seeds = self.data or JobData(self.job, self.settings), self.settings.data.sample_seeds

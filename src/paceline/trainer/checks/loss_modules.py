@@ -25,16 +25,18 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
     differing = [name for name, value in told[0].items() if any(said.get(name) != value for said in told)]
     if differing:
         raise JobError(
-            f"loss= holds {first_names(differing)}, which ranks have with other values.",
-            cause="drawn when the job is made, which every process does for itself",
-            hint="the loss's module in model=, which is drawn alike everywhere; or torch.manual_seed(0) before it",
+            f"loss= contains {first_names(differing)}, whose values differ between ranks.",
+            cause="drawn when the job is built, which every process does separately",
+            hint="put the loss's module into model=, which is equal on all ranks; or call "
+            "torch.manual_seed(0) before it",
         )
     untrained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not untrained:
         return []
     return [
-        f"warning: loss= holds parameters that are not the model's and are not trained ({first_names(untrained)}): put "
-        "the loss's module into model= to train them (docs/loss.md), or requires_grad_(False) says that it is meant so"
+        "warning: loss= contains parameters that are not the model's and are not trained "
+        f"({first_names(untrained)}): put "
+        "the loss's module into model= to train them (docs/loss.md), or requires_grad_(False) marks this as intended"
     ]
 
 

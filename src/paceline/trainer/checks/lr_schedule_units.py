@@ -38,8 +38,8 @@ def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, ep
         span = _span(schedule, f"{epoch_steps:,}".replace(",", "") if epoch_steps else "steps_of_an_epoch")
         if span is not None and _is_short(span, total_steps=total_steps, epoch_steps=epoch_steps):
             found.append(
-                f"lr_schedule= is moved once an update, not once an epoch: {span.written} comes to its end after "
-                f"{math.ceil(span.end):,} of {total_steps:,} updates. If epochs were meant: "
+                f"lr_schedule= is stepped once per update, not once per epoch: {span.written} ends after "
+                f"{math.ceil(span.end):,} of {total_steps:,} updates. If you meant epochs: "
                 f"lr_schedule=lambda o: torch.optim.lr_scheduler.{span.scaled}"
             )
     return found

@@ -44,7 +44,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
         problems.append(
             JobError(
                 f"ema= with --update {plan.rule.kind}: each site would have an average of its own.",
-                cause="what is evaluated and handed over is the mean of the sites",
+                cause="the mean of the sites is what is evaluated and saved",
                 hint="ema=None",
             )
         )
@@ -83,14 +83,14 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
         return []
     if plan.rule.kind is not UpdateKind.SYNC:
         return [
-            JobError(f"on_update= with --update {plan.update}: ranks take updates of their own.", hint="--update sync")
+            JobError(f"on_update= with --update {plan.update}: each rank takes its own updates.", hint="--update sync")
         ]
     mesh = plan.mesh
     if mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1:
         return [
             LayoutError(
-                "on_update= needs whole weights on every rank, and this layout gives each rank parts of them.",
-                cause="a teacher that moves towards the weights, or weights that are clamped",
+                "on_update= needs whole weights on every rank, but this layout gives each rank parts of them.",
+                cause="a teacher that follows the weights, or weights that are clamped",
                 hint="--layout ddp, zero1 or zero2",
             )
         ]
@@ -102,7 +102,7 @@ def _check_empty(settings: Settings, plan: ExecutionPlan) -> list[PacelineError]
         return []
     return [
         UsageError(
-            f"--train.on_empty zero with --update {plan.rule.kind}: a server hears of the counts after its update.",
+            f"--train.on_empty zero with --update {plan.rule.kind}: a server gets the counts after its update.",
             hint="--update sync, or --train.on_empty stop",
         )
     ]
@@ -122,7 +122,7 @@ def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
         "place.replicate": ("tp splits modules", mesh.tp > 1),
     }
     return [
-        f"note: {name} says how {what}, which {plan.layout} does not"
+        f"note: {name} sets how {what}, which does not apply to {plan.layout}"
         for name, (what, is_heard) in heard.items()
         if not is_heard and getattr(how, name.partition(".")[2]) != default_of(name)
     ]
@@ -139,7 +139,7 @@ def refuse_foreign(model: nn.Module, plan: ExecutionPlan) -> None:
     if inside and isinstance(model, torch.jit.ScriptModule):
         raise LayoutError(
             f"{inside[0]} can't look inside a ScriptModule ({model.original_name}).",
-            cause="torch.jit.script or trace in model=: its modules and forward are no longer Python's",
+            cause="torch.jit.script or trace in model=: its modules and forward are no longer Python code",
             hint="model= without torch.jit, or --layout ddp, zero1 or zero2",
         )
     if inside and hasattr(model, "_orig_mod"):
@@ -153,24 +153,25 @@ def refuse_foreign(model: nn.Module, plan: ExecutionPlan) -> None:
 def _check_whole(job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
     found: list[PacelineError] = []
     if job.loss is None:
-        found.append(JobError('loss_over="batch" needs loss=: the model\'s own sees its microbatch only.'))
+        found.append(JobError('loss_over="batch" needs loss=: the model\'s own loss sees only its microbatch.'))
     if plan.num_micro > plan.replicas:
         train, cause = settings.train, "the loss needs the outputs of the whole batch at once"
         hint = "leave --train.micro_batch_size out, or more --ranks"
         if not train.micro_batch_size and not train.gradient_accumulation_steps:
-            cause += f"; this run was started in microbatches of {plan.micro_batch_size}"
+            cause += f"; this run was started with microbatches of {plan.micro_batch_size}"
             share = -(-plan.global_batch_size // plan.replicas)
             hint = f"--train.micro_batch_size {share} --allow micro_batch_size, or more --ranks"
         found.append(
             UsageError(
-                f'loss_over="batch" refuses accumulation: {plan.num_micro} microbatches for {plan.replicas} replicas.',
+                f'loss_over="batch" does not support accumulation: {plan.num_micro} microbatches for '
+                f"{plan.replicas} replicas.",
                 cause=cause,
                 hint=hint,
             )
         )
     for is_on, name in ((settings.train.exact, "--train.exact"), (settings.train.buffers == "sync_bn", "sync_bn")):
         if is_on:
-            found.append(UsageError(f'loss_over="batch" with {name} is not proved.', hint="leave one of them out"))
+            found.append(UsageError(f'loss_over="batch" with {name} is not supported.', hint="leave one of them out"))
     return found
 
 
@@ -179,9 +180,11 @@ def _check_split(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     found: list[PacelineError] = []
     mesh = plan.mesh
     if job.loss_over == "batch" and (mesh.pp > 1 or mesh.cp > 1 or mesh.zero == 3 or mesh.ep > 1):
-        cause = "all outputs meet before the loss, and these ranks meet within the forward as well"
+        cause = "all outputs are gathered before the loss, but these ranks also communicate within the forward"
         found.append(
-            UsageError(f'loss_over="batch" with {plan.layout}.', cause=cause, hint="--layout ddp, zero2 or tp")
+            UsageError(
+                f'loss_over="batch" with {plan.layout} is not supported.', cause=cause, hint="--layout ddp, zero2 or tp"
+            )
         )
     return found
 
@@ -189,13 +192,15 @@ def _check_split(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
 def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
     found: list[PacelineError] = []
     if plan.device != "cpu":
-        found.append(UsageError("exact mode is proved on CPUs only so far.", hint="--device cpu"))
+        found.append(UsageError("exact mode is proven on CPUs only so far.", hint="--device cpu"))
     if precision == "fp16":
-        found.append(UsageError("exact mode with fp16 is not proved: its loss scale may differ.", hint="bf16 or fp32"))
+        found.append(
+            UsageError("exact mode with fp16 is not supported: its loss scale may differ.", hint="bf16 or fp32")
+        )
     if plan.num_micro > MOST_MICROBATCHES:
         found.append(
             UsageError(
-                f"exact mode adds at most {MOST_MICROBATCHES} microbatches, this run has {plan.num_micro}.",
+                f"exact mode adds at most {MOST_MICROBATCHES} microbatches, but this run has {plan.num_micro}.",
                 hint="a larger --train.micro_batch_size",
             )
         )

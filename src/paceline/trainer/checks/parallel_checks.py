@@ -22,7 +22,7 @@ from paceline.trainer.checks.example_batch import ExampleBatch
 _USUAL = "input_ids"
 _MOST_CHECKED = 50_000_000
 _MORE_LENGTHS = 3
-UNTRIED = "{}: that the model gives the same in parts was not tried, since it is large; `paceline verify` answers it"
+UNTRIED = "{}: the split model was not compared with the whole one, because it is large; `paceline verify` does that"
 
 
 def context_of(
@@ -94,7 +94,7 @@ class BatchLengthCheck:
             return  # the optimizer state leaves no memory for the check
         except LayoutError as error:
             raise LayoutError(
-                f"at a length of {length}, other than the first batch's, {error.what}",
+                f"at a length of {length}, which differs from the first batch, {error.what}",
                 cause=error.cause,
                 hint=error.hint,
             ) from None
@@ -133,7 +133,7 @@ def _sequence(job: Job, example: ExampleBatch) -> Mapping[str, int]:
     if isinstance(batch, Mapping) and isinstance(batch.get(_USUAL), Tensor) and batch[_USUAL].dim() > 1:
         return {_USUAL: 1}
     raise JobError(
-        "cp cuts sequences, and the job does not say which dimension of its batch is one.",
-        cause="a batch that is no dict with input_ids has no dimension that is known to be the sequence",
+        "cp splits sequences, but the job does not say which dimension of its batch is the sequence.",
+        cause="only a dict with input_ids has a known sequence dimension",
         hint=sequence_hint(batch),
     )

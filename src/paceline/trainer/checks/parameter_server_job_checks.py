@@ -34,8 +34,8 @@ def refuse_job(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     if job.ema is not None and plan.rule.staleness:
         found.append(
             JobError(
-                f"ema= with --update {plan.update}: it would move once for each share, at the pace of nobody's choice.",
-                cause="its decay is meant for one update a batch",
+                f"ema= with --update {plan.update}: it would be updated once per share, at an uncontrolled rate.",
+                cause="its decay is meant for one update per batch",
                 hint="ema=None, or --update ps,staleness=0",
             )
         )
@@ -43,7 +43,7 @@ def refuse_job(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
         found.append(
             JobError(
                 "ema= with several servers: none has all weights after an update.",
-                cause="they meet at saves and evaluations only",
+                cause="they synchronise only at saves and evaluations",
                 hint="ema=None, or --update ps,servers=1,staleness=0",
             )
         )

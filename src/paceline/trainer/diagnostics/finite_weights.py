@@ -26,7 +26,7 @@ def refuse_nonfinite_weights(built: TrainingSetup, *, step: int) -> None:
     bad = list(dict.fromkeys(name for names in built.world.gather_json(own) for name in names))
     if bad:
         raise NonFiniteError(
-            f"after step {step} weights are not finite: {first_names(bad)}. Nothing is saved of it.",
+            f"after step {step} weights are not finite: {first_names(bad)}. They are not saved.",
             cause="a learning rate that is too high or not finite, or an optimizer that divides by zero",
-            hint="the older checkpoints are untouched: another lr= or lr_schedule=, or --train.max_grad_norm 1.0",
+            hint="older checkpoints are unchanged: use another lr= or lr_schedule=, or --train.max_grad_norm 1.0",
         )

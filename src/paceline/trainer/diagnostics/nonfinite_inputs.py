@@ -33,8 +33,8 @@ def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> Non
     if not bad:
         return error
     shown = ", ".join(map(str, bad[:_MOST_SHOWN])) + (f" and {len(bad) - _MOST_SHOWN} more" if len(bad) > 4 else "")
-    error.cause = f"the inputs of this step hold NaN or infinity: sample{'s' * (len(bad) > 1)} {shown} of train_data"
-    error.hint = f"train_data[{bad[0]}] shows it; or --train.on_nonfinite skip, which leaves out the whole step"
+    error.cause = f"the inputs of this step contain NaN or infinity: sample{'s' * (len(bad) > 1)} {shown} of train_data"
+    error.hint = f"train_data[{bad[0]}] shows it; or --train.on_nonfinite skip, which skips the whole step"
     return error
 
 

@@ -38,9 +38,9 @@ def check_replicas(built: TrainingSetup, *, step: int) -> None:
     outer = None if sites is None else sites.differing()
     if outer is not None:
         raise DesyncError(
-            f"at step {step} the sites have agreed on different weights: {outer} is not the same in all.",
-            cause="code that changes weights in some sites only, or messages that were damaged",
-            hint="--update sync, which says what differs where",
+            f"at step {step} the sites have agreed on different weights: {outer} differs between them.",
+            cause="code that changes weights on some sites only, or damaged messages",
+            hint="--update sync, which reports what differs where",
         )
     apart = first_apart(built)
     if apart is None:
@@ -50,7 +50,8 @@ def check_replicas(built: TrainingSetup, *, step: int) -> None:
         f"at step {step} the replicas are no longer equal: {apart}.",
         cause="an ema= that depends on the rank"
         if average
-        else "code that changes weights on some ranks only, or an optimizer whose options or draws are a rank's own",
+        else "code that changes weights on some ranks only, or an optimizer whose options or random "
+        "numbers depend on the rank",
         hint="ema=the same number on every rank"
         if average
         else "look for `if rank == 0:` around anything that writes to the model",

@@ -45,7 +45,7 @@ class BestMetricTracker:
         notes = []
         value = event.metrics.get(self._metric)
         if value is None:
-            text = f"best={self._metric!r} is no metric of this job ({', '.join(event.metrics)})"
+            text = f"best={self._metric!r} is not a metric of this job ({', '.join(event.metrics)})"
             notes.append(Note(text=text, level="warning"))
         so_far = self._progress.best if self._progress.best_of == self._best_of else None
         best = value is not None and _is_better(value, so_far, mode=self._mode)
@@ -62,8 +62,8 @@ class BestMetricTracker:
         progress = self._progress
         if progress.best is not None and progress.best_of != self._best_of:
             yield (
-                f"best: by {self._best_of} from here on, which the next evaluation begins anew; "
-                f"what is marked best until then was so by {progress.best_of}"
+                f"best: by {self._best_of} from here on, starting with the next evaluation; "
+                f"until then the best is by {progress.best_of}"
             )
 
     def _other_rule(self) -> Iterator[str]:
@@ -71,7 +71,7 @@ class BestMetricTracker:
             return
         progress, now = self._progress, f"{self._rule.metric}:{self._rule.mode}"
         if progress.rule_of not in ("", now) and progress.rule_best is not None:
-            yield f"early stopping: by {now} from here on, counted anew; it was by {progress.rule_of}"
+            yield f"early stopping: by {now} from here on, with a new count; before, it was by {progress.rule_of}"
             progress.waited, progress.rule_best = 0, None
         progress.rule_of = now
 

@@ -216,14 +216,15 @@ class Evaluator:
             pair = metric(output, batch)
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise JobError(
-                    f"the metric {name!r} gave a {type(pair).__name__}, expected (sum, count).",
+                    f"the metric {name!r} returned a {type(pair).__name__}, expected (sum, count).",
                     hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                 )
             for part in pair:
                 if as_number(part) is None:
                     what = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
                     raise JobError(
-                        f"the metric {name!r} gave a part of {what} in its pair, expected (sum, count): two numbers.",
+                        f"the metric {name!r} returned a value of {what} in its pair, "
+                        "expected (sum, count): two numbers.",
                         hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                     )
             _add(sums, name, *pair)
@@ -278,7 +279,7 @@ def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
             other, before = seen.setdefault(shard, (rank, found))
             if before != found:
                 raise DataError(
-                    f"{name} gave {found[0]} samples on rank {rank} and {before[0]} on rank {other}, not the same.",
+                    f"{name} gave {found[0]} samples on rank {rank} and {before[0]} on rank {other}, and they differ.",
                     cause=f"{NOT_SEEDED}, or not on every rank: {DIVIDED}",
                     hint=f"{SEED_IT}; {EVERY_RANK}",
                 )

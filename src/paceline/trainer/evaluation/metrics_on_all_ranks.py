@@ -17,7 +17,7 @@ def numbers_and_text(found: Any) -> tuple[dict[str, float], dict[str, str]]:
     """
     if found is not None and not isinstance(found, Mapping):
         raise JobError(
-            f"on_eval= gave a {type(found).__name__}, expected a dict of numbers or None.",
+            f"on_eval= returned a {type(found).__name__}, expected a dict of numbers or None.",
             hint='on_eval=lambda run: {"bleu": score}',
         )
     given = {str(name): value for name, value in (found or {}).items()}
@@ -51,8 +51,8 @@ def _words(name: str, told: Sequence[Mapping[str, float]]) -> str:
     first, value = next((rank, said[name]) for rank, said in enumerate(told) if name in said)
     other, differing = next((r, said[name]) for r, said in enumerate(told) if not _same(value, said.get(name, value)))
     return (
-        f"{name} is {value:g} on rank {first} and {differing:g} on rank {other}: rank {first}'s is taken "
-        "(on_eval and metrics are called by every rank, and should give the same)"
+        f"{name} is {value:g} on rank {first} and {differing:g} on rank {other}: rank {first}'s is used "
+        "(every rank calls on_eval and metrics, which should return the same value)"
     )
 
 

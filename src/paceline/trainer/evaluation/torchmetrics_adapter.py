@@ -78,7 +78,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         if value.dim() != 1:
             raise JobError(
                 f"the metric {name!r} computed a tensor of shape {list(value.shape)}, expected numbers.",
-                hint="log such a thing from on_eval",
+                hint="log it from on_eval",
             )
         yield from ((f"{name}/{place}", float(part)) for place, part in enumerate(value))
         return

@@ -121,8 +121,8 @@ def job_layer(job: Job) -> dict[str, Any]:
     layer = dict(job.settings or {})
     if "run_dir" in layer:
         raise JobError(
-            f"Job(settings={{'run_dir': {str(layer['run_dir'])!r}}}): a job can't say where it runs.",
-            cause="the run folder is there before the job is loaded",
+            f"Job(settings={{'run_dir': {str(layer['run_dir'])!r}}}): a job can't set its run folder.",
+            cause="the run folder exists before the job is loaded",
             hint=f"--run-dir {layer['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
         )
     for name in ("micro_batch_size", "max_grad_norm"):
@@ -143,18 +143,19 @@ def build_model(job: Job, *, seed: int) -> nn.Module:
             raise
         raise JobError(
             f"model= failed: {error}",
-            cause="DistributedDataParallel or another wrapper inside model=, which Paceline brings itself",
+            cause="DistributedDataParallel or another wrapper inside model=, which Paceline adds itself",
             hint="model= without it; --layout ddp or fsdp",
         ) from error
     if not isinstance(model, nn.Module):
         raise JobError(
-            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+            f"model= returned a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise JobError(
-            "model= gave parameters without memory (on the device meta), so they have no start values.",
+            "model= returned parameters on the meta device, so they have no initial values.",
             cause='built under torch.device("meta"), to be filled later',
-            hint="leave it out: above init.limit a model is built without memory by itself, and its init is replayed",
+            hint="leave it out: above init.limit a model is built on the meta device automatically, "
+            "and its init is replayed",
         )
     refuse_tensors(model)
     return model
@@ -356,4 +357,4 @@ def _equal_start(model: nn.Module, world: World) -> list[str]:
     differed = [name for names in world.gather_json(broadcast_initial(model, world=world)) for name in names]
     if not differed:
         return []
-    return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]
+    return [f"warning: initial weights differed between ranks ({differed[0]}, ...); rank 0's were sent to all"]

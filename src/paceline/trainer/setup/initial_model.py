@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.errors import JobError
@@ -118,7 +119,10 @@ def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
     num_bytes = tensor_bytes(model)
     if num_bytes <= limit_bytes:
         return ()
-    return (f"start values: {num_bytes:,} bytes are above init.limit: each tensor's are drawn alone, for its name",)
+    return (
+        f"initial values: {num_bytes:,} bytes are above init.limit, so each tensor is drawn "
+        "separately, seeded by its name",
+    )
 
 
 def holds_parts(mesh: Mesh) -> bool:
@@ -142,7 +146,7 @@ def _built(build: Build, *, most: int) -> nn.Module | None:
             return None
     if not isinstance(model, nn.Module):
         raise JobError(
-            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+            f"model= returned a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
         )
     return model
 
@@ -156,7 +160,7 @@ def _gauge(most: int) -> Iterator[None]:
     def weigh(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal total
         del name
-        if parameter is not None and id(parameter) not in seen:
+        if parameter is not None and id(parameter) not in seen and not is_lazy(parameter):
             seen[id(parameter)] = parameter
             total += parameter.numel() * parameter.element_size()  # a sparse one has no `nbytes`; it is refused by name
             if total > most:

@@ -113,7 +113,7 @@ def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJ
         )
     micro = saved["micro_batch_size"]
     plan = make_plan(ready.task, ready.job, ready.settings, micro_batch_size=micro, goes_on=True)
-    note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
+    note = f"batch: microbatches of {plan.micro_batch_size}, as at the start of this run"
     return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
 
 

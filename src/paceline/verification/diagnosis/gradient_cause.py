@@ -79,10 +79,10 @@ def unexplained_gradient(
 ) -> str:
     """Return the remaining possible causes if no weighting fits."""
     share = _share(evidence, num_differing or len(evidence), num_parameters)
-    inputs = "" if is_data_right else "other inputs, "
+    inputs = "" if is_data_right else "different inputs, "
     return (
-        "no weighting of the microbatches' gradients gives this: other random numbers (dropout), "
-        f"{inputs}or other arithmetic ({share})"
+        "no weighting of the microbatches' gradients explains this: different random numbers (dropout), "
+        f"{inputs}or different arithmetic ({share})"
     )
 
 
@@ -140,14 +140,14 @@ def _solved(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
         what = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
         odd = np.flatnonzero(np.abs(by_rank - 1.0) > 1e-6)
         if len(odd) == 1:
-            what = f"on {facts.who(int(odd[0]))} alone it is scaled, by a hook or a loss of its own, or {what}"
+            what = f"it is scaled only on {facts.who(int(odd[0]))}, by a hook or a rank-dependent loss, or {what}"
         return f"each rank's share has its own factor ({shown}): {what} per rank before the reduction"
     by_micro = _solve(evidence, np.eye(num))
     if by_micro is not None:
         shown = ", ".join(f"{value:.3g}" for value in by_micro[:8]) + (", ..." if num > 8 else "")
-        return f"the microbatches have the weights {shown} instead of 1: clipped, scaled or chosen one by one"
+        return f"the microbatches have the weights {shown} instead of 1: clipped, scaled or selected one by one"
     if len(evidence) > 1 and all(_solve([item], np.ones((num, 1))) is not None for item in evidence):
-        return "each parameter is scaled by itself: clipping or scaling per parameter, or a group's own rule"
+        return "each parameter is scaled separately: clipping or scaling per parameter, or a group's own rule"
     return None
 
 
@@ -180,9 +180,9 @@ def data_cause(found: Mapping[int, Sequence[int]], expected: Mapping[int, Sequen
     if repeated and missing:
         return f"data order: ranks read the same samples ({repeated[:4]} twice, {missing[:4]} never)"
     if foreign:
-        return f"data order: other samples were read ({foreign[:4]} for {missing[:4]})"
+        return f"data order: different samples were read ({foreign[:4]} instead of {missing[:4]})"
     if missing:
         return f"data order: samples were dropped ({missing[:4]})"
     if repeated:
         return f"data order: samples were repeated ({repeated[:4]})"
-    return "data order: the same samples in other microbatches"
+    return "data order: the same samples in different microbatches"

@@ -86,18 +86,22 @@ def _factors(facts: GradientFacts) -> Iterator[Hypothesis]:
         meanings.setdefault(shown, (factor, []))[1].append(meaning)
 
     if ranks > 1:
-        mean(f"{ranks}", ranks, "summed for averaged, reduced twice, or the loss times the ranks")
+        mean(f"{ranks}", ranks, "summed instead of averaged, reduced twice, or the loss multiplied by the ranks")
         mean(f"1/{ranks}", 1 / ranks, "averaged over ranks after the division by the count")
         mean(f"1/{ranks**2}", 1 / ranks**2, "divided by the ranks twice")
-        mean(f"{ranks**2}", ranks**2, "reduced twice and summed for averaged")
+        mean(f"{ranks**2}", ranks**2, "reduced twice and summed instead of averaged")
     for axis, size in facts.axes.items():
-        mean(f"{size}", size, f"summed over the {size} {axis} ranks though each has all of it (the {axis} degree)")
-        mean(f"1/{size}", 1 / size, f"divided by the {size} {axis} ranks (the {axis} degree): an average for a sum")
+        mean(f"{size}", size, f"summed over the {size} {axis} ranks although each has all of it (the {axis} degree)")
+        mean(
+            f"1/{size}",
+            1 / size,
+            f"divided by the {size} {axis} ranks (the {axis} degree): an average instead of a sum",
+        )
     if rounds > 1:
         mean(f"{rounds}", rounds, "accumulated without dividing by the microbatches of a rank")
-        mean(f"1/{rounds}", 1 / rounds, "divided by the microbatches of a rank as well, or only its last one counted")
+        mean(f"1/{rounds}", 1 / rounds, "also divided by the microbatches of a rank, or only its last one counted")
     if num > 1:
-        mean(f"{num}", num, "microbatches' means added up, divided by none")
+        mean(f"{num}", num, "means of microbatches added up without a division")
     mean("2", 2.0, "backward ran twice, or the gradient was added twice")
     yield Hypothesis(cause="not trained: the gradient is zero", weights=ones * 0.0)
     yield Hypothesis(cause="the sign is wrong: the loss goes up", weights=-ones)
@@ -160,7 +164,7 @@ def _of_rank(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=f"{held} alone", weights=alone, agree=False, everywhere=False)
     yield Hypothesis(cause=f"{held}, divided by its own count", weights=alone * share, agree=False, everywhere=False)
     yield Hypothesis(cause=f"{held}, averaged over ranks", weights=alone / ranks, agree=False, everywhere=False)
-    yield Hypothesis(cause=f"{held}, times the ranks", weights=alone * ranks, agree=False, everywhere=False)
+    yield Hypothesis(cause=f"{held}, multiplied by the ranks", weights=alone * ranks, agree=False, everywhere=False)
     missing = f"missing on {facts.who(rank)}: frozen, detached or skipped there"
     yield Hypothesis(cause=missing, weights=1.0 - alone, agree=True, everywhere=False)
     left = counts.sum() - own
@@ -169,7 +173,7 @@ def _of_rank(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=cause, weights=(1.0 - alone) * counts.sum() / left, agree=True, everywhere=False)
     twice = f"{facts.who(rank)}'s gradient counts twice"
     if rank >= len(counts) % ranks > 0:
-        twice += ": added twice, or the microbatch that it stands in with, having none, was counted"
+        twice += ": added twice, or the substitute microbatch of a rank without samples was counted"
     yield Hypothesis(cause=twice, weights=1.0 + alone, agree=True)
     for name, weights in (("", alone * ranks), (", divided by their own count", alone * share)):
         cause = f"all ranks have {facts.who(rank)}'s samples{name}"
@@ -188,6 +192,6 @@ def _of_microbatch(facts: GradientFacts, index: int) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"{cause}: {text}", weights=weights, agree=True, everywhere=True, blames_data=True)
         count = float(weights @ facts.counts)
         if count:
-            cause = f"{cause}, and the count is that of the rest: {text}"
+            cause = f"{cause}, and the count covers only the rest: {text}"
             scaled = weights * facts.counts.sum() / count
             yield Hypothesis(cause=cause, weights=scaled, agree=True, everywhere=True, blames_data=True)

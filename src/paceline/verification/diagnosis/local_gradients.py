@@ -92,20 +92,18 @@ def replay_cause(
         bits = _bits(float((found - sum(right)).norm()), math.hypot(*(float(value.norm()) for value in right)))
         fine = "every rank's own gradients are right before the reduction"
         if _FEW_BITS[0] < bits < _FEW_BITS[1]:
-            about = (
-                f"{fine}, and their sum is right to about {bits:.0f} bits only: added up or sent in a lower precision"
-            )
+            about = f"{fine}, but their sum is right to about {bits:.0f} bits only: added or sent in a lower precision"
             return f"{about} (bf16 keeps 8 bits, fp16 11, fp32 24)", ""
-        return f"{fine}: what adds them up is wrong, in a way that is none of the usual ones", ""
+        return f"{fine}: their reduction is wrong, in an unusual way", ""
     wrong = sorted({j % ranks for j in bad})
     which = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
     who = "every rank" if len(wrong) == ranks else which
     bits = median(_bits(apart[j], float(right[j].norm())) for j in bad)
-    why = "code that asks for the rank, a tensor that is no buffer, a random generator of its own"
+    why = "code that depends on the rank, a tensor that is not a buffer, a separate random generator"
     if _COARSE_BITS[0] < bits < _COARSE_BITS[1]:
         why = f"right to about {bits:.0f} bits only, so a lower precision (bf16 autocast, TF32), or {why}"
     return (
-        f"the forward or backward of {who} gives another gradient than one process, from the same samples, weights "
+        f"the forward or backward of {who} gives a different gradient than one process, from the same samples, weights "
         f"and random keys, before any reduction (microbatch {bad[0]} first): {why}"
     ), who
 

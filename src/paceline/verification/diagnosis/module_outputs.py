@@ -157,7 +157,7 @@ def _why(built: TrainingSetup, name: str, own: Tensor, right: Tensor, ids: Tenso
     if isinstance(bias, Tensor) and bias.shape == right.shape[-1:]:
         times = _factor(error, bias.detach().double().expand_as(right))
         if times is not None:
-            return f"its bias is in it {1 + times:.4g} times{_degree(built, 1 + times)}"
+            return f"its bias is added {1 + times:.4g} times{_degree(built, 1 + times)}"
     times = _factor(own, right)
     if times is not None:
         return f"it is {times:.4g} times what it should be{_degree(built, times)}"
@@ -168,7 +168,7 @@ def _why(built: TrainingSetup, name: str, own: Tensor, right: Tensor, ids: Tenso
     for rank, part in enumerate(built.weights.parts(weight)):
         held = [(box.whole[0], box.whole[0] + box.size[0]) for box in part.boxes]
         if not part.is_all and all(any(low <= int(row) < high for low, high in held) for row in wrong):
-            return f"the rows that are looked up wrongly are all of rank {rank} ({held[0][0]} to {held[-1][1] - 1})"
+            return f"the rows that are looked up wrongly are all on rank {rank} ({held[0][0]} to {held[-1][1] - 1})"
     return ""
 
 
@@ -203,24 +203,27 @@ def watched_cause(
         where = _where(found, places)
         why = found["why"] and f" ({found['why']})"
         return (
-            "the forward gives another output than one process, from the same weights and samples, first at "
-            f"{found['module']}{where}{why}:{before} the fault is in it or in what is computed right before it"
+            "the forward gives a different output than one process, from the same weights and samples, first at "
+            f"{found['module']}{where}{why}:{before} the fault is in it or in the operations right before it"
         )
     if loss_wrong:
         axes = [axis for axis in ("tp", "cp") if places is not None and places.mesh.size(axis) > 1]
-        cut = {"tp": "logits that are cut over the vocabulary (tp)", "cp": "labels at the borders of the cut (cp)"}
+        cut = {
+            "tp": "logits that are split over the vocabulary (tp)",
+            "cp": "labels at the borders of the sequence parts (cp)",
+        }
         what = ", ".join(["targets, labels and their count", *(cut[axis] for axis in axes)])
-        return f"every module's output is right and the loss is not: look at what the loss is made of: {what}"
+        return f"every module's output is right but the loss is not: check the inputs of the loss: {what}"
     again = (
-        "remat runs blocks again in backward, and gives other values there than at first (dropout's random numbers, a "
-        "buffer, another autocast); or "
+        "remat recomputes blocks in backward with different values than in forward (dropout's random numbers, a "
+        "buffer, a different autocast); or "
         if remat
         else ""
     )
     where = f", first at {last}, the last parameter in the model's order that differs" if last else ""
     return (
-        f"the forward is right, every module's output and the loss; backward, or what adds gradients up, is not: "
-        f"{again}what a placing sends back in backward{where}"
+        f"the forward is right, every module's output and the loss; backward, or the gradient reduction, is not: "
+        f"{again}the communication of the layout in backward{where}"
     )
 
 
@@ -229,7 +232,7 @@ def quiet_where(found: Mapping[str, Any], *, places: RankNames | None, loss_wron
     if found["module"]:
         return f"first at {found['module']}{_where(found, places)}"
     if remat and not loss_wrong:
-        return "in backward alone, where remat runs blocks again: the mask is another than forward's"
+        return "only in backward, where remat recomputes blocks: the mask differs from forward's"
     return ""
 
 

@@ -52,10 +52,10 @@ def read_otherwise(seen: ObservedStep, *, pieces: Sequence[Micro], places: RankN
         return None
     some = of_owners(other, replicas=seen.dealt, places=places)
     share = f"{len(other)} of {len(wanted)}{some}"
-    there = f"data: the right samples with other contents in microbatch {other[0]} ({share})"
+    there = f"data: the right samples with different contents in microbatch {other[0]} ({share})"
     rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
     if rows and rows != num_rows(pieces[other[0]].data):
-        return f"{there}: the collation gives {rows} rows for {samples} samples"
-    asks = "a dataset or collation that asks for the rank or ignores the index, or " if some else ""
+        return f"{there}: the collation returns {rows} rows for {samples} samples"
+    asks = "a dataset or collation that depends on the rank or ignores the index, or " if some else ""
     random = "random augmentation or collation that is not keyed to the sample"
-    return f"{there}: {asks}{random}, or a dataset that asks for the data worker"
+    return f"{there}: {asks}{random}, or a dataset that depends on the data worker"

@@ -89,7 +89,7 @@ def _not_summed(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | Non
         if axis != "ep" and _adds_up(case, last, axis):
             before = len(bad) - 1
             return last, (
-                f"{_part_text(case, last, axis)}; {before} more differ, all before it in the model: they follow from it"
+                f"{_part_text(case, last, axis)}; {before} more differ, all earlier in the model, as a consequence"
             )
     return None
 
@@ -128,9 +128,9 @@ def _apart(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | None:
                 if right and odd:
                     of = case.places.holders(name)
                     cause = (
-                        f"right on {case.places.named(right, of=of)} and not on {case.places.named(odd, of=of)}, which "
+                        f"right on {case.places.named(right, of=of)} but not on {case.places.named(odd, of=of)}, which "
                         f"hold the same tensor{' (tied)' if axis == 'pp' else ''}: copies along {axis} must be equal; "
-                        "there its gradient was not summed, or not given"
+                        "there its gradient was not summed, or not distributed"
                     )
                     return name, f"{cause} ({len(bad)} of {len(case.right)} parameters)"
                 if any(not torch.equal(pieces[rank], pieces[group[0]]) for rank in group) and not right:
@@ -160,13 +160,13 @@ def _moved_rows(case: GradientCase, bad: Sequence[str]) -> tuple[str, str] | Non
     error, where = euclidean_distance(found, wanted), case.places.words(wrong, of=case.places.holders(name))
     for by in [sign * size for size in range(1, min(4, rows)) for sign in (1, -1)]:
         if case.close(found.roll(-by, 0), wanted, name, error):
-            text = f"its rows are the right ones moved by {by}: off by {'one' if abs(by) == 1 else abs(by)}"
+            text = f"its rows are the right ones shifted by {by}: off by {'one' if abs(by) == 1 else abs(by)}"
             return name, f"{text}{where} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
     flat, target = to_double(found).reshape(rows, -1), to_double(wanted).reshape(rows, -1)
     nearest = torch.cdist(flat, target).argmin(1)
     if len(set(nearest.tolist())) == rows and case.close(target[nearest], flat, name, error):
         odd = [row for row, other in enumerate(nearest.tolist()) if row != other]
-        text = f"its rows have changed places (row {odd[0]} holds what row {int(nearest[odd[0]])} should)"
+        text = f"its rows are permuted (row {odd[0]} holds what row {int(nearest[odd[0]])} should)"
         return name, f"{text}{where} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
     return None
 

@@ -22,12 +22,14 @@ _MOST_PARAMETERS = 24
 _MOST_ELEMENTS = 1 << 16
 Tensors = Mapping[str, Tensor]
 _STATE = (
-    "the job: one process, from the same weights, buffers and samples, has another gradient the second time; the model "
-    "keeps state that is no buffer (a random generator of its own, a counter, a cache), so no two runs are the same"
+    "the job: one process, from the same weights, buffers and samples, has a different gradient the "
+    "second time; the model "
+    "keeps state that is not a buffer (its own random generator, a counter, a cache), so no two runs are the same"
 )
 _ORDER = (
-    "the job: microbatches see each other (a forward that writes a buffer and reads it), so their order counts, and "
-    "ranks that work at the same time can't have one process's order"
+    "the job: microbatches affect each other (a forward that writes a buffer and reads it), so "
+    "their order matters, and "
+    "ranks that work at the same time can't reproduce one process's order"
 )
 
 
@@ -142,7 +144,7 @@ class ReferenceRerun:
             have = [
                 linear_view(parts.get(name, torch.zeros_like(like))) * detailed.divisor - others for parts in everywhere
             ]
-            also = {"the gradient of the step before is still in it: not set to zero": self._last.get(name)}
+            also = {"it still contains the previous step's gradient: not set to zero": self._last.get(name)}
             also["weight decay was added to the gradient"] = weights[name]
             found.append(
                 Evidence(

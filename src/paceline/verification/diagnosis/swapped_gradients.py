@@ -25,7 +25,7 @@ def explain_swapped(evidence: Sequence[Evidence], facts: GradientFacts) -> str |
     if left or not said:
         return None
     more = f", and {len(said) - 1} more pairs" if len(said) > 1 else ""
-    return f"{said[0]}{more}: they changed places, parameters are walked through in another order there"
+    return f"{said[0]}{more}: they are swapped, because parameters are visited in a different order there"
 
 
 def _owners(facts: GradientFacts) -> Iterator[tuple[str, NDArray[np.bool_]]]:

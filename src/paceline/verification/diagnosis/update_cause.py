@@ -14,30 +14,34 @@ def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int,
     share = "every parameter" if num_bad == num_parameters else f"{num_bad} of {num_parameters}"
     moved, right = found - before, wanted - before
     if not np.any(moved):
-        return f"the optimizer does not move it: it holds other parameters than the model's (stale), or none ({share})"
+        return (
+            f"the optimizer does not update it: it holds parameters other than the model's (stale), or none ({share})"
+        )
     if not np.any(right):
-        return f"it moves and should not: it is in a group that it should not be in ({share})"
+        return f"it is updated but should not be: it is in the wrong group ({share})"
     stale = _stale(moved, right)
     if stale is not None:
         return (
-            f"equal gradients, but {stale:.0%} of its elements are not updated and the rest is right: stale rows, that "
+            f"equal gradients, but {stale:.0%} of its elements are not updated and the rest is right: stale rows that "
             f"their rank did not update, or whose new values were not gathered ({share})"
         )
     factor = float(moved @ right) / float(right @ right)
     if _left(moved - factor * right, moved - right):
         return (
-            f"equal gradients, but the step is {factor:.4g} times as long: another learning rate or clipping ({share})"
+            f"equal gradients, but the step is {factor:.4g} times as long: a different learning "
+            f"rate or clipping ({share})"
         )
     decay = _along(moved - right, before)
     if decay is not None:
-        return f"equal gradients, but weights shrink by {-decay:.3g} more: another weight decay or group ({share})"
+        return f"equal gradients, but weights shrink by {-decay:.3g} more: a different weight decay or group ({share})"
     both = np.stack([right, before], axis=1)
     solution = np.linalg.lstsq(both, moved, rcond=None)[0]
     if moved.size > 4 and _left(moved - both @ solution, moved - right):
         return (
-            f"equal gradients, other learning rate ({solution[0]:.4g} times) and weight decay: a group's own ({share})"
+            f"equal gradients, different learning rate ({solution[0]:.4g} times) and weight decay: a "
+            f"different group ({share})"
         )
-    return f"equal gradients, other weights: another optimizer state (momentum), group or rule ({share})"
+    return f"equal gradients, different weights: a different optimizer state (momentum), group or rule ({share})"
 
 
 def _stale(moved: Vector, right: Vector) -> float | None:
@@ -60,11 +64,13 @@ def norm_cause(norms: Sequence[float | None], wanted: float, *, shared: float | 
     first = norms[apart[0]] or 0.0
     if shared is not None and len(apart) == len(norms) and abs(first - shared) <= _SHAPE * wanted:
         return (
-            f"equal gradients, but their norm is measured as {first:.4g} for {wanted:.4g}: tensors that several ranks "
-            "hold (replicated ones) are counted once for every rank, so it is too large and clips too much"
+            f"equal gradients, but their norm is measured as {first:.4g} instead of {wanted:.4g}: "
+            "tensors that several ranks "
+            "hold (replicated ones) are counted once per rank, so it is too large and clips too much"
         )
     return (
-        f"equal gradients, but rank {apart[0]} measures their norm as {norms[apart[0]]:.4g} for {wanted:.4g}: it clips "
+        f"equal gradients, but rank {apart[0]} measures their norm as {norms[apart[0]]:.4g} instead of "
+        f"{wanted:.4g}: it clips "
         f"by a part of the gradients, or by those before the reduction (on rank {', '.join(map(str, apart))})"
     )
 
@@ -94,25 +100,25 @@ def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vec
         return f"buffers: {apart}not finite, here or in one process"
     if momentum is None or len(after) == 0:
         return (
-            f"buffers: {apart}the forward changes it, and one process's has seen every microbatch; here it was updated "
-            "another number of times, or from one rank's microbatches alone (rank 0's value is given to all)"
+            f"buffers: {apart}the forward changes it, and in one process it sees every microbatch; here it was updated "
+            "a different number of times, or from one rank's microbatches only (rank 0's value is sent to all)"
         )
     rows = _statistics(before, after, momentum)
     local = [_fold(before, rows[rank::ranks], momentum) for rank in range(ranks)]
     for rank, value in enumerate(local):
         if _close(mine, value, after[-1]):
-            return f"buffers: {apart}running statistics of rank {rank}'s microbatches alone (left local)"
+            return f"buffers: {apart}running statistics of rank {rank}'s microbatches only (left local)"
     if _close(mine, np.mean(local, axis=0), after[-1]):
         return f"buffers: {apart}the mean of the ranks' own running statistics"
     if _close(mine, _fold(before, rows[::-1], momentum), after[-1]):
-        return f"buffers: {apart}folded in another order"
+        return f"buffers: {apart}folded in a different order"
     for twice in ([row for row in rows for _ in range(2)], [*rows, *rows]):
         if _close(mine, _fold(before, twice, momentum), after[-1]):
-            return f"buffers: {apart}each microbatch was folded twice (a forward too many)"
+            return f"buffers: {apart}each microbatch was folded twice (one forward too many)"
     joint = before + momentum * (np.mean(rows, axis=0) - before)
     if _close(mine, joint, after[-1]):
         return f"buffers: {apart}updated once with the mean over the batch, not microbatch by microbatch"
-    return f"buffers: {apart}running statistics of other microbatches, or updated another number of times"
+    return f"buffers: {apart}running statistics of different microbatches, or updated a different number of times"
 
 
 def _statistics(before: Vector, after: Sequence[Vector], momentum: float) -> list[Vector]:

@@ -62,7 +62,8 @@ def compare_recordings(
     unjudged = tuple(doubt.names)
     verdict = "rounding" if worst or unjudged else "bitwise"
     text = (
-        f"{verdict}: {plural(steps, 'step')}, at most {worst:.1e} apart{_left_out(unjudged)}{_beyond(steps, recorded)}"
+        f"{verdict}: {plural(steps, 'step')}, differing by at most "
+        f"{worst:.1e}{_left_out(unjudged)}{_beyond(steps, recorded)}"
     )
     return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
 
@@ -87,7 +88,7 @@ def _left_out(names: Sequence[str]) -> str:
     if not names:
         return ""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"; not judged, as their gradient is lost in rounding: {', '.join(names[:_NAMED])}{rest}"
+    return f"; not judged, because their gradient is lost in rounding: {', '.join(names[:_NAMED])}{rest}"
 
 
 def _num_steps(records: Sequence[Record]) -> int:
@@ -98,7 +99,7 @@ def _num_steps(records: Sequence[Record]) -> int:
 def _steps_of(records: Sequence[Record]) -> str:
     found = sorted({record.step for record in records if record.step})
     if not found:
-        return "the start alone"
+        return "the start only"
     return f"step {found[0]}" if len(found) == 1 else f"{plural(len(found), 'step')} from {found[0]} to {found[-1]}"
 
 
@@ -141,20 +142,24 @@ def _cause(
 ) -> str:
     share = f"{len(bad)} of {len(left)} parameters"
     if one.step == 0:
-        return f"the weights differ before the first step ({share}): another seed, other start values, or a checkpoint"
+        return (
+            f"the weights differ before the first step ({share}): a different seed, different initial "
+            "values, or a checkpoint"
+        )
     factors = [factor_between(left[name], right[name]) for name in bad]
     known = [factor for factor in factors if factor is not None]
     if kind == "weight":
-        return f"equal gradients, other weights ({share}): the optimizer, its groups, or what it holds"
+        return f"equal gradients, different weights ({share}): the optimizer, its groups or its state"
     if one.batch is not None and other.batch is not None and one.batch != other.batch:
         return f"the batches differ ({share}): data order"
     if len(known) == len(factors) and max(known) - min(known) < SHAPE * max(known):
         return (
-            f"a factor of {known[0]:.4g} ({share}): a sum for a mean, a missing or double reduction, or a scaled loss"
+            f"a factor of {known[0]:.4g} ({share}): a sum instead of a mean, a missing or double "
+            "reduction, or a scaled loss"
         )
     return (
-        f"no common factor ({share}): other samples, other random numbers, counts that differ between ranks or "
-        "microbatches (a mean of means), or one rank's gradient alone"
+        f"no common factor ({share}): different samples, different random numbers, counts that differ between ranks or "
+        "microbatches (a mean of means), or only one rank's gradient"
     )
 
 

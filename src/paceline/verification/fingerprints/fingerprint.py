@@ -156,7 +156,7 @@ class Recording:
         """A line about what was left out; empty if nothing was."""
         if not self.is_torn:
             return ""
-        return f"{self.path}: the last line is half written, as by a kill, and was left out"
+        return f"{self.path}: the last line is incomplete, as after a kill, and was left out"
 
 
 def read_recording(path: Path, *, rank: int = 0) -> Recording:
@@ -167,11 +167,11 @@ def read_recording(path: Path, *, rank: int = 0) -> Recording:
     """
     file = _file(path, rank)
     if not file.is_file():
-        raise UsageError(f"{path} holds no recording.", hint="pl.record(model, optimizer, path)")
+        raise UsageError(f"{path} contains no recording.", hint="pl.record(model, optimizer, path)")
     records, is_torn = _records(file)
     if not records:
         raise UsageError(
-            f"the recording {file} has no step: " + ("its only line is half written." if is_torn else "it is empty."),
+            f"the recording {file} has no step: " + ("its only line is incomplete." if is_torn else "it is empty."),
             cause="the recorded loop ended before its optimizer's first step was written",
             hint=_AGAIN,
         )
@@ -206,7 +206,7 @@ def _records(file: Path) -> tuple[list[Record], bool]:
             if number == len(lines) and not data.endswith(b"\n"):
                 return found, True
             raise UsageError(
-                f"{file}: line {number} is no step of a recording: {type(error).__name__}: {error}",
+                f"{file}: line {number} is not a step of a recording: {type(error).__name__}: {error}",
                 cause="the file was changed or damaged after it was written",
                 hint=_AGAIN,
             ) from None

@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
         if every < 1:
-            raise UsageError(f"record(every={every}): expected 1 or more.", hint="every=10 writes each tenth step")
+            raise UsageError(f"record(every={every}): expected 1 or more.", hint="every=10 records every tenth step")
         optimizers = _plain_optimizers(optimizer)
         rank = _rank()
         folder = Path(path)
@@ -162,7 +162,7 @@ def _plain_optimizers(given: Any) -> list[Optimizer]:
     if not isinstance(inner, Optimizer):
         raise UsageError(
             f"record needs an optimizer, got a {type(given).__name__}.",
-            cause="its steps are where fingerprints are taken",
+            cause="fingerprints are taken at its steps",
             hint="pl.record(model, optimizer, path), or a list of optimizers",
         )
     return [inner]

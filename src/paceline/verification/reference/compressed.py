@@ -122,7 +122,8 @@ def refuse_joined(how: Compression, *, buffers: str) -> None:
     if how.is_on and buffers == "sync_bn":
         raise UsageError(
             f"verify has no verdict on --compress {how.method} with sync_bn.",
-            cause="one process runs the replicas' microbatches as one there, and has no gradient of each to compress",
+            cause="one process runs the replicas' microbatches as one there, so it has no gradient of "
+            "each replica to compress",
             hint="--train.buffers fold, or leave --compress out",
         )
 

@@ -193,7 +193,7 @@ def run_served(built: TrainingSetup, *, reference: Reference | None, steps: int,
         judge_drift(finding, weights, reference, again, start, steps, WeightDrift())
         late = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
         finding.detail = (
-            f"{plural(len(step.record), 'update')}, at most {late} late, done again in their order; loss of the last "
+            f"{plural(len(step.record), 'update')}, at most {late} late, repeated in their order; loss of the last "
             f"batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
         )
         if evaluated is not None:

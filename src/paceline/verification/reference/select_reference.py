@@ -14,9 +14,9 @@ from paceline.verification.reference.pipedream import PipeDreamRule, StashedRefe
 from paceline.verification.reference.reference import Reference
 
 _TIGHT = 1e-6  # for float64, in which an element is seldom rounded differently
-_LATE = "other weights for a microbatch than the rule's, gradients, loss, or evaluation"
-_SITES = "samples, gradients or optimizer of a site, other meetings than the rule's, or evaluation"
-_WIRE = "another choice, scale or factor, what is held back lost or counted twice, samples, loss, evaluation"
+_LATE = "different weights for a microbatch than the rule's, gradients, loss, or evaluation"
+_SITES = "samples, gradients or optimizer of a site, different synchronisation than the rule's, or evaluation"
+_WIRE = "a different selection, scale or factor, error feedback lost or counted twice, samples, loss, evaluation"
 
 
 def oracle_of(built: TrainingSetup) -> Callable[..., Reference]:
@@ -40,4 +40,4 @@ def apart_by(plan: ExecutionPlan, *, is_double: bool) -> tuple[str, WeightDrift]
     """Return what a free run rules out, and how far the two runs may diverge."""
     if not plan.wire.is_on:
         return (_SITES if plan.rule.has_sites else _LATE), WeightDrift()
-    return _WIRE, WeightDrift(share=_TIGHT if is_double else WeightDrift.share, cause=f"the runs part: {_WIRE}")
+    return _WIRE, WeightDrift(share=_TIGHT if is_double else WeightDrift.share, cause=f"the runs diverge: {_WIRE}")

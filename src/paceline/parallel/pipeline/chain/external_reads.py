@@ -51,7 +51,7 @@ def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> Non
     for one in taken:
         if one.unit not in last:
             raise LayoutError(
-                f"the loss reads a value ({one.name}) made in {one.unit or 'the forward'}, and the model does not "
+                f"the loss reads a value ({one.name}) made in {one.unit or 'the forward'}, but the model does not "
                 "return it.",
                 where=one.where,
                 cause="an auxiliary loss or features, left on a module, in a list or by a hook: the last stage, which "
@@ -64,10 +64,10 @@ def called_twice() -> LayoutError:
     """Return the error for a forward= or a loss that calls the model a second time."""
     line = line_now()
     return LayoutError(
-        "the forward calls the model twice, and a stage is left after the model's first call.",
+        "the forward calls the model twice, but a stage ends after the model's first call.",
         where="" if line is None else str(line),
-        cause="two views of a batch, a teacher or a consistency term (R-Drop, SimCSE), each by a call of its own",
-        hint="both as one batch: model(torch.cat([a, b])), its output cut in two; or --layout ddp or fsdp",
+        cause="two views of a batch, a teacher or a consistency term (R-Drop, SimCSE), each with its own call",
+        hint="pass both as one batch: model(torch.cat([a, b])), and split its output; or --layout ddp or fsdp",
     )
 
 

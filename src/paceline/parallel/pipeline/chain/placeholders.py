@@ -66,8 +66,8 @@ class Placeholder:
         except Exception as error:  # whatever a module that needs real values raises
             if self._form is None or any(path not in inputs for path in self._form[1]):
                 raise LayoutError(
-                    f"the shape of what {self._name} returns can't be found without its weights: {error}",
-                    hint="cut so that the first stage alone calls it, or make it a block",
+                    f"the shape of what {self._name} returns can't be determined without its weights: {error}",
+                    hint="cut so that only the first stage calls it, or make it a block",
                 ) from error
             spec, like = self._form
             return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]

@@ -46,7 +46,7 @@ class _Stage:
         self._reads()
         if self.last:
             for node, _ in self.flow.result.values():
-                self._use(node, "what follows the last block")
+                self._use(node, "the code after the last block")
         return self.needs
 
     def _arguments(self) -> None:
@@ -96,8 +96,8 @@ class _Stage:
         return NoChain(
             f"a skip connection crosses the cut before {self.flow.blocks[self.start].name}: {user} needs "
             f"{self._maker(missing)}.",
-            cause="a value that goes around the blocks between, such as a U-Net's skip or collected hidden states",
-            hint="--place.stages with both ends on one stage, or hand the value to the later block as an argument",
+            cause="a value that bypasses the blocks in between, such as a U-Net's skip or collected hidden states",
+            hint="--place.stages with both ends on one stage, or pass the value to the later block as an argument",
         )
 
     def _maker(self, number: int) -> str:

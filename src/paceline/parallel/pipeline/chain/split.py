@@ -215,15 +215,15 @@ def _buffers_of_stages(model: nn.Module, flow: ForwardTrace, bounds: Bounds) -> 
         if len(among) > 1 and is_written:
             raise LayoutError(
                 f"stages {', '.join(map(str, among))} use the buffer {name}, and their forward writes to it: one "
-                "process has all of these writes, and each stage would have its own alone.",
+                "process has all of these writes, but each stage would have only its own.",
                 cause="one module with a buffer in several blocks, or one buffer in several modules",
                 hint="a module for each block, --place.stages with all of them on one stage, or --layout fsdp",
             )
         if among and is_written and None in flow.used[name]:
             raise NoChain(
-                f"the forward reads the buffer {name} outside of its block, and only stage {among[0]} has what is "
+                f"the forward reads the buffer {name} outside of its block, but only stage {among[0]} has the values "
                 "written to it.",
-                cause="a copy of the model (copy.deepcopy), its state_dict(), or running statistics that are looked at",
+                cause="a copy of the model (copy.deepcopy), its state_dict(), or code that reads running statistics",
                 hint="read it inside of its block; or --layout ddp or fsdp",
             )
     own = {name for name in norms if stages.get(name)}  # their statistics are saved and restored around a forward
@@ -258,8 +258,8 @@ def _check_seen(
             node = flow.nodes[key[0]]
             raise NoChain(
                 f"stage {index} needs a value ({node.name}, made before {flow.blocks[start].name}) "
-                "that no block of an earlier stage takes or gives, so it can't be carried there.",
-                hint="cut elsewhere with bounds=, or hand it to the blocks as an argument",
+                "that no block of an earlier stage takes or returns, so it can't be sent there.",
+                hint="cut elsewhere with bounds=, or pass it to the blocks as an argument",
             )
 
 

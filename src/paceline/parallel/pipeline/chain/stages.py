@@ -178,11 +178,11 @@ class Stages:
     def _another_way(self, run: _Run) -> LayoutError:
         """Return the error for blocks called in another order than traced; a stage can't see another stage's choice."""
         number = run.called
-        due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no block any more"
+        due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no further block"
         return LayoutError(
-            f"the forward does not call its blocks as it did when the model was cut: {due} was due.",
-            cause="layers that are skipped, shuffled or repeated by chance or by the data",
-            hint="call all blocks in one order, with the choice inside of a block; or --layout ddp or fsdp",
+            f"the forward does not call its blocks in the order in which the model was cut: {due} was expected.",
+            cause="layers that are skipped, shuffled or repeated at random or depending on the data",
+            hint="call all blocks in one order, and make the choice inside a block; or --layout ddp or fsdp",
         )
 
     def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
@@ -237,8 +237,8 @@ class Stages:
             for carried, path in wanted:
                 if path not in found:
                     raise LayoutError(
-                        f"{self.cut.blocks[number]} was called with other arguments than when the model was cut.",
-                        hint="the same keys in every batch",
+                        f"{self.cut.blocks[number]} was called with different arguments than when the model was cut.",
+                        hint="use the same keys in every batch",
                     )
                 run.seen[carried] = found[path]
 
@@ -276,22 +276,24 @@ def _through_stages(error: RuntimeError) -> LayoutError:
     return LayoutError(
         "the forward asks for the gradient of a value that is on another stage (torch.autograd.grad).",
         where="" if line is None else str(line),
-        cause="a gradient penalty or an energy: its graph goes through all blocks, and a stage has some of them",
-        hint="--layout ddp or fsdp; or take the gradient inside of one block",
+        cause="a gradient penalty or an energy: its graph goes through all blocks, but a stage has only some of them",
+        hint="--layout ddp or fsdp; or take the gradient inside one block",
     )
 
 
 def _enclosed(name: str, function: str) -> LayoutError:
     if function != "CheckpointFunction":
         return LayoutError(
-            f"the model calls {name} inside of the autograd function {function}, and no gradient would come back over "
+            f"the model calls {name} inside the autograd function {function}, so no gradient would come back over "
             "a stage border.",
-            cause="such a function knows its inputs' gradients alone, and a stage's first block answers with what came",
+            cause="such a function returns gradients of its inputs only, but a stage's first "
+            "block takes what it received",
             hint="call the block outside of it (checkpoint(..., use_reentrant=False)), or --layout ddp or fsdp",
         )
     return LayoutError(
-        f"the model checkpoints {name} with use_reentrant=True, and no gradient would come back over a stage border.",
-        cause="such a checkpoint knows its inputs' gradients alone, and a stage's first block answers with what came",
+        f"the model checkpoints {name} with use_reentrant=True, so no gradient would come back over a stage border.",
+        cause="such a checkpoint returns gradients of its inputs only, but a stage's first "
+        "block takes what it received",
         hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without it",
     )
 

@@ -149,8 +149,8 @@ class _Watcher:
             inside = "" if self._inside is None else f" inside {self._order[self._inside].name}"
             raise NoChain(
                 f"the block {block.name} is called{inside or ' twice'} in one forward, so the blocks are no chain.",
-                cause="layers that share their weights by being one module, or a loop over all of them",
-                hint="list other blocks, of which each is called once",
+                cause="layers that share weights because they are one module, or a loop over all of them",
+                hint="list blocks that are each called once",
             )
         if not self._order:
             self._plain.append(plain_state(self._modules))
@@ -198,7 +198,7 @@ class _Watcher:
             raise LayoutError(
                 f"the forward does not call the block {missed[0]}.",
                 cause="a branch that skips layers (stochastic depth, early exit), a layer that another forward uses, "
-                "a copy of the block that is called in its place, or block.forward(x) in place of block(x)",
+                "a copy of the block that is called instead, or block.forward(x) instead of block(x)",
                 hint="list the blocks that every forward calls, in their order: --place.blocks layers.0,layers.1",
             )
         self.flow.blocks = tuple(
@@ -220,7 +220,7 @@ class _Watcher:
             for name in changed:
                 if again.get(name) != after[name] and first.get(name) != after[name]:
                     raise NoChain(
-                        f"the forward changes self.{name} after its first block, and not every stage comes there.",
+                        f"the forward changes self.{name} after its first block, but not every stage runs that code.",
                         cause="a counter, a flag or a list that a later forward reads",
                         hint="change it before the first block; or --layout ddp or fsdp",
                     )
@@ -240,10 +240,10 @@ class _Watcher:
             storage = tensor.untyped_storage()
         except NotImplementedError as error:
             raise LayoutError(
-                "the forward calls its blocks inside of a transform of torch.func, which hides what goes from one to "
+                "the forward calls its blocks inside a torch.func transform, which hides the values passed from one to "
                 "the next.",
                 cause="torch.func.vmap, grad or jvp around a block",
-                hint="the transform inside of a block, or a batch dimension in its place; or --layout ddp or fsdp",
+                hint="move the transform inside a block, or use a batch dimension instead; or --layout ddp or fsdp",
             ) from error
         if storage not in self._node_of:
             self._node_of[storage] = self._add(Node(name="given", after=0))
@@ -265,10 +265,10 @@ def _refuse_drawn(block: Block, before: Mapping[str, Any]) -> None:
     name = next((name for name, state in drawn_by_hand().items() if state != before[name]), None)
     if name is not None:
         raise LayoutError(
-            f"the block {block.name} draws from {name}, and a stage would draw other numbers there than one process: "
-            "it does not run the blocks before.",
+            f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process: "
+            "it does not run the earlier blocks.",
             cause="stochastic depth or augmentation by Python's own generators",
-            hint="draw with torch: torch.rand(()).item() in place of random.random(); or --layout ddp or fsdp",
+            hint="draw with torch: torch.rand(()).item() instead of random.random(); or --layout ddp or fsdp",
         )
 
 

@@ -170,6 +170,6 @@ def _too_few(num_stages: int, blocks: Sequence[Block]) -> LayoutError:
     return LayoutError(
         f"{num_stages} stages, but the forward calls only {len(blocks)} modules that hold parameters "
         f"({names}{', ...' * (len(blocks) > 3)}).",
-        cause="each stage needs a call of its own; parameters used without a module are no place to cut",
+        cause="each stage needs its own module call; parameters used outside a module are not cut points",
         hint=f"a smaller pp or virtual: {len(blocks)} stages at most; or --layout fsdp",
     )

@@ -52,7 +52,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
         program, toggles = _program(model, args, kwargs, units)
         if host_states() != before:
             raise LayoutError(
-                "the forward draws from random or numpy, and an exported graph would keep that one draw for ever.",
+                "the forward draws from random or numpy, and an exported graph would reuse that one draw forever.",
                 cause="stochastic depth or augmentation by Python's own generators",
                 hint="draw with torch, and compute with what was drawn: x * (torch.rand(()) > 0.5)",
             )
@@ -87,7 +87,7 @@ def _program(
 
 def _changing(name: str) -> LayoutError:
     return LayoutError(
-        f"the forward changes {name}, and an exported graph would keep the value that it was made with.",
+        f"the forward changes {name}, and an exported graph would keep the value at export.",
         cause="a counter or a flag that decides what the forward does",
         hint="register_buffer for it, and compute with it: torch.where(self.steps < 10, a, b)",
     )
@@ -99,9 +99,9 @@ def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
     left = [name for name in names if not any(name.startswith(f"{unit}.") for unit in units)]
     if left:
         raise LayoutError(
-            f"the forward keeps a tensor on the model between its modules (self.{left[0]}), which a graph does not do.",
-            cause="a value that is left for code outside of the forward, such as a loss beside the output",
-            hint="return it from the forward, or register_buffer for what goes on from step to step",
+            f"the forward stores a tensor on the model between its modules (self.{left[0]}), which a graph can't do.",
+            cause="a value stored for code outside the forward, such as an auxiliary loss",
+            hint="return it from the forward, or register_buffer for state that is kept between steps",
         )
 
 
@@ -203,13 +203,13 @@ class _Reader:
         signature = self._signatures.get(name)
         if signature is None:
             raise LayoutError(
-                f"torch.export does not say what {name} takes and returns.",
+                f"torch.export does not record what {name} takes and returns.",
                 cause="a module whose forward is called as a function: block.forward(x)",
                 hint="call the module: block(x)",
             )
         if signature.in_spec.num_leaves != len(signature.inputs):
             raise LayoutError(
-                f"{name} changes a list or a dict that it is given, and what it puts there is lost at a border.",
+                f"{name} changes a list or a dict that it gets, and the change is lost at a stage border.",
                 cause="blocks that append their auxiliary values to one list",
                 hint="return the values: x, aux = block(x); or --layout fsdp",
             )
@@ -263,8 +263,8 @@ def _check_hidden(graph: Graph) -> None:
 def _hidden(graph: Graph, name: str, why: str) -> LayoutError:
     maker = graph.steps[graph.inside[name]].name if name in graph.inside else "a module"
     return LayoutError(
-        f"{maker} makes a value ({name}) that it does not return, and {why}.",
-        cause="a module that keeps a tensor on itself (self.last = x) for code outside of it",
+        f"{maker} creates a value ({name}) that it does not return, but {why}.",
+        cause="a module that stores a tensor on itself (self.last = x) for code outside of it",
         hint="return it from the module",
     )
 
@@ -296,21 +296,21 @@ def _refused(error: Exception) -> LayoutError:
     text = str(error).strip().partition("\n")[0]
     if any(frame.name == "deepcopy" and frame.filename == copy.__file__ for frame in extract_tb(error.__traceback__)):
         return LayoutError(
-            "the forward copies a module (copy.deepcopy), and an exported graph has no copies.",
+            "the forward copies a module (copy.deepcopy), which an exported graph can't do.",
             where="" if line is None else str(line),
-            cause="a teacher or a frozen twin that is made anew in each forward",
+            cause="a teacher or a frozen twin that is recreated in each forward",
             hint="call the module itself, for a teacher under torch.no_grad(); or --layout ddp or fsdp",
         )
     if "data-dependent" in str(error):
         return LayoutError(
-            "the forward decides by a tensor's value, so torch.export gets no graph of it to cut into stages.",
+            "the forward branches on a tensor's value, so torch.export can't make a graph to cut into stages.",
             where="" if line is None else str(line),
             cause="an `if`, a loop, a size or .item() that depends on the data",
-            hint="torch.where in place of the branch, or a chain of blocks with the branch inside one",
+            hint="torch.where instead of the branch, or a chain of blocks with the branch inside one",
         )
     return LayoutError(
         f"torch.export can't take the forward, so it can't be cut into stages: {type(error).__name__}: {text}",
         where="" if line is None else str(line),
-        cause="the model has no chain of blocks, and this is not to be had as a graph",
-        hint="list blocks that each forward calls one after another: --place.blocks; or --layout fsdp",
+        cause="the model has no chain of blocks, and its forward can't be exported as a graph",
+        hint="list blocks that each forward calls in sequence: --place.blocks; or --layout fsdp",
     )

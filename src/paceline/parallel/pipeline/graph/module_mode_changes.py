@@ -55,8 +55,9 @@ class ModeChangeCheck:
         self._found = self._found or self.hooked
         if self._found:
             raise LayoutError(
-                f"the forward sets self.{self._found} between calls of its modules, and stages along a graph make the "
-                "calls alone.",
+                f"the forward sets self.{self._found} between calls of its modules, but stages "
+                "along a graph only make the "
+                "calls.",
                 cause="a pass in eval mode, without tracking or with another momentum within the training forward; "
                 "layers that it freezes or thaws; functional_call with other parameters; a value left on a module",
                 hint="give the module what it needs as an argument; or --layout ddp or fsdp",

@@ -112,7 +112,7 @@ class LiveValues:
         for name in live:
             if num_bytes(self.graph.values[name]) is None:
                 kind = type(self.graph.values[name].meta.get("val")).__name__
-                return f"{self.words(name)}, a {kind} and no tensor, would have to cross"
+                return f"{self.words(name)}, a {kind} and not a tensor, would have to cross"
         for group, writes in self._writes.items():
             given = [name for name in self._groups[group] if name not in self._made]
             mine = [name for name in live if name in self._groups[group]]
@@ -151,7 +151,7 @@ def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]
     calls = {step.name: place for place, step in enumerate(live.graph.steps) if isinstance(step, ModuleCall)}
     if border.after not in calls:
         raise LayoutError(
-            f"with these inputs the forward does not call {border.after}, after which the stages were cut.",
+            f"with these inputs the forward does not call {border.after}, after which the model was cut.",
             cause="a branch on a shape, an argument or train() and eval() that leaves modules out",
             hint="--place.blocks with the modules that every forward calls",
         )
@@ -162,9 +162,9 @@ def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]
     trouble = live.trouble(place)
     if trouble:
         raise LayoutError(
-            f"with these inputs the border after {border.after} can't be: {trouble}.",
+            f"with these inputs the model can't be cut after {border.after}: {trouble}.",
             cause="a branch on a shape, an argument or train() and eval()",
-            hint="--place.stages with the border elsewhere",
+            hint="--place.stages with a different border",
         )
     return place
 
@@ -243,8 +243,8 @@ def _cheapest(live: LiveValues, start: int, stop: int) -> int:
         raise LayoutError(
             f"the graph can't be cut between {live.graph.steps[start - 1].name} and {live.graph.steps[stop].name}: "
             f"{live.trouble(stop)}.",
-            cause="only tensors cross from stage to stage, each with memory of its own",
-            hint="--place.stages with the border elsewhere, or --place.blocks with other modules",
+            cause="only tensors with their own memory can cross from stage to stage",
+            hint="--place.stages with a different border, or --place.blocks with different modules",
         )
     return min(good, key=live.num_bytes)
 
@@ -280,8 +280,8 @@ def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
     for index, mine in enumerate(used):
         for name in sorted(mine & written & set().union(*used[index + 1 :])):
             raise LayoutError(
-                f"the buffer {name} is written by the forward and used on several stages, and only one can keep it.",
-                cause="one module called at several places of the forward, or one buffer in several modules",
+                f"the buffer {name} is written by the forward and used on several stages, but only one can keep it.",
+                cause="one module called at several points of the forward, or one buffer in several modules",
                 hint="--place.stages with all its uses on one stage",
             )
 

@@ -156,7 +156,9 @@ class GraphStages:
     def _unpacked(self, received: StageOutput, cut: _Cut, start: int, stop: int) -> dict[str, Tensor]:
         names, (number, streams) = cut.live.over(start), received.spec
         if number != len(names):
-            raise RunError(f"{number} values crossed and {len(names)} were awaited: the stages had other inputs.")
+            raise RunError(
+                f"{number} values were received but {len(names)} were expected: the stages had different inputs."
+            )
         if streams:
             take_stream(received.tensors[-1], received.tensors[0].device)
         tensors = received.tensors[:number]
@@ -181,7 +183,9 @@ class GraphStages:
     def _check(self, graph: Graph, places: Sequence[int]) -> None:
         """Raise LayoutError unless each stage of a new graph uses only modules and parameters that the stage holds."""
         if list(places) != sorted(places):
-            raise LayoutError("with these inputs the forward calls its modules in another order than it was cut in.")
+            raise LayoutError(
+                "with these inputs the forward calls its modules in a different order than when it was cut."
+            )
         first = {id(p): name for name, p in self.model.named_parameters()}
         for part, (start, stop) in zip(
             self.cut.parts, zip([0, *places], [*places, len(graph.steps)], strict=True), strict=True
@@ -193,7 +197,7 @@ class GraphStages:
                 raise LayoutError(
                     f"with these inputs stage {part.index} uses {strange[0]}, which it does not hold.",
                     cause="a branch on a shape, an argument or train() and eval()",
-                    hint="the same modules in every forward, or --place.blocks",
+                    hint="call the same modules in every forward, or --place.blocks",
                 )
 
 

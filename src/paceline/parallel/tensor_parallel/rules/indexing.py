@@ -66,7 +66,7 @@ def _select(call: FunctionCall) -> Any:
 def _selected(x: ShardPropagatingTensor, dim: int, index: int) -> ShardPropagatingTensor:
     if dim == x.cut.dim:
         parts = (1,) * x.cut.size if x.cut.size <= 4 else ()
-        raise NoRule(IncompatibleReshape(what=f"one of {x.cut.size} taken from the cut dimension", sections=parts))
+        raise NoRule(IncompatibleReshape(what=f"one of {x.cut.size} taken from the split dimension", sections=parts))
     return piece_like(x, x.local.select(dim, index), x.cut.at(x.cut.dim - (dim < x.cut.dim)))
 
 

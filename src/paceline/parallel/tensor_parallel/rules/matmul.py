@@ -46,7 +46,7 @@ def read_whole(x: Any, wire: TensorParallelGroup) -> Tensor:
     if not isinstance(x, ShardPropagatingTensor):
         return copy_in(x, wire)
     if x.cut.dim != len(x.whole) - 2 or not wire.sequence:
-        record_all_gather(x, "a product that reads it whole")
+        record_all_gather(x, "a matmul that reads it whole")
     return x.gathered(partial=True)
 
 
@@ -55,7 +55,7 @@ def own_piece(x: Any, cut: DimSharding, dim: int, wire: TensorParallelGroup) -> 
     if isinstance(x, ShardPropagatingTensor):
         if x.cut.sections == cut.sections and x.cut.dim - len(x.whole) == dim:
             return x.local
-        record_all_gather(x, "a product that reads another cut")
+        record_all_gather(x, "a matmul that reads it split differently")
         x = x.gathered()
     return take_own(x, cut.at(x.dim() + dim), wire)
 

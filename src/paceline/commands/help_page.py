@@ -1,0 +1,115 @@
+"""The page that `paceline VERB --help` prints: usage, an example, options in three groups, and common settings."""
+
+import ast
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+EXAMPLES = {
+    "new": "paceline new digits",
+    "train": "paceline train job.py --ranks 2 --layout fsdp --train.steps 1000",
+    "verify": "paceline verify job.py --ranks 2 --layout fsdp",
+    "plan": "paceline plan job.py --cluster 8xH100-80G",
+    "simulate": 'paceline simulate job.py --cluster 16x8xH100-80G@ib-ndr --failures "50000 h"',
+    "evaluate": "paceline evaluate runs/job/NAME --split test",
+    "compare": "paceline compare job.py --layouts single ddp --ranks 2",
+    "report": "paceline report runs/job/NAME",
+    "ckpt": "paceline ckpt ls runs/job/NAME",
+    "config": "paceline config job.py --train.precision bf16",
+}
+SETTINGS = {
+    "train.steps": ("N", "stop after this many optimizer steps"),
+    "train.epochs": ("N", "stop after this many passes over the data"),
+    "train.global_batch_size": ("N", "samples per optimizer step, over all ranks"),
+    "train.micro_batch_size": ("N", "samples per forward of one replica"),
+    "train.precision": ("P", "fp32, bf16 or fp16"),
+    "train.max_grad_norm": ("X", "clip the gradient to this global norm"),
+    "data.workers": ("N", "data worker processes per rank"),
+    "eval.every": ("N", "evaluate every N steps"),
+    "checkpoint.every": ("N", "save every N steps"),
+    "job.NAME": ("VALUE", "a parameter of make_job, such as --job.lr 1e-3"),
+}
+_WHERE = ("ranks", "layout", "layouts", "device", "cluster", "run_dir", "page", "to")
+_CHECK = ("dry_run", "faults", "verbose", "json")
+_COLUMN, _WIDTH = 32, 110
+_SHORT = {"verbose": "-v, "}
+_VALUES = {
+    "update": "RULE",
+    "compress": "METHOD",
+    "run_dir": "FOLDER",
+    "to": "FOLDER",
+    "resume": "RUN",
+    "allow": "NAMES",
+}
+_POSITIONAL = ("name", "job", "what", "run", "runs", "other")
+
+
+def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
+    """Return the help of one verb. `options` is its dataclass, whose attribute docstrings are the descriptions."""
+    told, kinds = _descriptions(options), get_type_hints(options)
+    positional = [field for field in fields(options) if field.name in _POSITIONAL]
+    named = [field for field in fields(options) if field.name not in _POSITIONAL]
+    usage = " ".join(_place(field) for field in positional)
+    lines = [f"usage: paceline {verb} {usage} [options]{' [settings]' * takes_settings}", ""]
+    lines += [*textwrap.wrap(" ".join((options.__doc__ or "").split()), _WIDTH), f"  {EXAMPLES[verb]}"]
+    if any(told.get(field.name) for field in positional):
+        lines += ["", *(line for field in positional for line in _row(_place(field), told.get(field.name, "")))]
+    for title, names in (("where", _WHERE), ("what", ()), ("check", _CHECK)):
+        group = [f for f in named if (f.name in names if names else f.name not in (*_WHERE, *_CHECK))]
+        rows = [line for field in group for line in _option(field, kinds[field.name], told.get(field.name, ""))]
+        rows += _row("-h, --help", "Print this page.") if title == "check" else []
+        lines += ["", title, *rows] if rows else []
+    if takes_settings:
+        lines += ["", "settings: the ten most used; `paceline config JOB` prints all"]
+        lines += [line for name, (kind, text) in SETTINGS.items() for line in _row(f"--{name} {kind}", text)]
+    return "\n".join(lines)
+
+
+def _place(field: "Field[object]") -> str:
+    word = field.name.removesuffix("s").upper()
+    if field.name == "runs":
+        return f"{word} [{word}]"
+    return word if field.default is MISSING else f"[{word}]"
+
+
+def _option(field: "Field[object]", kind: Any, text: str) -> Iterator[str]:
+    flag = f"{_SHORT.get(field.name, '')}--{field.name.replace('_', '-')}"
+    default = field.default
+    is_said = "default:" in text or default in (None, False, "", (), MISSING)
+    yield from _row(
+        f"{flag} {_value(field.name, kind)}".rstrip(), text if is_said else f"{text.rstrip('.')}; default: {default}."
+    )
+
+
+def _value(name: str, kind: Any) -> str:
+    """Return the placeholder for an option's value; empty for a switch."""
+    inner = [one for one in get_args(kind) if one is not type(None)]
+    if get_origin(kind) is tuple:
+        return "A B ..."
+    known: dict[Any, str] = {bool: "", int: "N", float: "X", Path: "FILE", str: name.upper()}
+    return _VALUES.get(name, known.get(inner[0] if inner else kind, ""))
+
+
+def _row(head: str, text: str) -> Iterator[str]:
+    first, *rest = textwrap.wrap(text, _WIDTH - _COLUMN) or [""]
+    if len(head) > _COLUMN - 4:
+        yield f"  {head}"
+        head = ""
+    yield f"  {head:<{_COLUMN - 2}}{first}".rstrip()
+    yield from (" " * _COLUMN + line for line in rest)
+
+
+def _descriptions(options: type) -> dict[str, str]:
+    """Return the docstring below each field, from the source of the class and of those that it extends."""
+    found: dict[str, str] = {}
+    for cls in reversed(options.__mro__[:-1]):
+        tree = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text(encoding="utf-8"))
+        body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+        for node, then in pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(then, ast.Expr):
+                found[node.target.id] = " ".join(str(ast.literal_eval(then.value)).split())
+    return found
