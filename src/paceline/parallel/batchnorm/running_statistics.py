@@ -110,6 +110,7 @@ class MicrobatchStatistics:
                 layer.write(layer.before, 0)
             elif layer.module.running_mean is not None:
                 layer.before, layer.count = statistics_of(layer.module), batches_tracked(layer.module)
+            layer.begins_training = layer.module.training
             layer.is_read = layer.is_repeated = layer.is_moved = False
             layer.rows.clear()
             layer.bumps.clear()
@@ -202,6 +203,9 @@ class MicrobatchStatistics:
     def _is_settled(self, calls: Sequence[TapedCalls], *, num_micro: int) -> bool:
         """Settle all statistics; return False if the step must be repeated with forwards in order."""
         assert self._numbers is not None
+        for one in calls:
+            if one.is_split:
+                self._refuse_modes(one.layer)
         needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
         if not self._can_wait or any(need.is_repeated for need in needs):
             for need in needs:
@@ -212,10 +216,6 @@ class MicrobatchStatistics:
             self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
             self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
             return False
-        if not self._is_relayed:
-            for one in calls:
-                if one.is_split:
-                    self._refuse_modes(one.layer)
         self._meet(calls, still_ordered=bool(needs))
         return True
 
@@ -263,7 +263,7 @@ class MicrobatchStatistics:
         self._accesses.is_new = self._accesses.is_used = False
         for layer, row in zip(self._layers, told, strict=False):
             flags = row[2 * num_micro :]
-            flags[_TRAINS if layer.module.training else _RESTS] = 1
+            flags[_TRAINS if layer.begins_training else _RESTS] = 1
             flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
             flags[_MOVES], flags[_MOVES_ON] = int(layer.is_moved), int(layer.moves > 1)
             flags[_BYPASSED], flags[_SHOWS] = int(layer.is_bypassed), int(layer.is_shown)
@@ -309,7 +309,7 @@ class MicrobatchStatistics:
             self.notes.append(note)
 
     def _refuse_modes(self, layer: NormTape) -> None:
-        modes = self._world.gather_json(layer.module.training)
+        modes = self._world.gather_json(layer.begins_training)
         resting = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
         raise DesyncError(
             f"{layer.name} is in eval mode on rank {', '.join(resting)} and in training mode on the others.",
