@@ -1,5 +1,6 @@
 """Numbers in attributes that a forward changes: on every rank those of one process, or reported."""
 
+import enum
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -127,8 +128,29 @@ def decay(model: Any) -> None:
     model.calls = (model.calls or 1.0) * 0.5
 
 
+def flip(model: Any) -> None:
+    model.calls = not model.calls
+
+
 def lengthen(model: Any) -> None:
     model.seen = [*getattr(model, "seen", []), 1]
+
+
+def draw(model: Any) -> None:
+    model.seen = getattr(model, "seen", None) or torch.Generator()
+    torch.rand((), generator=model.seen)
+
+
+def average(model: Any) -> None:
+    model.seen = 0.9 * getattr(model, "seen", torch.ones(3))
+
+
+class Mode(enum.IntEnum):
+    FIRST, SECOND = range(2)
+
+
+def switch(model: Any) -> None:
+    model.seen = Mode(1 - getattr(model, "seen", Mode.FIRST))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -142,10 +164,10 @@ def test_each_forward_begins_with_the_number_of_one_process(change: Callable[[An
         assert order == alone and notes == []
 
 
-@pytest.mark.parametrize("change", [cycle, decay, lengthen])
+@pytest.mark.parametrize("change", [cycle, decay, flip, lengthen, draw, average, switch])
 def test_what_no_rank_can_compute_alone_is_reported_by_name(change: Callable[[Any], None]) -> None:
     _, notes = stepped(change, ranks=2, steps=4, num_micro=4)
-    name = "seen" if change is lengthen else "calls"
+    name = "calls" if change in (cycle, decay, flip) else "seen"
     assert notes and all(note.startswith(f"the forward changes {name}, and each rank has its own") for note in notes)
 
 

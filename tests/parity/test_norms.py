@@ -93,6 +93,18 @@ class Warming(nn.BatchNorm1d):
         return out * min(1.0, float(self.num_batches_tracked or 0) / 20) if self.training else out
 
 
+class Complementary(nn.BatchNorm1d):
+    """Statistics by the rule of other libraries, in which momentum is the share that is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for buffer, now in ((self.running_mean, x.mean(0)), (self.running_var, x.var(0))):
+                    assert buffer is not None and self.momentum is not None
+                    buffer.mul_(self.momentum).add_((1 - self.momentum) * now)
+        return F.layer_norm(x, x.shape[1:], self.weight, self.bias)
+
+
 class Saving(nn.BatchNorm1d):
     """What it computes from its statistics is for the next call."""
 
@@ -204,6 +216,21 @@ class Net(nn.Module):
             extra = (self.norm.running_mean[:3] + self.norm.running_var.sqrt()[:3]).expand(len(x), 3)
         if self.way == "looked at late" and self.calls > 14:
             extra = (self.norm.running_mean[:3] + self.norm.running_var.sqrt()[:3]).expand(len(x), 3)
+        if self.way == "a view" and not hasattr(self, "views"):
+            self.views = [self.norm.running_mean[:3]]
+        if self.way == "a view":
+            extra = self.views[0].expand(len(x), 3)
+        if self.way == "read from the state dict, late":
+            self.calls += 1
+            if self.calls > 14:
+                extra = self.state_dict()["norm.running_mean"][:3].expand(len(x), 3)
+        if self.way == "used late":
+            self.calls += 1
+            mean = self.norm.running_mean
+            if self.calls > 14:
+                extra = mean[:3].expand(len(x), 3)
+        if self.way == "read in the backward":
+            out.register_hook(lambda gradient: gradient * (1 + self.norm.running_mean.mean()))
         if self.way == "past it" or (self.way == "past it, sometimes" and x[0, 0] > 2):
             extra = F.batch_norm(self.first(x * 2), self.norm.running_mean, self.norm.running_var, training=True)[:, :3]
         if self.way == "copied":
@@ -242,6 +269,8 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
     "nested": Outer,
     **dict.fromkeys(LATE, norm),
     **dict.fromkeys(("momentum by an attribute made here", "momentum in a tensor", "frozen by the norm's count"), norm),
+    **dict.fromkeys(("a view", "read from the state dict, late", "used late", "read in the backward"), norm),
+    "by another rule": partial(norm, kind=Complementary),
     "by difference": partial(norm, kind=Difference),
     "renormed": partial(norm, kind=Renormed),
     "warming": partial(norm, kind=Warming),

@@ -257,7 +257,7 @@ def backward(
     if not loss.requires_grad:
         raise no_gradient()
     parts.reducer.before_backward(last=last, counts=counts)
-    with parts.turns.backward(), nullcontext() if portion is None else portion.again():
+    with parts.turns.backward(), parts.tape.watching(), nullcontext() if portion is None else portion.again():
         add_gradients([parts.update.scaled(loss)], [None])
     parts.reducer.after_backward()
 

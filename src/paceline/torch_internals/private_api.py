@@ -188,9 +188,10 @@ def is_view(tensor: Tensor) -> bool:
 
 
 class BufferAccess:
-    """A watch over buffers of `module`: code that gets one as an attribute is passed to `seen(code, instruction)`.
+    """A watch over buffers of `module`: code that gets them is passed to `seen(code, instruction)`.
 
-    The module's dict of buffers is replaced by one that a copied or pickled module doesn't keep. `names`: the buffers.
+    It sees attributes, and loops over the dict of buffers as in `module.buffers()`. The module's dict is replaced by
+    one that a copied or pickled module doesn't keep. `names`: the buffers.
     """
 
     def __init__(self, module: nn.Module, *, names: Collection[str], seen: Callable[[CodeType, int], None]) -> None:
@@ -204,16 +205,27 @@ class BufferAccess:
         vars(self._module)["_buffers"] = dict(vars(self._module)["_buffers"])
 
 
+_TORCH_FOLDER = torch.__file__.rpartition("__init__")[0]
+
+
 class _WatchedBuffers(dict[str, Tensor | None]):
     names: frozenset[str] = frozenset()
     seen: Callable[[CodeType, int], None]
 
     def __getitem__(self, name: str) -> Tensor | None:
-        if name in self.names:
+        if name in self.names and not torch.compiler.is_compiling():
             frame = sys._getframe(1)
             if frame.f_code is nn.Module.__getattr__.__code__ and frame.f_back is not None:
                 self.seen(frame.f_back.f_code, frame.f_back.f_lasti)
         return super().__getitem__(name)
+
+    def items(self) -> Any:
+        if not torch.compiler.is_compiling():
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+                frame = frame.f_back
+            self.seen(frame.f_code, frame.f_lasti)
+        return super().items()
 
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[dict[str, Tensor | None]]]:
         return dict, (dict(self),)

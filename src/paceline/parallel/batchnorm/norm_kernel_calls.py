@@ -53,12 +53,14 @@ def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
 class KernelWatch(TorchFunctionMode):
     """A function mode that records the batch norm kernels in one norm call that are given the norm's statistics.
 
-    A write without such a kernel, by the norm's own formula, counts as one call with the norm's momentum.
+    A write without such a kernel, by the norm's own formula, counts as one call with the norm's momentum. `is_unknown`
+    is set if that is not the formula, judged from the norm's `inputs` if they are given.
     """
 
-    def __init__(self, module: NormBase) -> None:
+    def __init__(self, module: NormBase, inputs: tuple[object, ...] = ()) -> None:
         super().__init__()
-        self._module, self._start = module, statistics_of(module)
+        self._module, self._start, self._inputs = module, statistics_of(module), inputs
+        self.is_unknown = False
         self._count = self._tracked()
         self.calls: list[Call] = []
         self.bumps, self.reads = 0, False
@@ -74,7 +76,11 @@ class KernelWatch(TorchFunctionMode):
             self.bumps = self._tracked() - self._count
             now = statistics_of(self._module)
             if not equal_tensors(now, self.calls[-1][0] if self.calls else self._start):
-                self.calls.append((now, self._weight(self._module.momentum)))
+                weight = self._weight(self._module.momentum)
+                self.is_unknown = bool(self._inputs) and not (
+                    weight >= 0.0 and not self.calls and _is_average(self._start, now, weight, self._inputs[0])
+                )
+                self.calls.append((now, weight))
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,6 +104,16 @@ class KernelWatch(TorchFunctionMode):
     def _tracked(self) -> int:
         count = self._module.num_batches_tracked
         return 0 if count is None else int(count)
+
+
+def _is_average(before: Tensor, after: Tensor, weight: float, x: object) -> bool:
+    """Return whether `after` keeps `1 - weight` of `before` and adds the mean and variance of the batch `x`."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or 2 * x.shape[1] != before.numel():
+        return False
+    x = x.detach().to(before.dtype).transpose(0, 1).flatten(1)
+    added, kept = after - (1.0 - weight) * before, 1e-3 * (1.0 + before.abs().max())
+    mean, variances = x.mean(1), [x.var(1, correction=unbiased) for unbiased in (0, 1)]
+    return any(bool(((added - weight * torch.cat([mean, each])).abs() <= kept).all()) for each in variances)
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool, float]:

@@ -16,7 +16,8 @@ class NormTape:
     """What one norm called `name` wrote and showed in a step, by microbatch.
 
     `before` and `count`: its statistics and its count at the start of the step. `rows`: the calls of each microbatch.
-    `bumps`: the count's increments. The flags are those of `OrderNeed`; `is_inside`: a call of the norm runs.
+    `bumps`: the count's increments. `begins_training`: the norm's mode at the start of the step. The flags are those of
+    `OrderNeed`; `is_inside`: a call of the norm runs.
     """
 
     name: str
@@ -35,6 +36,7 @@ class NormTape:
     started: list[float | None] = field(default_factory=list)
     watches: list[KernelWatch] = field(default_factory=list)
     looked: tuple[int, ...] = ()
+    begins_training: bool = True
 
     @property
     def width(self) -> int:
@@ -93,7 +95,7 @@ class NormTape:
 class TapedCalls:
     """The calls of one layer on all ranks, by microbatch: its number of writes, and its count increments.
 
-    `is_split`: the layer is in eval mode on some ranks and in training mode on others.
+    `is_split`: the layer began the step in eval mode on some ranks and in training mode on others.
     """
 
     layer: NormTape

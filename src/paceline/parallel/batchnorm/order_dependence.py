@@ -40,7 +40,7 @@ class OrderNeed:
             return f"the forward moves the momentum of {self.name}"
         if not self.is_bypassed:
             return f"the forward or the loss looks at the running statistics of {self.name}"
-        return f"the running statistics of {self.name} were written by something else than its own forward"
+        return f"the running statistics of {self.name} were written by something else than their running average"
 
     def refuse(self, *, over_batch: bool = False) -> None:
         """Refuse an order-dependent norm if microbatches run concurrently; a momentum changed only once is accepted.
@@ -69,7 +69,7 @@ class OrderNeed:
         if self.is_bypassed:
             raise JobError(
                 f"{self.why}.",
-                cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
+                cause="F.batch_norm(x, layer.running_mean, ...), code that assigns to them, a layer with its own rule",
                 hint=f"call the layer itself; or {way}; or --train.buffers broadcast",
             )
 

@@ -77,7 +77,13 @@ class MicrobatchStatistics:
         self._numbers = _numbers_of(model, world=world, layers=self._layers) if self._records else None
         self._reads: StatisticsReads | None = None
         self._is_watched = bool(self._layers) and self._records and not compiles
-        self._accesses = AccessPlaces([layer.module for layer in self._layers] if self._is_watched else [])
+        watched = {layer.module: layer for layer in self._layers if self._is_watched}
+
+        def seen(norm: NormBase) -> None:
+            watched[norm].is_shown = True  # stays set: later steps may not be watched
+
+        self._seen = seen
+        self._accesses, self._is_used = AccessPlaces(watched, seen=seen), False
         self._handles = [
             handle
             for layer in (self._layers if self._records else [])
@@ -104,6 +110,7 @@ class MicrobatchStatistics:
                 layer.write(layer.before, 0)
             elif layer.module.running_mean is not None:
                 layer.before, layer.count = statistics_of(layer.module), batches_tracked(layer.module)
+            layer.begins_training = layer.module.training
             layer.is_read = layer.is_repeated = layer.is_moved = False
             layer.rows.clear()
             layer.bumps.clear()
@@ -132,19 +139,16 @@ class MicrobatchStatistics:
         self._now, self._counts = microbatch if counts else self._now, counts
 
     def watching(self) -> AbstractContextManager[object]:
-        """Return a context for a forward and its loss that detects reads of norm statistics, in the first step.
+        """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
 
-        A later step is watched again if code that was not seen before gets them.
+        It does so in the first step, in each step after one in which user code got them, and when a step is repeated
+        because code got them that was not seen before.
         """
         self._reads = None
-        if not self._is_watched or self._is_checked or self._is_relayed:
+        if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
             return nullcontext()
         layers = {layer.module: layer for layer in self._layers if layer.is_there}
-
-        def seen(norm: NormBase) -> None:
-            layers[norm].is_shown = True  # stays set: later steps are not watched
-
-        self._reads = StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=seen)
+        self._reads = StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=self._seen)
         return self._reads
 
     def left(self, microbatch: int) -> None:
@@ -199,6 +203,9 @@ class MicrobatchStatistics:
     def _is_settled(self, calls: Sequence[TapedCalls], *, num_micro: int) -> bool:
         """Settle all statistics; return False if the step must be repeated with forwards in order."""
         assert self._numbers is not None
+        for one in calls:
+            if one.is_split:
+                self._refuse_modes(one.layer)
         needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
         if not self._can_wait or any(need.is_repeated for need in needs):
             for need in needs:
@@ -209,10 +216,6 @@ class MicrobatchStatistics:
             self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
             self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
             return False
-        if not self._is_relayed:
-            for one in calls:
-                if one.is_split:
-                    self._refuse_modes(one.layer)
         self._meet(calls, still_ordered=bool(needs))
         return True
 
@@ -235,26 +238,32 @@ class MicrobatchStatistics:
             return
         now, states = statistics_of(layer.module), layer.states(self._now)
         kept = next((place for place in reversed(range(len(states))) if equal_tensors(states[place], now)), None)
-        if kept is None and self._can_wait:
-            layer.is_bypassed = True  # stays set: it leaves no trace, and is checked for once
-        elif kept is None:
-            OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
+        if kept is None:
+            self._bypass(layer)
         elif kept < len(states) - 1:
             del layer.rows[self._now][kept:]
             if layer.count is not None and layer.module.num_batches_tracked is not None:
                 layer.bumps[self._now] = int(layer.module.num_batches_tracked) - int(layer.count)
         layer.look()
 
+    def _bypass(self, layer: NormTape) -> None:
+        """Note that the statistics were written by another rule than their running average."""
+        if not self._can_wait:
+            OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
+        layer.is_bypassed = True  # stays set: it leaves no trace, and is checked for once
+
     def _calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
         """Return each layer's calls in each microbatch, of all ranks, and whether all numbers changed as expected."""
         assert self._numbers is not None
         told = torch.zeros(len(self._layers) + 1, 2 * num_micro + _FLAGS, dtype=torch.int64)
         told[-1, 0] = int(not self._numbers.is_settled(relayed=self._is_relayed))
-        told[-1, 1] = int(self._accesses.is_new and self._is_checked and not self._is_relayed)
-        self._accesses.is_new, self._is_checked = False, True
+        was_watched = not self._is_checked or self._is_used
+        told[-1, 1] = int(self._accesses.is_new and not (was_watched or self._is_relayed))
+        self._is_used, self._is_checked = self._accesses.is_used, True
+        self._accesses.is_new = self._accesses.is_used = False
         for layer, row in zip(self._layers, told, strict=False):
             flags = row[2 * num_micro :]
-            flags[_TRAINS if layer.module.training else _RESTS] = 1
+            flags[_TRAINS if layer.begins_training else _RESTS] = 1
             flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
             flags[_MOVES], flags[_MOVES_ON] = int(layer.is_moved), int(layer.moves > 1)
             flags[_BYPASSED], flags[_SHOWS] = int(layer.is_bypassed), int(layer.is_shown)
@@ -282,8 +291,7 @@ class MicrobatchStatistics:
 
     def _must_look_again(self) -> bool:
         """Watch the next forwards if new code got statistics; return True if they are this step's, repeated."""
-        if self._has_new_place:
-            self._is_checked = False
+        self._is_used = self._is_used or self._has_new_place
         return self._has_new_place and self._can_wait
 
     def _meet(self, calls: Sequence[TapedCalls], *, still_ordered: bool) -> None:
@@ -301,7 +309,7 @@ class MicrobatchStatistics:
             self.notes.append(note)
 
     def _refuse_modes(self, layer: NormTape) -> None:
-        modes = self._world.gather_json(layer.module.training)
+        modes = self._world.gather_json(layer.begins_training)
         resting = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
         raise DesyncError(
             f"{layer.name} is in eval mode on rank {', '.join(resting)} and in training mode on the others.",
@@ -327,8 +335,8 @@ class MicrobatchStatistics:
         self._world.all_reduce(flat)
         return tapes
 
-    def _before(self, layer: NormTape) -> Callable[[nn.Module, object], None]:
-        def hook(module: nn.Module, _: object) -> None:
+    def _before(self, layer: NormTape) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[object, ...]) -> None:
             if module is not layer.module:
                 return
             layer.is_inside = True
@@ -337,7 +345,7 @@ class MicrobatchStatistics:
             if self._counts and not torch.compiler.is_compiling():
                 self._leave(layer)
             if not is_standard(layer.module):
-                layer.watches.append(KernelWatch(layer.module))
+                layer.watches.append(KernelWatch(layer.module, () if self._is_checked else inputs))
 
         return hook
 
@@ -358,6 +366,8 @@ class MicrobatchStatistics:
             return
         calls, bumps, reads = standard_calls(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
         layer.is_read = layer.is_read or reads
+        if watch is not None and watch.is_unknown:
+            self._bypass(layer)
         if calls:
             layer.is_repeated = layer.is_repeated or in_backward()
             layer.rows.setdefault(self._now, []).extend(calls)

@@ -8,16 +8,18 @@ else is a read.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules import batchnorm, instancenorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_norm_kernel
-from paceline.torch_internals.private_api import BufferAccess, NormBase
+from paceline.torch_internals.private_api import BufferAccess, NormBase, in_backward, storage_key
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _ABOUT = frozenset(
@@ -56,14 +58,14 @@ class StatisticsReads(TorchFunctionMode):
         for key, (reference, source) in list(self._derived.items()):
             if source is norm:
                 tensor = reference()
-                if tensor is not None and key not in self._norms:
+                if tensor is not None and _memory(tensor) not in self._norms:
                     self._seen(norm)
                 del self._derived[key]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Report the norms whose statistics `func` reads, then run it."""
         kwargs = kwargs or {}
-        if _name(func) in _ABOUT or _is_ours(sys._getframe(1)):
+        if torch.compiler.is_compiling() or _name(func) in _ABOUT or _is_ours(sys._getframe(1)):
             return func(*args, **kwargs)
         norms = self._sources((*args, *kwargs.values()))
         inside = [norm for norm in norms if self._is_inside(norm)]
@@ -81,46 +83,51 @@ class StatisticsReads(TorchFunctionMode):
         if not found and result is not None and _caller() not in _OF_TORCH:
             self._seen(norm)
         for tensor in found:
-            if id(tensor) not in self._norms:
+            if _memory(tensor) not in self._norms:
                 self._derived[id(tensor)] = (TensorWeakRef(tensor), norm)
 
     def _sources(self, values: Iterable[Any]) -> list[NormBase]:
         return [norm for tensor in _tensors(values) if (norm := self._source(tensor)) is not None]
 
     def _source(self, tensor: Tensor) -> NormBase | None:
-        if (norm := self._norms.get(id(tensor))) is not None:
+        if (norm := self._norms.get(_memory(tensor))) is not None:
             return norm
         reference, norm = self._derived.get(id(tensor), (None, None))
         return norm if reference is not None and reference() is tensor else None
 
     def _learn(self) -> None:
         parts = [(getattr(norm, name), norm) for norm in self._known for name in STATISTICS]
-        self._norms = {id(part): norm for part, norm in parts if part is not None}
+        self._norms = {_memory(part): norm for part, norm in parts if part is not None}
 
 
 class AccessPlaces:
-    """The places in user code that get a norm's statistics by attribute, while `is_armed`.
+    """The places in user code that get the statistics of norms from their modules, while `is_armed`.
 
-    This costs a fraction of a microsecond, so it stays on, unlike `StatisticsReads`: a place that was never seen sets
-    `is_new`, and the step is then watched.
+    This costs a fraction of a microsecond, so it stays on, unlike `StatisticsReads`. `is_used`: there was one since the
+    flag was cleared; `is_new`: one that was not seen before, so the step must be watched. In a backward, which is not
+    watched on every device, a new place counts as a read: `seen(norm)` is called.
     """
 
-    def __init__(self, norms: Iterable[NormBase]) -> None:
-        self.is_armed = self.is_new = False
+    def __init__(self, norms: Iterable[NormBase], *, seen: Callable[[NormBase], None]) -> None:
+        self.is_armed = self.is_new = self.is_used = False
         self._known: set[tuple[Any, int]] = set()
-        self._accesses = [BufferAccess(norm, names=STATISTICS, seen=self._seen) for norm in norms]
+        self._report = seen
+        self._accesses = [BufferAccess(norm, names=STATISTICS, seen=partial(self._seen, norm)) for norm in norms]
 
     def close(self) -> None:
         """Stop watching."""
         for access in self._accesses:
             access.close()
 
-    def _seen(self, code: Any, instruction: int) -> None:
-        if not self.is_armed or (code, instruction) in self._known:
+    def _seen(self, norm: NormBase, code: CodeType, instruction: int) -> None:
+        if not self.is_armed or code.co_filename in _OF_TORCH or code.co_filename.startswith(_OUR_FOLDER):
             return
-        self._known.add((code, instruction))
-        if code.co_filename not in _OF_TORCH and not code.co_filename.startswith(_OUR_FOLDER):
+        self.is_used = True
+        if (code, instruction) not in self._known:
+            self._known.add((code, instruction))
             self.is_new = True
+            if in_backward():
+                self._report(norm)
 
 
 def _caller() -> str:
@@ -138,6 +145,11 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 _OUR_FOLDER = __file__.rpartition("parallel")[0]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return a key that views of one tensor share."""
+    return storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else id(tensor)
 
 
 def _name(func: Any) -> str:

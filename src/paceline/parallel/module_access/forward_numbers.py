@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from paceline.comm.process_group import World
+from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
 from paceline.parallel.module_access.module_numbers import MISSING, ModuleNumbers
-from paceline.parallel.module_access.user_call_isolation import plain_state
 
 _FIRST_STEPS = 2
 _MOST_REPEATS = 3
@@ -45,8 +45,10 @@ class ForwardNumbers:
         self._values: dict[tuple[str, int], Any] = {}
         self._found: dict[str, int | None] = {}
         self._broken: list[str] = []
-        self._containers: Mapping[str, Any] = {}
-        self._is_told = False
+        self._touched: set[str] = set()
+        self._fingerprints: Mapping[str, Any] = {}
+        self._changed: set[str] = set()
+        self._told: set[str] = set()
 
     @property
     def carried(self) -> list[str]:
@@ -68,7 +70,9 @@ class ForwardNumbers:
             self._repeats = 0
             self.numbers.keep()
         self._num_micro, self._current = num_micro if self._world.world_size > 1 else 0, None
-        self._ran, self._values = set(), {}
+        self._ran, self._values, self._touched, self._changed = set(), {}, set(), set()
+        if self._num_micro and self._steps == _FIRST_STEPS - 1:
+            self._fingerprints = attribute_fingerprints(self._model)
 
     def at(self, microbatch: int | None, *, sets: bool = True) -> None:
         """Set the counts that one process has in this microbatch; None for a stand-in that doesn't count.
@@ -94,9 +98,11 @@ class ForwardNumbers:
             if any(value != self._expected(key, j + 1) for (key, j), value in self._values.items() if key == name)
         ]
         self._found = {}
-        if self._num_micro and (self._always or self._is_early(self._steps + 1)):
+        if self._num_micro:
+            self._touched |= set(self.numbers.changed())
+        if self._always or self._is_early(self._steps + 1):
             known = set(self.carried)
-            self._found = {name: self._increment(name) for name in self.numbers.changed() if name not in known}
+            self._found = {name: self._increment(name) for name in sorted(self._touched) if name not in known}
         return not (self._broken or self._found)
 
     def agree(self, *, relayed: bool = False) -> bool:
@@ -107,7 +113,8 @@ class ForwardNumbers:
         counts = False
         for name in sorted({name for found in seen for name in found}):
             increment, *rest = [found.get(name) for found in seen]
-            if increment and all(other == increment for other in rest) and self._repeats < _MOST_REPEATS:
+            is_first = self._always or self._steps < _FIRST_STEPS  # else ranks may have counted by themselves before
+            if increment and is_first and all(other == increment for other in rest) and self._repeats < _MOST_REPEATS:
                 self._increments[name] = increment
                 counts = True
             else:
@@ -122,19 +129,20 @@ class ForwardNumbers:
         """Set the numbers to those after all microbatches; return a note about those that are each rank's own."""
         if not self._num_micro:
             return ""
+        self._leave()
         self._steps += 1
         self._current = None
-        own: list[str] = []
-        if self._others and not relayed and (self._always or self._is_early(self._steps)):
-            own = [name for name in self.numbers.changed() if name in self._others and name not in self._silent]
+        own = [] if relayed else sorted((self._touched | set(self.numbers.changed())) - {*self._increments})
         if not relayed:
             for name in self._increments:
                 self.numbers.assign(name, self._expected(name, self._num_micro))
-        if self._steps <= _FIRST_STEPS:
-            own = list(dict.fromkeys([*own, *self._changed_containers()]))
-        if not own or self._is_told or self._steps < _FIRST_STEPS:
+        own += sorted(self._changed)
+        if self._steps < _FIRST_STEPS:  # what a first forward sets for good does no harm
             return ""
-        self._is_told = True
+        own = [name for name in dict.fromkeys(own) if name not in self._silent and name not in self._told]
+        self._told |= set(own)
+        if not own:
+            return ""
         return (
             f"the forward changes {', '.join(own[:3])}{' and others' if len(own) > 3 else ''}, and each rank has its "
             "own value: a later forward that depends on it is not one process's (a count, self.calls += 1, is "
@@ -147,8 +155,14 @@ class ForwardNumbers:
         return step <= _FIRST_STEPS or step & (step - 1) == 0
 
     def _leave(self) -> None:
+        """Note the numbers after a microbatch; one that returns to its value by the end of the step is seen too."""
         if self._current is not None:
             self._values |= {(name, self._current): self.numbers.value(name) for name in self._increments}
+        if self._num_micro and self._ran and self._is_early(self._steps + 1):
+            self._touched |= set(self.numbers.changed())
+        if self._num_micro and self._ran and self._steps == _FIRST_STEPS - 1:
+            now, before = attribute_fingerprints(self._model), self._fingerprints
+            self._changed |= {name for name, value in now.items() if before.get(name) != value} - set(self.carried)
 
     def _expected(self, name: str, microbatch: int) -> Any:
         start = self.numbers.kept(name)
@@ -163,12 +177,3 @@ class ForwardNumbers:
         if type(start) is not int or type(now) is not int or not self._ran or (now - start) % len(self._ran):
             return None
         return (now - start) // len(self._ran)
-
-    def _changed_containers(self) -> list[str]:
-        """Return the names of lists and other values of modules that still change in the second step."""
-        numbers = set(self.carried)
-        before, self._containers = self._containers, plain_state(dict(self._model.named_modules()))
-        if self._steps < _FIRST_STEPS:
-            return []
-        changed = [name for name, value in self._containers.items() if before.get(name) != value]
-        return [name for name in changed if name not in numbers and name not in self._silent]

@@ -45,6 +45,9 @@ class ModuleNumbers:
     def put_back(self) -> None:
         """Restore the remembered values, and remove attributes that were added since."""
         for name in self.changed():
+            if name in self._of_tensors:  # other modules may hold the same tensor
+                attributes, key = self._places[name]
+                attributes[key] = self._objects[name]
             self.assign(name, self.kept(name))
 
     def changed(self) -> list[str]:
@@ -70,8 +73,11 @@ class ModuleNumbers:
     def assign(self, name: str, value: Number | str) -> None:
         """Set an attribute; `MISSING` removes it."""
         attributes, attribute = self._place(name)
+        now = attributes.get(attribute)
         if value == MISSING:
             attributes.pop(attribute, None)
+        elif isinstance(value, tuple) and type(now) is Tensor and now.dtype == _DTYPES[value[0]]:
+            now.data.fill_(value[1])
         elif isinstance(value, tuple):
             attributes[attribute] = torch.tensor(value[1], dtype=_DTYPES[value[0]])
         else:
@@ -121,7 +127,7 @@ class ModuleNumbers:
 
 
 def _number(value: Any) -> Number | str:
-    if value is None or isinstance(value, bool | int | float):
+    if type(value) in _KINDS:  # a subclass, such as an IntEnum, is more than its number
         return value if not isinstance(value, int) or abs(value) <= _LARGEST else MISSING
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _DTYPES and type(value) is Tensor:
         is_plain = value.device.type == "cpu" and not value.requires_grad

@@ -1,0 +1,56 @@
+"""Fingerprints of the state that modules keep in attributes: lists, helpers, generators, unregistered tensors."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.module_access.tensor_access import bits_checksum
+from paceline.parallel.module_access.user_call_isolation import plain_state, plain_value
+
+_MODULES_OWN = frozenset(vars(nn.Module()))
+
+
+def attribute_fingerprints(model: nn.Module) -> dict[str, Any]:
+    """Return a comparable value for each attribute of `model`'s modules that a forward may change, by its name.
+
+    Parameters, buffers and submodules are left out, and tensors that take part in autograd: a forward returns those.
+    """
+    modules = dict(model.named_modules())
+    return plain_state(modules) | {
+        f"{name}.{key}".lstrip("."): value for name, module in modules.items() for key, value in _values(module)
+    }
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in vars(module).items():
+        if key in _MODULES_OWN or isinstance(value, nn.Module | nn.Parameter):
+            continue
+        found = _fingerprint(value)
+        if found is not None:
+            yield key, found
+
+
+def _fingerprint(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.layout is not torch.strided or type(value) is not Tensor or value.is_meta:
+            return None
+        return [list(value.shape), int(bits_checksum(value))]
+    if isinstance(value, np.ndarray):
+        return [list(value.shape), hash(value.tobytes())]
+    if isinstance(value, torch.Generator):
+        return hash(value.get_state().numpy().tobytes())  # of one draw, the sum of its parts can stay the same
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return hash(str(value.get_state(legacy=False)))
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, itertools.count | itertools.cycle):
+        return repr(value)
+    is_helper = callable(value) and hasattr(value, "__dict__") and not isinstance(value, type) and vars(value)
+    return plain_value(dict(vars(value)), {}) if is_helper else None
