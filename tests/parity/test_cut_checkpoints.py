@@ -313,4 +313,4 @@ def test_another_model_is_told_in_words_on_every_rank(tmp_path: Path) -> None:
 
     said = play(3, work)
     assert all("embed.weight, head.weight differ" in text for text in said)
-    assert all("float32[11, 6] there and float32[11, 8] here" in text for text in said)
+    assert all("float32[11, 6] in the checkpoint and float32[11, 8] in the model" in text for text in said)
