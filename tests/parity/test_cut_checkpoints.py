@@ -294,7 +294,7 @@ def test_ckpt_diff_names_what_is_not_the_same(tmp_path: Path) -> None:
     second = save(run / "checkpoints", pair(2, 8), 2, step=6, found=other)
     found = ckpt.diff(str(first), str(second))
     assert found.tensors == {"model.safetensors": ["blocks.1.fused.bias"]} and not found.only
-    assert "differ in 1 tensor: blocks.1.fused.bias" in ckpt.summarize_differences(found)
+    assert "1 tensor differs: blocks.1.fused.bias" in ckpt.summarize_differences(found)
     gone = ckpt.prune(str(run), keep=1)
     assert gone == [first] and newest_good(run / "checkpoints")[0] == second
 
