@@ -98,7 +98,7 @@ def test_a_short_run_saves_and_evaluates_each_tenth_step_and_at_the_end(shop: Sh
     assert [row["step"] for row in rows(shop.path / "run") if "eval/loss" in row] == [10, 12]
     assert [int(number) for number in re.findall(r"^saved .*step-(\d+)", ended.out, re.M)] == [10, 12]
     assert "0.0 MiB" not in ended.out and "KiB in" in ended.out
-    assert "in 1 microbatch of 12 (1 a replica)" in ended.out and "(1 replica" not in ended.out
+    assert "in 1 microbatch of 12 (1 per replica)" in ended.out and "(1 replica" not in ended.out
     assert re.search(r"KiB", shop.run("ckpt", "ls", "run").out)
 
 

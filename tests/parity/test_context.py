@@ -336,7 +336,7 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
 
 
 REFUSED = [
-    (lambda: own(attention="matmul"), r"first that differs is (head|the model's own)"),
+    (lambda: own(attention="matmul"), r"first that differs is that of (head|the model's own)"),
     (lambda: own(positions="sum"), r"first that differs is that of qkv \(Linear\)"),
     (lambda: transformer(LLAMA, attn_implementation="eager"), "uses 'eager' attention"),
     (

@@ -294,7 +294,7 @@ def test_ckpt_diff_names_what_is_not_the_same(tmp_path: Path) -> None:
     second = save(run / "checkpoints", pair(2, 8), 2, step=6, found=other)
     found = ckpt.diff(str(first), str(second))
     assert found.tensors == {"model.safetensors": ["blocks.1.fused.bias"]} and not found.only
-    assert "differ in 1 tensor: blocks.1.fused.bias" in ckpt.summarize_differences(found)
+    assert "1 tensor differs: blocks.1.fused.bias" in ckpt.summarize_differences(found)
     gone = ckpt.prune(str(run), keep=1)
     assert gone == [first] and newest_good(run / "checkpoints")[0] == second
 
@@ -313,4 +313,4 @@ def test_another_model_is_told_in_words_on_every_rank(tmp_path: Path) -> None:
 
     said = play(3, work)
     assert all("embed.weight, head.weight differ" in text for text in said)
-    assert all("float32[11, 6] there and float32[11, 8] here" in text for text in said)
+    assert all("float32[11, 6] in the checkpoint and float32[11, 8] in the model" in text for text in said)

@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a sample repeated": (r"data order: samples were repeated \(\[\d+\]\)", r"\(data\)", {}),
     "augmented anew": ("different contents in microbatch 1 .*augmentation", r"\(data\)", {}),
     "batchnorm local": ("ranks hold different values: running statistics of rank 0's .*alone", "norm", {"norm": True}),
-    "batchnorm of rank 0": ("buffers: running statistics of rank 0's microbatches alone", "norm", {"norm": True}),
+    "batchnorm of rank 0": ("buffers: running statistics of rank 0's microbatches only", "norm", {"norm": True}),
     "extra forward": ("folded twice", "norm", {"norm": True}),
     "equal dropout": ("random streams: .*all ranks draw equal numbers", "", {"dropout": 0.3}),
     "dropout by rank": ("random streams: without dropout the gradients agree", "", {"dropout": 0.3}),

@@ -489,10 +489,10 @@ def test_options_of_other_kinds_are_recorded() -> None:
 @pytest.mark.parametrize(
     "last, says",
     [
-        ((), "2.bias is float32[2] there and absent here"),
-        ((nn.Linear(6, 2), nn.Linear(2, 2)), "3.bias is absent there and float32[2] here"),
-        ((nn.Linear(6, 3),), "2.bias is float32[2] there and float32[3] here"),
-        ((nn.Linear(6, 2).double(),), "2.bias is float32[2] there and float64[2] here"),
+        ((), "2.bias is float32[2] in the checkpoint and absent in the model"),
+        ((nn.Linear(6, 2), nn.Linear(2, 2)), "3.bias is absent in the checkpoint and float32[2] in the model"),
+        ((nn.Linear(6, 3),), "2.bias is float32[2] in the checkpoint and float32[3] in the model"),
+        ((nn.Linear(6, 2).double(),), "2.bias is float32[2] in the checkpoint and float64[2] in the model"),
     ],
 )
 def test_a_checkpoint_of_another_model_says_what_is_there_and_here(

@@ -182,7 +182,7 @@ def test_convolutions_alone() -> None:
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
     )
     text = said(lambda: derive_plan(model, run=lambda m: m(torch.randn(2, 3, 8, 8)), ranks=2))
-    assert "finds nothing to cut in Sequential: 1 linear layers and 1 convolutions" in text
+    assert "finds nothing to split in Sequential: 1 linear layers and 1 convolutions" in text
 
 
 def test_bad_plans_by_name() -> None:
@@ -231,7 +231,7 @@ def test_an_autograd_function_of_ones_own() -> None:
 
     plan = derive_plan(Own(), run=bed.mlp_run, ranks=2)
     assert list(plan.roles) == ["b", "pair.0"]
-    assert "a.weight stays whole: Double, an autograd function of its own" in plan.notes
+    assert "a.weight stays whole: Double, a custom autograd function" in plan.notes
     bed.check(Own, bed.mlp_run)
     forced = TensorPlan(roles={"a": C, "b": R})
     assert "Double is a custom autograd function" in said(lambda: bed.check(Own, bed.mlp_run, plan=forced))

@@ -120,7 +120,7 @@ def test_a_wrong_one_is_found(shop: Shop) -> None:
     ("words", "text"),
     [
         (("--train.micro_batch_size", "3"), "does not support accumulation: 4 microbatches for 2 replicas"),
-        (("--train.exact", "true"), "--train.exact is not proved"),
+        (("--train.exact", "true"), "--train.exact is not supported"),
     ],
 )
 def test_what_can_not_be_is_refused(shop: Shop, words: tuple[str, ...], text: str) -> None:

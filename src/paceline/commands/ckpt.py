@@ -141,7 +141,9 @@ def summarize_differences(found: Difference) -> str:
     """Return the lines for the screen: how many names of each kind differ, and the first few of them."""
     lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
     for kind, names in found.tensors.items():
-        lines.append(f"{kind}: {plural(len(names), 'tensor')} differ: {_few(names)}")
+        lines.append(
+            f"{kind}: {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}: {_few(names)}"
+        )
     for kind, alone in found.only.items():
         for number, names in zip(("first", "second"), alone, strict=True):
             lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []

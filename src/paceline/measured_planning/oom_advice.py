@@ -132,7 +132,7 @@ def _told(
     for number, (change, rung) in enumerate(zip(changes, rungs, strict=True), 1):
         less = format_size(round(before.peak_bytes - change.estimate.peak_bytes))
         longer = f"{change.seconds / before.step_seconds:+.0%} time"
-        price = f" ({format_duration(abs(change.seconds))} a step)" if fleet is not None else ""
+        price = f" ({format_duration(abs(change.seconds))} per step)" if fleet is not None else ""
         yield f"  {number}. {change.says}: {less} less, {longer}{price}"
         yield f"     {typed(rung)}"
 

@@ -20,7 +20,7 @@ def show_torn(history: History) -> str:
     said = [f"{count} line{'s' * (count > 1)} of {name}.jsonl" for name, count in history.torn.items()]
     if not said:
         return ""
-    return f'<p class="notice">Left out, since it could not be read: {escape(" and ".join(said))}. A kill or a full disk cuts a line off.</p>'
+    return f'<p class="notice">Left out, because it could not be read: {escape(" and ".join(said))}. A kill or a full disk can cut off a line.</p>'
 
 
 def last_failure(run: RunFolder, *, after: int) -> dict[str, Any] | None:

@@ -47,7 +47,7 @@ def _section(event: dict[str, Any]) -> str:
     )  # fmt: skip
     had = float(event.get("others", 0.0))
     busy = (
-        f"<p>Other programs had {had:.0%} of the cores meanwhile: without them steps may be quicker.</p>" if had else ""
+        f"<p>Other programs used {had:.0%} of the cores meanwhile: without them steps may be faster.</p>" if had else ""
     )
     source = _SOURCES.get(str(event["source"]), str(event["source"]))
     return (

@@ -98,7 +98,8 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
 
 def _cells(row: Mapping[str, Any], found: Estimate, forecast: CostModel) -> list[str]:
     changes = "".join(
-        f"<br>{escape(one['change'])}: {format_precise_duration(one['step_seconds'])} a step" for one in row["changes"]
+        f"<br>{escape(one['change'])}: {format_precise_duration(one['step_seconds'])} per step"
+        for one in row["changes"]
     )
     mark = mark_of(fits=row["fits"], tight=row.get("tight", False), refused=row.get("refused", ""))
     kind = {"fits": "bitwise", "tight": "rounding"}.get(mark, "bad")
@@ -127,7 +128,7 @@ def _differences(every: Sequence[Sequence[str]]) -> str:
 def _assumptions(forecast: CostModel, *, is_offloaded: bool) -> str:
     _, *lines = assumption_lines(forecast.fleet, precision=forecast.facts.precision, is_offloaded=is_offloaded)
     items = "".join(f"<li>{escape(line.strip())}</li>" for line in lines)
-    return f"<section><h2>Taken for granted</h2><ul>{items}</ul></section>"
+    return f"<section><h2>Assumptions</h2><ul>{items}</ul></section>"
 
 
 def _section(title: str, note: str, body: str) -> str:

@@ -63,7 +63,7 @@ class NumericsOption:
         speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times as long as"
         speed = speed if abs(ratio - 1) >= _SMALL else "as fast as"
         peak, seconds = format_size(round(found.peak_bytes)), format_precise_duration(found.step_seconds)
-        held = f"{peak}, {seconds} a step, MFU {found.mfu:.1%}"
+        held = f"{peak}, {seconds} per step, MFU {found.mfu:.1%}"
         yield f"with {self.words}: {self.command}"
         yield f"  {held} (forecast): {speed} the recommended one; {self.changes}"
 

@@ -228,8 +228,8 @@ def _notes(
         + (" in one process" if layout.kind is LayoutKind.THREADS else "")
         + "".join(f"; {said}" for said in _splits(mesh)),
         f"backend: {why}",
-        f"batch: {plural(facts.global_batch_size, 'sample')} a step in {plural(num_micro, 'microbatch')} of {micro}"
-        f" ({per_rank} a replica)",
+        f"batch: {plural(facts.global_batch_size, 'sample')} per step in {plural(num_micro, 'microbatch')} of {micro}"
+        f" ({per_rank} per replica)",
         *([unused] if idle else []),
-        f"threads: {threads} a {one} ({'pinned' if facts.one_thread else plural(cluster.cores, 'usable core')})",
+        f"threads: {threads} per {one} ({'pinned' if facts.one_thread else plural(cluster.cores, 'usable core')})",
     )

@@ -93,7 +93,8 @@ def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_si
     bubble = simulate(program).bubble
     text = (
         f"pipeline: {program.name}, {plural(program.num_stages, 'stage')} on {mesh.pp} ranks, "
-        f"{plural(each, 'microbatch')} a replica, each rank idle {bubble:.0%} of the time (the bubble, of equal stages)"
+        f"{plural(each, 'microbatch')} per replica, each rank idle {bubble:.0%} of the time (the "
+        "bubble, of equal stages)"
     )
     if bubble < _IDLE or micro_batch_size == 1:
         return (text,)

@@ -28,7 +28,7 @@ class Change:
         sign = "+" if self.seconds >= 0 else "-"
         peak = format_size(round(self.estimate.peak_bytes))
         seconds, share = format_precise_duration(abs(self.seconds)), format_change(self.seconds / before)
-        return f"{self.says}: {peak}, {sign}{seconds} a step ({share})"
+        return f"{self.says}: {peak}, {sign}{seconds} per step ({share})"
 
 
 def cheapest_changes(forecast: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
