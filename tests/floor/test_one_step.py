@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-MOST_IN_STEP = 28
+MOST_IN_STEP = 30
 MOST_IN_FETCH = 11
 OFF = [
     "faults.py",
