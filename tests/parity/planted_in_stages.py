@@ -217,7 +217,7 @@ ScatterReducer.__init__ = start
         should="Gradients agree; after the update each rank's model has only its own rows new, the others are stale.",
         says=("stale|not gathered|not updated|unchanged|gather", "rank|rows"),
         code="""
-from paceline.parallel.sharding.zero1_zero2 import ParameterAllGather
+from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
 ParameterAllGather.__call__ = lambda self: None
 """,
     ),

@@ -27,14 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from paceline.comm.process_group import World
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.data_parallel.reducer import LocalReducer
-from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.module_access import parameters as units
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.sharding.fsdp_options import FullySharded
 from paceline.parallel.sharding.fully_sharded import shard_fully
 from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
-from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
+from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
 
 CLIP = 0.5
 

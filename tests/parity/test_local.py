@@ -15,14 +15,14 @@ from paceline.errors import LayoutError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
 from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
-from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
+from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from tests.conftest import Shop
 from tests.parity.test_hogwild import SELDOM
 from tests.parity.test_stash import JOB as STASH
 
 PLANTS = """
 import os
-from paceline.step.local_sgd import outer_optimizer as outer
+from paceline.step.local_sgd import fragment_schedule as outer
 
 plant = os.environ.get("PLANT", "")
 if plant == "forgotten":  # the outer momentum
@@ -227,10 +227,12 @@ class Equal(World):
         return tensor
 
 
-def sites_of_three(update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None) -> OuterOptimizer:
+def sites_of_three(
+    update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None
+) -> FragmentSchedule:
     named = trainable_parameters(model) if stage is None else trainable_parameters(model)[2 * stage :][:2]
     weights = ShardedTensors(world=World.alone(), held=all_of(model))
-    return OuterOptimizer(
+    return FragmentSchedule(
         rule=parse_update(update),
         named=named,
         weights=weights,
@@ -329,7 +331,9 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
         norm = model[1]
         weights = ShardedTensors(world=World.alone(), held=all_of(model))
         told = {"spread": lambda: None, "wrote": lambda: None}
-        sites = OuterOptimizer(rule=rule, named=trainable_parameters(model), weights=weights, peers=peers[site], **told)
+        sites = FragmentSchedule(
+            rule=rule, named=trainable_parameters(model), weights=weights, peers=peers[site], **told
+        )
         for step in range(1, rule.every + 1):
             norm.running_mean.fill_(float(site + step))
             sites.after(step)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import thread_worlds
 from paceline.config.settings import Settings, Train
-from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
 from paceline.parallel.placement import ParallelizedModel

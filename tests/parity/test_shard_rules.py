@@ -15,8 +15,8 @@ from paceline.parallel.module_access.parameters import NamedParameter, trainable
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.row_shards import RowShard, cut_rows, shares_of
 from paceline.parallel.sharding.shardability_check import merge_equal_groups
-from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
 from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
 from paceline.torch_internals.private_api import JointScaler
 from tests.matrix.page import patterns, stands
 

@@ -22,8 +22,8 @@ from paceline.planner.search.search_space import SearchSpace, candidates
 from paceline.planner.simulation.candidate_simulation import simulate_candidate
 from paceline.planner.simulation.event_simulator import simulate_step
 from paceline.planner.simulation.exposed_communication import exposed_by_name
+from paceline.planner.simulation.failure_forecast import Checkpoints, forecast_failures
 from paceline.planner.simulation.goodput import goodput
-from paceline.planner.simulation.goodput_under_failures import Checkpoints, forecast_failures
 from paceline.planner.simulation.overlap import Collective, When
 from paceline.planner.simulation.schedule_costs import pipeline_timeline
 from paceline.run_folder.plan_file import write_advice

@@ -119,7 +119,7 @@ def _unwritable(what: str, kind: str) -> CheckpointError:
     return CheckpointError(
         f"{what} can't be saved: it is or contains a {kind}.",
         cause="checkpoints contain no pickle, so a resumed optimizer would lack it",
-        hint="tensors, numbers, text, and lists, tuples, sets and dicts of these are saved",
+        hint="store tensors, numbers, text, or lists, tuples, sets and dicts of these",
     )
 
 
@@ -183,8 +183,8 @@ def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[
 
 def _nobody_s(kind: str, keys: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
-        f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter, and ranks hold "
-        "parts of them: each rank would keep its own copy.",
+        f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter. The parameters "
+        "are sharded: each rank would keep its own copy.",
         cause="state[...] keyed by a number or a name; its sharding is not known",
         hint="self.state[parameter] in the optimizer, or --layout ddp",
     )

@@ -19,7 +19,7 @@ from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
 from paceline.verification.finding import FLOOR, verdict_of_distance
 
-ENTRY = "paceline.measured_planning.timing.layout_benchmark:measure"
+ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:measure"
 _REFUSED, _FAILED = "refused", "failed"
 _THREADS = "replicas are threads: memory between steps, without activations and messages"
 _WARM = 1  # steps that are not timed

@@ -25,7 +25,7 @@ from paceline.config.job_reference import GIVEN
 from paceline.config.loading import JOB, RequestedSettings, as_typed, flatten
 from paceline.errors import ExitCode, PacelineError, RunError, UsageError
 from paceline.launch.failures.uncaught_exceptions import told_while_open, watch_uncaught
-from paceline.planner.simulation.goodput_under_failures import Checkpoints
+from paceline.planner.simulation.failure_forecast import Checkpoints
 from paceline.plugins import resolve
 
 JobOrPath = Any  # a paceline.Job, or a str or Path; typing it would import torch with every verb

@@ -27,7 +27,7 @@ from paceline.planner.model_costs.model_profile import read_facts
 from paceline.planner.search.evaluate_named_layout import estimate_named, estimate_told, forecast_of, row_named
 from paceline.planner.search.search_space import SearchSpace
 from paceline.planner.simulation.candidate_simulation import CandidateSimulation, simulate_candidate
-from paceline.planner.simulation.goodput_under_failures import Checkpoints, FailureForecast, forecast_failures
+from paceline.planner.simulation.failure_forecast import Checkpoints, FailureForecast, forecast_failures
 from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
 from paceline.reporting.step_simulation_report import lines_of, write_step
 from paceline.run_folder.plan_file import NAME, read_advice

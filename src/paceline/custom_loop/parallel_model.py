@@ -15,11 +15,11 @@ from paceline.custom_loop.gradient_guard import GradientGuard, GradientLeaves, R
 from paceline.custom_loop.placed_model_files import load_folder, save_folder
 from paceline.errors import JobError, LayoutError, NonFiniteError, UsageError, raise_all
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
-from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
-from paceline.parallel.sharding.sharded_optimizer import try_optimizer_factory
+from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
 from paceline.planner.layout.mesh import layout_label
 from paceline.trainer.checks.check_job import unfit_optimizers
 

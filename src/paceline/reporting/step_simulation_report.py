@@ -14,8 +14,8 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.simulation.candidate_simulation import CandidateSimulation, simulate_candidate
 from paceline.planner.simulation.exposed_communication import BORDERS
+from paceline.planner.simulation.failure_forecast import FailureForecast
 from paceline.planner.simulation.goodput import goodput
-from paceline.planner.simulation.goodput_under_failures import FailureForecast
 from paceline.reporting.run_report import document
 from paceline.reporting.svg.bar_chart import BarRow, bars
 from paceline.reporting.svg.charts import Curve, chart

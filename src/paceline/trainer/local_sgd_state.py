@@ -16,8 +16,8 @@ from paceline.checkpoint.shard_ownership import owned_shards, read_part
 from paceline.checkpoint.train_state import OPTIMIZER
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
+from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
-from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 OUTER, OWN = "outer.safetensors", "weights.safetensors"
@@ -26,7 +26,7 @@ _ITS_OWN = ("optimizers", "schedules", "scaler", "extra_state")
 Files = dict[str, list[Writable]]
 
 
-def sites_of(built: TrainingSetup) -> OuterOptimizer | None:
+def sites_of(built: TrainingSetup) -> FragmentSchedule | None:
     """Return the outer optimizer if there are several sites, else None."""
     return built.step.sites if isinstance(built.step, LocalStep) else None
 
@@ -47,7 +47,7 @@ class SitesState:
     """What sites add to a checkpoint: their own weights and optimizers, and the weights all have agreed on."""
 
     built: TrainingSetup
-    sites: OuterOptimizer
+    sites: FragmentSchedule
 
     def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
         """Return this rank's files and JSON state, extended for sites. Every rank must call this."""

@@ -13,7 +13,7 @@ from paceline.checkpoint.state_outside_state_dict import tensors_of
 from paceline.console.formatting import plural
 from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
-from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
+from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.trainer.diagnostics.replica_check import averaged_names, first_apart
 from paceline.trainer.local_sgd_state import mean_in_place, sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -230,7 +230,7 @@ def of_layout(built: TrainingSetup) -> dict[str, Tensor]:
     return found
 
 
-def _of_sites(own: Mapping[str, Tensor], built: TrainingSetup, sites: OuterOptimizer) -> dict[str, Tensor]:
+def _of_sites(own: Mapping[str, Tensor], built: TrainingSetup, sites: FragmentSchedule) -> dict[str, Tensor]:
     """Return every site's weights, and the weights that the sites agreed on."""
     found: dict[str, Tensor] = {}
     for name, tensor in own.items():

@@ -43,7 +43,9 @@ def _twice(make: Callable[[], Reference], finding: RungResult) -> None:
     first, second = make(), make()
     for name, value in ModelSnapshot(first.model).tensors.items():
         if euclidean_distance(value, ModelSnapshot(second.model).tensors[name]):
-            finding.blame(step=1, parameter=name, cause="the job: built twice from one seed, the model is not the same")
+            finding.blame(
+                step=1, parameter=name, cause="the job builds other weights each time, although the seed is the same"
+            )
             return
     one, other = first.pieces(_START), second.pieces(_START)
     if [piece.samples for piece in one] != [piece.samples for piece in other]:

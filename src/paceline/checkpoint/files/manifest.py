@@ -67,7 +67,7 @@ def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], ste
                 error.what,
                 where=f"{kind} of step {step}",
                 cause="the parts that the ranks report do not add up: a bug in the layout, not in the job",
-                hint="older checkpoints are unchanged",
+                hint="report this bug; --resume uses the newest older checkpoint",
             ) from None
     form = FORMAT if all(kind_of(name) == name for name in listed) else FORMAT_OF_RANKS
     _write_body(aside, {"format": form, "step": step, "state": state, "files": listed})
@@ -114,6 +114,7 @@ def read_body(path: Path) -> ManifestForm:
         raise CheckpointError(
             f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {FORMAT_OF_RANKS!r}.",
             where=str(path),
+            hint="use the version of Paceline that wrote it",
         )
     return body
 

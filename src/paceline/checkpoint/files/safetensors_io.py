@@ -215,7 +215,9 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 def _check_end(file: BufferedReader, entry: TensorEntry) -> None:
     if entry.stop > os.fstat(file.fileno()).st_size:
         name = Path(file.name).name
-        raise CheckpointError(f"{name} is truncated: {entry.key} ends beyond its end.", where=str(file.name))
+        raise CheckpointError(
+            f"{name} is truncated: {entry.key} needs bytes after the end of the file.", where=str(file.name)
+        )
 
 
 def _memory(entry: TensorEntry) -> memoryview:

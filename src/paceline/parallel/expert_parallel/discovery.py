@@ -85,7 +85,7 @@ def _experts(name: str, module: nn.Module) -> Experts:
         shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters())
         raise LayoutError(
             f"{name} ({type(module).__name__}) can't be split into experts: {shapes}.",
-            cause="its parameters do not share one first dimension, the experts, nor are they all in one nn.ModuleList",
+            cause="experts are one nn.ModuleList, or tensors with the same first dimension",
             hint="move shared parameters out of this module, or leave ep out",
         )
     return Experts(name=name, module=module, count=sizes.pop(), stacked=tuple(own))

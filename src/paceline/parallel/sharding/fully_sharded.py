@@ -28,7 +28,7 @@ from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_
 from paceline.parallel.sharding.unit_guard import UnitGuards
 from paceline.parallel.sharding.unit_single_input import one_input
 from paceline.parallel.sharding.units import find_units
-from paceline.parallel.sharding.zero1_zero2 import ParameterAllGather
+from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
 from paceline.parallel.tensor_parallel.user_hook_calls import expose_local_shards
 from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 

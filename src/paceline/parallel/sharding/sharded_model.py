@@ -13,7 +13,7 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
 from paceline.parallel.sharding.reduce_scatter import ScatterReducer
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit, cut_rows, shares_of
-from paceline.parallel.sharding.zero1_zero2 import ParameterAllGather, RowsReducer
+from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, RowsReducer
 
 
 @dataclass(frozen=True, kw_only=True)

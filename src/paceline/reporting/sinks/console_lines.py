@@ -87,7 +87,7 @@ def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _foretold(event: ForecastChecked) -> str:
-    by = "on the device" if event.measured_by == "allocator" else "of resident memory added since before its model"
+    by = "on the device" if event.measured_by == "allocator" else "of resident memory, from before the model was built"
     times = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
     memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {by}{times}, "
     others = f" while other programs used {event.others:.0%} of the cores" if event.others else ""

@@ -11,8 +11,8 @@ from paceline.console.formatting import plural
 from paceline.parallel.data_parallel.module_buffers import buffer_notes
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
-from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.step_rule import RuleTraits, StepRequest
 from paceline.step.synchronous import SynchronousStep
@@ -34,7 +34,7 @@ class LocalSgdRule:
         """Return a site's step, with the optimizer that moves the weights all sites have agreed on."""
         plan, parts, placed, replicas = request.plan, request.parts[0], request.placed, request.replicas
         passes = None if placed.piped is None else PipelineForwardBackward(parts, piped=placed.piped)
-        sites = OuterOptimizer(
+        sites = FragmentSchedule(
             rule=plan.rule,
             named=placed.named,
             weights=placed.weights,

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.step.forward_backward import ForwardBackward
+from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.message_batching import MessageBatcher
-from paceline.step.local_sgd.outer_optimizer import OuterOptimizer
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import StepContext
 from paceline.step.result import StepResult
@@ -32,7 +32,7 @@ class LocalStep(SynchronousStep):
     lag = LAG
 
     def __init__(
-        self, parts: StepContext, *, sites: OuterOptimizer, first: int, passes: ForwardBackward | None = None
+        self, parts: StepContext, *, sites: FragmentSchedule, first: int, passes: ForwardBackward | None = None
     ) -> None:
         super().__init__(parts, passes=passes)
         self.sites = sites

@@ -32,7 +32,7 @@ from paceline.parallel.module_access.parameters import NamedParameter, trainable
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
 from paceline.parallel.parallelize import parallelize, parallelize_thread_replica
 from paceline.parallel.placement import ParallelizedModel, PlacementRequest
-from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory
+from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import DATA, Mesh
 from paceline.step.loss.loss_return_value import LossContract

@@ -15,12 +15,12 @@ from paceline.config.settings import Settings
 from paceline.errors import raise_all
 from paceline.job import Job
 from paceline.parallel.gradients.build_reducer import do_nothing
-from paceline.parallel.gradients.grad_norm import joint_norm
+from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
-from paceline.parallel.sharding.sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
+from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.step.optimizer_update import Ema, Norm, OptimizerUpdate, gradient_values
 from paceline.step.update_rules import step_rule

@@ -19,12 +19,12 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.module_access.tensor_access import bits_checksum, copy_into
 from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
-from paceline.step.local_sgd.fragment import Fragment, SiteGroup, averaging_dtype_tensor
+from paceline.step.local_sgd.outer_step import Fragment, SiteGroup, averaging_dtype_tensor
 
 _RESHAPED = 2
 
 
-class OuterOptimizer:
+class FragmentSchedule:
     """The outer optimizer on one rank.
 
     `weights` has every parameter's name and whole shape, on every rank. `peers` are the ranks at the same position in
