@@ -102,7 +102,7 @@ def _check_empty(settings: Settings, plan: ExecutionPlan) -> list[PacelineError]
         return []
     return [
         UsageError(
-            f"--train.on_empty zero can't be used with --update {plan.rule.kind}: a server gets the counts after its update.",
+            f"--train.on_empty zero with --update {plan.rule.kind}: a server learns the counts after its update.",
             hint="--update sync, or --train.on_empty stop",
         )
     ]
