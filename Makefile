@@ -11,7 +11,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
 unexport PYTHONDONTWRITEBYTECODE  # else every process of every run compiles all of paceline
 
-.PHONY: demo test lint types soak bench docs clean
+.PHONY: demo check test lint types soak bench docs clean
 
 $(STAMP): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
@@ -24,6 +24,10 @@ $(STAMP): constraints.txt pyproject.toml
 demo: $(STAMP)
 	@rm -rf .demo && mkdir .demo
 	@cd .demo && PATH="$(CURDIR)/$(BIN):$$PATH" sh ../examples/demo.sh
+
+# What to run before a commit: style, types, and the tests that start no run.
+check: lint types
+	@$(BIN)/python -m pytest -m quick -q -n 2
 
 # Most tests wait for processes more than they compute, so there are more workers than cores. Tests that look at the
 # clock run after them, alone.

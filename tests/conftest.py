@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.longer import is_extra_seed, is_longer
+from tests.quick import is_quick
 from tests.scheduling import FileScheduling
 from tests.warm.fixture import SharedMothers, cold, mother, warm
 
@@ -182,6 +183,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SharedMothers())
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import what `-m quick` leaves out: that takes longer than the quick tests."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr != "quick" or not is_test:
+        return None
+    return True if not is_quick(str(collection_path.relative_to(Path(__file__).parent))) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is longer than it is worth every time waits for `make soak`."""
@@ -189,6 +198,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name, drawn = item.nodeid.removeprefix("tests/"), getattr(item, "callspec", None)
         if is_longer(name) or (drawn is not None and is_extra_seed(name, drawn.params.get("seed"))):
             item.add_marker(pytest.mark.soak)
+        if is_quick(name) and not any(item.get_closest_marker(mark) for mark in ("soak", "clock", "gpu")):
+            item.add_marker(pytest.mark.quick)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,7 +13,7 @@ choose_kernels()  # before torch, for exact mode
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.matrix import cases, page, pool  # noqa: E402
+from tests.matrix import matrix_cases, matrix_page, rank_pool  # noqa: E402
 
 
 def main() -> int:
@@ -23,20 +23,20 @@ def main() -> int:
     found = _read_back(asked.read) or _run(chosen, asked)
     if asked.write:
         versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}."
-        page.write(
+        matrix_page.write(
             found, path=Path(asked.write), command="python -m tests.matrix --write docs/matrix.md", versions=versions
         )
-    for why in page.unlisted(found):
+    for why in matrix_page.unlisted(found):
         print(f"not in docs/refusals.md: {why}")
     counts: dict[str, int] = {}
     for one in found:
         counts[one["state"]] = counts.get(one["state"], 0) + 1
     print("  ".join(f"{state}: {number}" for state, number in sorted(counts.items())))
     wrong = [one for one in found if one["state"] not in ("bitwise", "rounding", "refused")]
-    return 1 if wrong or page.unlisted(found) else 0
+    return 1 if wrong or matrix_page.unlisted(found) else 0
 
 
-def _run(chosen: list[cases.Case], asked: argparse.Namespace) -> list[dict[str, Any]]:
+def _run(chosen: list[matrix_cases.Case], asked: argparse.Namespace) -> list[dict[str, Any]]:
     """With `--json` each answer is on disk as soon as it is there."""
     found: list[dict[str, Any]] = []
 
@@ -46,7 +46,7 @@ def _run(chosen: list[cases.Case], asked: argparse.Namespace) -> list[dict[str, 
         if asked.json:
             Path(asked.json).write_text(json.dumps(found, indent=1))
 
-    return pool.run_all(chosen, log=Path(asked.log), seconds=asked.seconds, tell=tell)
+    return rank_pool.run_all(chosen, log=Path(asked.log), seconds=asked.seconds, tell=tell)
 
 
 def _read_back(files: list[str]) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def _read_back(files: list[str]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
+def _chosen(asked: argparse.Namespace) -> list[matrix_cases.Case]:
     more: dict[str, Any] = {"steps": asked.steps}
     if asked.checks:
         more["checks"] = tuple(asked.checks)
@@ -71,12 +71,14 @@ def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
         more["settings"] = settings
     if asked.case:
         named = [word.split(":") for word in asked.case]
-        found = [cases.make(model, layout, int(ranks), **more) for model, layout, ranks in named]
+        found = [matrix_cases.make(model, layout, int(ranks), **more) for model, layout, ranks in named]
         return sorted(found, key=lambda case: case.processes)
     if asked.try_layouts:
-        models = asked.only or cases.MODELS
-        return [cases.make(m, layout, n, **more) for n in asked.ranks for layout in asked.try_layouts for m in models]
-    return cases.whole(asked.ranks, **more)
+        models = asked.only or matrix_cases.MODELS
+        return [
+            matrix_cases.make(m, layout, n, **more) for n in asked.ranks for layout in asked.try_layouts for m in models
+        ]
+    return matrix_cases.whole(asked.ranks, **more)
 
 
 def _read(words: list[str]) -> argparse.Namespace:

@@ -15,13 +15,14 @@ import pytest
 
 from paceline.launch.agent.supervisor import STARTER
 from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
+from tests.quick import is_quick
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 _ROOT = Path(__file__).parents[2]
-STARTING = ("docs", "fault", "matrix", "parity")
-COLD = ("test_kills", "test_stops", "test_own_script")
+TESTS = Path(__file__).parents[1]
+COLD = ("test_random_kills", "test_stop_requests", "test_script_restart")
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SHARED = "mothers"
 
@@ -36,6 +37,8 @@ class SharedMothers:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: "WorkerController") -> None:
         """Tell a worker where they wait; they import while it collects."""
+        if node.config.option.markexpr == "quick":  # no test of the quick lane starts a run
+            return
         if not self._name:
             self._name = self._stack.enter_context(started())
         node.workerinput[_SHARED] = self._name
@@ -48,11 +51,12 @@ class SharedMothers:
 @pytest.fixture(scope="module", autouse=True)
 def warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs start from a nursery that waits, but where the start itself is tried."""
-    if sys.platform != "linux" or request.path.parent.name not in STARTING or request.path.stem in COLD:
+    if sys.platform != "linux" or request.path.stem in COLD or request.node.get_closest_marker("gpu"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(STARTER, request.getfixturevalue("mother"))
+        if not is_quick(str(request.path.relative_to(TESTS))):
+            patch.setenv(STARTER, request.getfixturevalue("mother"))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 

@@ -1,6 +1,6 @@
 """Abilities of each `torch.distributed` backend: which are built in, and which operations they have.
 
-The table is checked line by line by `tests/parity/test_backends.py`, for the backends that the machine has.
+The table is checked line by line by `tests/profiling/test_backends.py`, for the backends that the machine has.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,148 @@
+"""A parameter server's leases: no gradient exceeds the bound, no worker waits forever, each share counts once."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from paceline.data.order.leases import BatchShare, Lease, Leases
+
+
+def batch(step: int, of: int) -> list[BatchShare]:
+    return [BatchShare(step=step, number=number, of=of) for number in range(of)]
+
+
+class Play:
+    """Workers that come, push, and die in any order."""
+
+    def __init__(self, *, bound: float, workers: int, seed: int) -> None:
+        self.books = Leases(bound=bound)
+        self.random = random.Random(seed)
+        self.workers = list(range(workers))
+        self.held: dict[int, Lease] = {}
+        self.taken: Counter[tuple[int, int]] = Counter()
+        self.late: list[int] = []
+        self.step = 0
+
+    def take(self) -> None:
+        while leases := self.books.ready():
+            self.late += [self.books.version - lease.version for lease in leases]
+            self.taken.update((lease.share.step, lease.share.number) for lease in leases)
+            self.books.take(leases)
+
+    def move(self, *, shares: int, kills: bool) -> None:
+        if self.books.num_free < shares and not (self.books.joins and (self.books.num_free or self.books.num_out)):
+            self.books.offer(batch(self.step, shares))
+            self.step += 1
+        worker = self.random.choice(self.workers)
+        if worker not in self.held:
+            lease = self.books.grant(worker)
+            if lease is not None:
+                self.held[worker] = lease
+        elif kills and self.random.random() < 0.1:
+            self.books.lose(worker)
+            del self.held[worker]
+        else:
+            self.books.push(self.held.pop(worker))
+        self.take()
+
+    def rest(self) -> None:
+        """No more batches: what is free or under way must end, whoever goes on."""
+        for _ in range(10_000):
+            if not self.books.num_free and not self.books.num_out:
+                return
+            for worker in self.workers:
+                if worker not in self.held and (lease := self.books.grant(worker)) is not None:
+                    self.held[worker] = lease
+            for worker in list(self.held):
+                self.books.push(self.held.pop(worker))
+                self.take()
+        raise AssertionError("somebody waits for ever")
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4, 9, math.inf])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("kills", [False, True])
+def test_no_gradient_is_later_than_the_bound_and_each_share_is_taken_once(
+    bound: float, workers: int, kills: bool
+) -> None:
+    for seed in range(5):
+        play = Play(bound=bound, workers=workers, seed=seed)
+        for _ in range(1500):
+            play.move(shares=3, kills=kills)
+        play.rest()
+        assert max(play.late) <= bound
+        assert sorted(play.taken) == [(step, number) for step in range(play.step) for number in range(3)]
+        assert set(play.taken.values()) == {1}
+        assert sum(sum(counts.values()) for counts in play.books.late.values()) == len(play.late)
+
+
+def test_the_bound_is_reached_and_not_only_kept() -> None:
+    for bound in (1, 2, 4):
+        play = Play(bound=bound, workers=8, seed=0)
+        for _ in range(3000):
+            play.move(shares=8, kills=False)
+        assert max(play.late) == bound
+
+
+def test_as_many_compute_at_once_as_the_bound_can_take() -> None:
+    books = Leases(bound=2)
+    books.offer(batch(0, 8))
+    held = [books.grant(worker) for worker in range(5)]
+    assert [lease is not None for lease in held] == [True, True, True, False, False]
+
+
+def test_an_update_waits_for_one_that_would_be_too_late() -> None:
+    books = Leases(bound=1)
+    books.offer(batch(0, 4))
+    slow, quick = books.grant(0), books.grant(1)
+    assert slow is not None and quick is not None
+    books.push(quick)
+    assert list(books.ready()) == [quick]
+    books.take([quick])
+    again = books.grant(1)
+    assert again is not None and books.grant(2) is None
+    books.push(again)
+    assert not books.ready(), "after it the slow one would be two updates late"
+    books.push(slow)
+    assert list(books.ready()) == [slow]
+    books.take([slow])
+    books.take(books.ready())
+    assert books.late == {1: Counter({0: 1, 1: 1}), 0: Counter({1: 1})}
+
+
+def test_with_bound_0_a_batch_is_one_update_in_the_order_of_its_shares() -> None:
+    books = Leases(bound=0)
+    books.offer(batch(0, 2))
+    first, second = books.grant(5), books.grant(6)
+    assert first is not None and second is not None
+    books.offer(batch(1, 2))
+    assert books.grant(7) is None, "the next batch wants the update of this one"
+    books.push(second)
+    assert not books.ready()
+    books.push(first)
+    assert list(books.ready()) == [first, second]
+    books.take([first, second])
+    assert books.version == 1 and books.grant(7) is not None
+
+
+def test_what_a_dead_worker_held_goes_first_to_the_next_and_what_it_pushed_stays() -> None:
+    books = Leases(bound=math.inf)
+    books.offer(batch(0, 3))
+    pushed, held = books.grant(1), books.grant(1)
+    assert pushed is not None and held is not None
+    books.push(pushed)
+    assert books.lose(1) == [held.share]
+    again = books.grant(2)
+    assert again is not None and again.share == held.share and list(books.ready()) == [pushed]
+
+
+def test_an_update_that_was_left_out_makes_no_version() -> None:
+    books = Leases(bound=4)
+    books.offer(batch(0, 1))
+    lease = books.grant(1)
+    assert lease is not None
+    books.push(lease)
+    books.take(books.ready(), counts=False)
+    assert books.version == 0 and not books.late

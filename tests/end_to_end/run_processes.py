@@ -1,0 +1,41 @@
+"""Find the processes of one run by an environment variable that they all inherit."""
+
+import time
+from pathlib import Path
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Every living process that inherited this mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (
+                    mark.encode() in (entry / "environ").read_bytes()
+                    and "State:\tZ" not in (entry / "status").read_text()
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_until_gone(mark: str, *, seconds: float = 10) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def children(parent: int) -> list[int]:
+    """Its living children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")")[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,107 @@
+"""A run reports a full disk on the screen, although it can write no file."""
+
+import errno
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.failures.failure_record import failure_of, read_failure, write_failure
+from paceline.launch.failures.shared_status import make_failure_buffer
+from tests.conftest import SMALL_JOB, Shop
+from tests.end_to_end.test_interrupted_runs import wait_for
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if os.geteuid() or subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], check=False, capture_output=True
+    ).returncode:  # fmt: skip
+        pytest.skip("a small file system can't be mounted here")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_disk_that_is_full_when_a_save_is_due_is_said(small_disk: Path) -> None:
+    shop = Shop(small_disk)
+    slow = "def forward(self, x):\n        import time; time.sleep(0.05)"
+    shop.write("job.py", SMALL_JOB.replace("def forward(self, x):", slow))
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100", "--checkpoint.every", "60",
+        "--eval.every", "1000", "--log.every", "1", "--train.on_nonfinite", "skip", "--watch.to", "console,jsonl",
+    )  # fmt: skip
+    wait_for(small_disk / "run" / "logs" / "attempt-1" / "rank-0.log", "step 5 ")
+    fill(small_disk)
+    _, err = process.communicate(timeout=60)
+    first = err.splitlines()[0]
+    assert re.search(r"SaveError: a checkpoint needs \S+ KiB and 16.0 MiB to spare, \S+ KiB are free", first), err
+    assert process.returncode == 3 and err.splitlines()[-1].startswith("Resume: paceline train job.py")
+
+
+def fill(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return
+
+
+@pytest.mark.parametrize("name", ["", "pulse-0"])
+def test_a_limit_on_the_size_of_files_has_its_cause_wherever_it_is_met(name: str) -> None:
+    """A log, as of a print, has no name."""
+    failure = failure_of(OSError(errno.EFBIG, "File too large", *([name] if name else [])), rank=0, step=3)
+    assert (failure.kind, failure.exit_code, failure.step) == ("SaveError", 3, 3)
+    assert failure.said["where"] == name and "`ulimit -f`" in failure.said["cause"]
+    assert failure.said["hint"] == "ulimit -f unlimited"
+    assert failure_of(OSError(errno.ENOENT, "no"), rank=0).exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["consolidated", "checkpoints/best", "weights.json"])
+def test_what_can_not_be_written_is_said_in_our_words(shop: Shop, name: str) -> None:
+    """A file where a folder must be, or a folder where a file must be."""
+    path = shop.path / "run" / name
+    path.parent.mkdir(parents=True)
+    if name == "consolidated":
+        path.write_text("in the way")
+    else:
+        (path / "in the way").mkdir(parents=True)
+    ended = shop.train("run", ranks=1, steps=4)
+    told = {"consolidated": "the consolidated weights", "checkpoints/best": "the best", "weights.json": "weights.json"}
+    first = ended.err.splitlines()[0]
+    assert ended.code == 3 and "SaveError" in first and told[name] in first and "could not be written" in first, (
+        ended.text
+    )
+    assert ended.err.splitlines()[-1].startswith("Resume: ")
+    assert "likely cause: a folder of that name already exists" in ended.err or "in the place of a folder" in ended.err
+
+
+def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:
+    slate = make_failure_buffer()
+    try:
+        write_failure(tmp_path / "gone", rank=2, error=ValueError("too much"), slate=slate)
+        write_failure(tmp_path / "gone", rank=1, error=ValueError("\u2028" * 10**6), slate=slate)
+        found = [read_failure(tmp_path / "gone", rank, slate=slate) for rank in range(4)]
+    finally:
+        os.close(slate)
+    assert [failure and failure.rank for failure in found] == [None, 1, 2, None]
+    assert found[2] is not None and found[2].message == "too much"
+
+
+@pytest.mark.parametrize("room", ["size=16k", "size=4m,nr_inodes=10", "size=4m,nr_inodes=14"])
+def test_a_disk_that_is_full_at_the_start_is_said(room: str, shop: Shop, small_disk: Path) -> None:
+    """An open log that takes no more has no name; a rank's first file; the settings of the run."""
+    subprocess.run(["mount", "-o", f"remount,{room}", str(small_disk)], check=True)
+    ended = shop.train(str(small_disk / "run"), steps=2)
+    assert ended.code == 3, ended.text
+    assert re.search(r"rank \d, SaveError: a file could not be written: No space left on device", ended.err), ended.text
+    assert f"where: {small_disk}/run" in ended.err and "to do: " in ended.err
+    assert ("all inodes are used" in ended.err) == ("inodes" in room)

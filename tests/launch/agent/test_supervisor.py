@@ -1,0 +1,156 @@
+"""The supervisor reads the messages of the fork server: which exits it believes, and which ranks it ends."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.agent.supervisor import Agent
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.shared_status import (
+    make_failure_buffer,
+    read_end,
+    read_slate,
+    read_stop,
+    write_end,
+    write_slate,
+    write_stop,
+)
+from paceline.launch.failures.stack_dumps import has_signal_handler
+
+STARTER = """
+import os, sys, time
+from paceline.launch.failures.shared_status import SLATE, read_stop, write_end
+slate = int(os.environ[SLATE])
+def say(line):
+    os.write(1, (line + "\\n").encode())
+def start(rank, body):
+    pid = os.fork()
+    if pid == 0:
+        say(f"born {rank} {os.getpid()}")
+        body()
+        os._exit(0)
+    return pid
+def end(pid, rank):
+    say(f"gone {rank} {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}")
+"""
+
+
+def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
+    """Run a starter of which `text` is the rest; nothing has torch."""
+    command = [sys.executable, "-c", STARTER + text]
+    agent = Agent(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves=saves)
+    return agent.run(lambda: None)
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_an_exit_code_without_the_entry_s_own_word_is_no_end(tmp_path: Path, status: int) -> None:
+    told = f"""
+first = start(0, lambda: write_end(slate, rank=0, code={status}))
+second = start(1, lambda: os._exit({status}))
+end(first, 0)
+end(second, 1)
+"""
+    code, failure = attempt(tmp_path, told)
+    assert code == 1 and failure is not None and failure.rank == 1
+    assert failure.message == f"the process exited with code {status} before the run was finished."
+    assert "os._exit" in failure.screen and failure.said["error"] == "exit"
+
+
+@pytest.mark.parametrize(("words", "ending", "code"), [
+    ((0, 0), "os._exit(0)", 0),
+    ((75, 75), "os._exit(0)", 75),
+    ((0, 75), "os._exit(75)", 75),
+    ((0, 0), "os.kill(os.getpid(), 11)", 0),
+    ((0, 0), "os._exit(3)", 1),
+])  # fmt: skip
+def test_the_word_counts_and_how_the_process_went_down_after_it_only_where_the_job_says_so(
+    tmp_path: Path, words: tuple[int, int], ending: str, code: int
+) -> None:
+    told = f"""
+def body(rank, code):
+    write_end(slate, rank=rank, code=code)
+    {ending}
+for rank, code in enumerate({words}):
+    end(start(rank, lambda: body(rank, code)), rank)
+"""
+    found, failure = attempt(tmp_path, told)
+    assert found == code and (failure is None) == (code != 1), failure
+
+
+def test_who_waits_for_a_dead_rank_is_ended(tmp_path: Path) -> None:
+    """It sleeps where no library notices that the other has gone."""
+    told = f"""
+def wait():
+    time.sleep(60)
+    open({str(tmp_path / "slept")!r}, "w").close()
+other = start(1, wait)
+end(start(0, lambda: os._exit(7)), 0)
+end(other, 1)
+"""
+    code, failure = attempt(tmp_path, told)
+    assert code == 1 and failure is not None and failure.rank == 0 and "exited with code 7" in failure.message
+    assert not (tmp_path / "slept").exists()
+
+
+def test_a_worker_that_is_over_or_lost_needs_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = """
+end(start(0, lambda: write_end(slate, rank=0, code=0)), 0)
+say("over 1 -9")
+say("lost 2 -9")
+"""
+    assert attempt(tmp_path, told, ranks=3) == (0, None)
+    assert "rank 2, a worker, was killed again" in capsys.readouterr().err
+
+
+def test_a_stop_reaches_a_rank_whose_handlers_are_the_job_s(tmp_path: Path) -> None:
+    """One ignores SIGTERM, one would be killed by it."""
+    told = """
+import signal
+def body(rank, handler):
+    signal.signal(signal.SIGTERM, handler)
+    os.kill(agent, signal.SIGUSR2) if rank else None
+    while not read_stop(slate, rank=rank):
+        time.sleep(0.01)
+    write_end(slate, rank=rank, code=75)
+agent = os.getppid()
+first = start(0, lambda: body(0, signal.SIG_IGN))
+second = start(1, lambda: body(1, signal.SIG_DFL))
+end(first, 0)
+end(second, 1)
+"""
+    assert attempt(tmp_path, told) == (75, None)
+
+
+def test_any_thread_may_run_one(tmp_path: Path) -> None:
+    found: list[object] = []
+    told = "end(start(0, lambda: write_end(slate, rank=0, code=0)), 0)"
+    thread = threading.Thread(target=lambda: found.append(attempt(tmp_path, told, ranks=1)))
+    thread.start()
+    thread.join()
+    assert found == [(0, None)]
+
+
+def test_the_slate_keeps_texts_words_and_stops_apart() -> None:
+    slate = make_failure_buffer()
+    for rank in (2, 0, 1):
+        assert write_slate(slate, rank=rank, text=f"{rank}" * ((1 << 15) - 16))
+        assert not write_slate(slate, rank=rank, text="x" * (1 << 15))
+    assert [read_end(slate, rank=rank) for rank in range(4)] == [None] * 4
+    write_end(slate, rank=1, code=75)
+    write_stop(slate, rank=0)
+    assert [read_end(slate, rank=rank) for rank in range(4)] == [None, 75, None, None]
+    assert [read_stop(slate, rank=rank) for rank in range(4)] == [True, False, False, False]
+    assert [set(read_slate(slate, rank=rank)) for rank in range(3)] == [{"0"}, {"1"}, {"2"}]
+    os.close(slate)
+
+
+def test_what_a_process_catches_is_the_kernel_s_word() -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    assert has_signal_handler(os.getpid(), signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert not has_signal_handler(os.getpid(), signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)

@@ -1,0 +1,105 @@
+"""The first failure is found from the records of the ranks."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.failures.failure_record import Failure, from_status, read_failure, write_failure
+from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
+from paceline.launch.failures.hang_detection import SilentRank, hang_failure
+
+MS = 1_000_000
+
+
+def failure(rank: int, kind: str, at_ms: float, message: str = "") -> Failure:
+    return Failure(rank=rank, kind=kind, message=message, monotonic_ns=int(at_ms * MS) + 10**12)
+
+
+LOST = "Connection closed by peer [127.0.0.1]:4711"
+TABLE = {
+    "one": ([failure(2, "ValueError", 5)], 2),
+    "the earlier of two": ([failure(0, "ValueError", 9), failure(1, "KeyError", 5)], 1),
+    "an echo came first": ([failure(0, "RuntimeError", 1, LOST), failure(1, "KeyError", 5)], 1),
+    "a kill is noticed late": ([failure(0, "ValueError", 5), failure(1, "signal", 40)], 1),
+    "a kill long after": ([failure(0, "ValueError", 5), failure(1, "signal", 90)], 0),
+    "a kill and its echoes": (
+        [failure(0, "RuntimeError", 1, LOST), failure(2, "DistNetworkError", 2), failure(1, "signal", 30)],
+        1,
+    ),
+    "only echoes": ([failure(3, "RuntimeError", 7, LOST), failure(1, "DistBackendError", 3)], 1),
+    "an exit beside an echo": ([failure(0, "DistStoreError", 1), failure(1, "exit", 9)], 1),
+    "a RuntimeError of the user's own": (
+        [failure(0, "RuntimeError", 9, LOST), failure(1, "RuntimeError", 12, "boom")],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_first_is_named(name: str) -> None:
+    failures, rank = TABLE[name]
+    for order in (failures, failures[::-1]):
+        found = first_failure(order)
+        assert found is not None and found.rank == rank
+
+
+CLOSED = "[pair.cc:460] Application timeout caused pair closure"
+LATE = "[unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation to complete"
+
+
+def test_who_waited_in_vain_names_the_silent_rank_and_how_long_it_waited() -> None:
+    """One of two exchanges that run at once times out, and closes the connection under the other."""
+    silent = SilentRank(rank=1, pid=4711, step=20, seconds=5.0, state="T")
+    for words in ((LOST, CLOSED, LATE), (CLOSED, LATE, LOST), (LATE, LOST, CLOSED)):
+        heard = [failure(rank, "RuntimeError", rank, text) for rank, text in zip((0, 2, 3), words, strict=True)]
+        first = first_failure(heard)
+        assert first is not None and is_lost_connection(first)
+        found = hang_failure(heard, [silent])
+        assert found.told_by == (0, 2, 3)[words.index(LATE)] and found.rank == 1 and found.step == 21
+        assert found.message.startswith("no answer from rank 1 within 4 s: nothing from it since step 20"), found
+        assert "--train.timeout_seconds 8" in found.screen
+    nobody_says = hang_failure([failure(0, "RuntimeError", 0, LOST), failure(2, "RuntimeError", 1, CLOSED)], [silent])
+    assert nobody_says.message.startswith("no answer from rank 1: nothing") and nobody_says.told_by == 2
+
+
+def test_nothing_failed() -> None:
+    assert first_failure([]) is None
+    assert exit_code({0: 0, 1: 0}, None) == 0
+    assert exit_code({0: 75, 1: 75}, None) == 75
+    assert exit_code({0: 75, 1: 0}, None) == 75  # as with a server, whose workers end with 0
+    assert exit_code({}, None) == 0
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(Mute(), "is not available"), (ValueError("x" * 10**6), "xxx ..."), (ValueError("a\n" * 500), "492 more lines")],
+)
+def test_any_exception_can_be_written_down(tmp_path: Path, error: Exception, text: str) -> None:
+    write_failure(tmp_path, rank=1, error=error)
+    found = read_failure(tmp_path, 1)
+    assert found is not None and text in found.message and len(found.message) < 5000
+
+
+def test_a_folder_that_can_not_be_written_hides_nothing(tmp_path: Path) -> None:
+    write_failure(tmp_path / "gone", rank=1, error=ValueError("x"))
+    assert read_failure(tmp_path / "gone", 1) is None
+
+
+def test_a_torn_file_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "failure-0.json").write_text('{"rank": 0, "kin')
+    assert read_failure(tmp_path, 0) is None
+
+
+def test_signals_are_told_by_name() -> None:
+    assert "SIGKILL" in from_status(0, status=-9).message and "memory" in from_status(0, status=-9).message
+    assert from_status(0, status=-64).kind == "signal" and from_status(0, status=3).kind == "exit"
+
+
+def test_a_rank_that_gave_up_in_native_code_is_explained() -> None:
+    assert "ranks do different things" in from_status(1, status=-int(signal.SIGABRT)).message

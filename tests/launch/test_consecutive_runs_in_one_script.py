@@ -1,0 +1,35 @@
+"""One script starts several runs in sequence, and each world has its own store keys under every launcher."""
+
+import shutil
+import sys
+
+import pytest
+
+from tests.conftest import Shop
+
+SCRIPT = """
+import paceline as pl
+from job import make_job
+for name in ("first", "second", "third"):
+    with pl.Run(make_job(), run_dir=name, settings={"train.steps": 4}) as run:
+        for batch in run.batches():
+            run.step(batch)
+    print("left", name, run.rank, run.exit_code, flush=True)
+"""
+TORCHRUN = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-W", "ignore")
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    "launcher", [TORCHRUN, pytest.param(MPIRUN, marks=pytest.mark.soak)], ids=["torchrun", "mpirun"]
+)
+def test_a_script_of_several_runs_ends(shop: Shop, launcher: tuple[str, ...]) -> None:
+    if shutil.which(launcher[0]) is None:
+        pytest.skip(f"{launcher[0]} is not installed")
+    shop.write("script.py", SCRIPT)
+    ended = shop.call([*launcher, "script.py"], timeout=100)
+    assert ended.code == 0, ended.text
+    told = sorted(line for line in ended.out.splitlines() if line.startswith("left "))
+    assert told == [f"left {name} {rank} 0" for name in ("first", "second", "third") for rank in (0, 1)]
+    assert shop.digest("first") == shop.digest("second") == shop.digest("third")

@@ -1,0 +1,144 @@
+"""Launcher environments: whose numbers count, local ranks, and where ranks without an address meet."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import MachineError, UsageError
+from paceline.filesystem.run_lock import this_process
+from paceline.launch import rendezvous as meet
+from paceline.launch.environments import JoinedWorld, detect
+
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+
+
+def found(environ: dict[str, str]) -> tuple[Any, ...]:
+    joined = detect(environ)
+    assert joined is not None
+    return joined.kind, joined.rank, joined.world_size, joined.local_rank, joined.local_world_size, joined.is_one_node
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "rank", "PMI_SIZE": "4", "PMI_FD": "11", "PMI_JOBID": "77.0"}])
+def test_a_task_of_srun_has_the_place_that_slurm_gives_it(rank: int, pmi: dict[str, str]) -> None:
+    """`srun --mpi=pmi2` says rank and size twice, and the place on the node only as Slurm does."""
+    own = {**SLURM, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2), "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}  # fmt: skip
+    told = {name: str(rank) if value == "rank" else value for name, value in pmi.items()}
+    assert found(own | told) == ("srun", rank, 4, rank % 2, 2, False)
+
+
+def test_nodes_of_a_step_may_have_other_numbers_of_tasks() -> None:
+    own = {**SLURM, "SLURM_NTASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS_PER_NODE": "2"}
+    places = [(0, 0, 0, 2), (5, 1, 2, 2), (6, 0, 3, 1)]
+    for rank, local, node, size in places:
+        task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
+        assert found(own | task)[3:5] == (local, size)
+
+
+def test_ranks_of_mpiexec_in_an_allocation_are_no_tasks_of_srun() -> None:
+    """Hydra starts one helper on each node by srun; its ranks inherit the helper's numbers."""
+    helper = {**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
+    own = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    assert found(helper | own) == ("mpiexec", 3, 4, 1, 2, False)
+
+
+@pytest.mark.parametrize("names", [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")])  # fmt: skip
+def test_each_mpiexec_says_the_place_on_the_node_in_its_own_words(names: tuple[str, str]) -> None:
+    assert found({"PMI_RANK": "3", "PMI_SIZE": "4", names[0]: "1", names[1]: "2"})[3:5] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_ADDR": "node0"},
+        {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"},
+        {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node0"},
+    ],
+)
+def test_a_local_rank_that_nobody_says_is_not_the_global_one(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="does not give the local rank of rank 3 of 4"):
+        detect(environ)
+    one = {name: value for name, value in environ.items() if name != "MASTER_ADDR"} | {"MASTER_ADDR": "127.0.0.1"}
+    assert found(one)[3:] == (3, 4, True)  # no other machine can be meant
+
+
+def world(rank: int, **more: Any) -> JoinedWorld:
+    told = {"RANK": str(rank), "WORLD_SIZE": "3"}
+    joined = detect(told | more)
+    assert joined is not None
+    return joined
+
+
+def test_a_world_finds_no_word_of_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meet.tempfile, "gettempdir", lambda: str(tmp_path))
+    ports = []
+    for _ in range(3):
+        environs: list[dict[str, str]] = [{}, {}, {}]
+        meet.adopt_launcher_variables(world(0), environs[0])
+        for rank in (1, 2):
+            meet.adopt_launcher_variables(world(rank), environs[rank])
+        assert len({environ["MASTER_PORT"] for environ in environs}) == 1
+        assert all(environ["GLOO_SOCKET_IFNAME"] == "lo" for environ in environs)
+        ports.append(environs[0]["MASTER_PORT"])
+        assert list(tmp_path.glob("paceline-*/*")) == []  # the last one that heard it has removed it
+        os.close(int(environs[0]["PACELINE_LISTEN_FD"]))
+
+
+def test_the_word_of_a_process_that_is_gone_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meet.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(meet, "_WAIT_SECONDS", 0.1)
+    folder = meet._meeting_folder(world(1))
+    folder.mkdir()
+    for holder in ({**this_process(), "born": "1"}, {**this_process(), "pid": 2**22 + 1}, {}, None, 7):
+        (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
+        with pytest.raises(MachineError, match="rank 0 did not publish its address"):
+            meet.adopt_launcher_variables(world(1), {})
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        born = (Path("/proc") / str(other.pid) / "stat").read_text().rpartition(")")[2].split()[19]
+        holder = {**this_process(), "pid": other.pid, "born": born}
+        (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
+        with pytest.raises(UsageError, match=f"process {other.pid} is waiting for the other ranks"):
+            meet.adopt_launcher_variables(world(0), {})
+    finally:
+        other.communicate(b"\n")
+    environ: dict[str, str] = {}
+    meet.adopt_launcher_variables(world(0), environ)
+    os.close(int(environ["PACELINE_LISTEN_FD"]))
+
+
+def test_ranks_meet_whatever_wraps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper around each rank is its parent, and each has its own."""
+    named = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-1@1"}
+    joined = [detect(named), detect({"RANK": "1", "WORLD_SIZE": "2"})]
+    folders = []
+    for parent in (100, 200):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        folders.append([meet._meeting_folder(one) for one in joined if one is not None])
+    assert folders[0] == folders[1] and len(set(folders[0])) == 2
+    other = detect({**named, "PMIX_NAMESPACE": "prterun-1@2"})
+    assert other is not None and meet._meeting_folder(other) != folders[0][0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "lo"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host"}, True),
+        ({"MASTER_ADDR": "127.0.0.1"}, True),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host"}, False),
+    ],
+)
+def test_ranks_of_one_machine_listen_on_loopback_alone(environ: dict[str, str], lo: bool) -> None:
+    joined = detect({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", **environ})
+    assert joined is not None
+    found: dict[str, str] = {}
+    meet.adopt_launcher_variables(joined, found)
+    assert ("GLOO_SOCKET_IFNAME" in found) is lo
+    kept = {"GLOO_SOCKET_IFNAME": "eth7"}
+    meet.adopt_launcher_variables(joined, kept)
+    assert kept["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -1,0 +1,84 @@
+"""Models of every kind under layouts of every kind, each beside one process, in one pool of processes per size.
+
+`make test` runs a covering subset: each kind of layout and each model at least once. `make soak` runs them all and
+prints the matrix. A refusal counts as a failure unless docs/refusals.md has it.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix import matrix_page
+from tests.matrix.matrix_cases import MODELS, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+COVERING = (
+    "gpt2:zero1:2", "bert:pp,schedule=zb_h1:2", "digits:zero2:2", "vit:tp:2", "nano:pp,schedule=interleaved_1f1b:2",
+    "digits:pp,schedule=1f1b:2", "llama:cp,remat=full:2", "t5:tp:2", "text:pp=2,dp_shard=2:4", "mixtral:dp_shard=2,ep=2,cp=2:4",
+)  # fmt: skip
+_EQUAL = ("bitwise", "rounding")
+
+
+def run(folder: Path, *words: str, seconds: float) -> list[dict[str, Any]]:
+    """The answers of a matrix of its own process, since exact mode's kernels are chosen before torch is imported."""
+    told = folder / "answers.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.matrix", "--json", str(told), "--log", str(folder / "log")]
+    ended = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    print(ended.stdout)
+    assert told.exists(), ended.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(told.read_text())
+    return found
+
+
+def wrong(answers: list[dict[str, Any]]) -> list[str]:
+    """What is neither equal to one process nor refused with words that stand."""
+    known = matrix_page.patterns()
+    return [
+        f"{one['model']} {one['asked']} ×{one['ranks']}: {one['state']} {one.get('why') or one.get('first_difference')}"
+        for one in answers
+        if one["state"] not in _EQUAL and not (one["state"] == "refused" and matrix_page.stands(one["why"], known))
+    ]
+
+
+def one_digest(answers: list[dict[str, Any]], what: str, *, models: tuple[str, ...]) -> None:
+    """All of a model's answers have the same."""
+    for model in models:
+        mine = {f"{one['asked']} ×{one['ranks']}": one.get(what) for one in answers if one["model"] == model}
+        usual = Counter(mine.values()).most_common(1)[0][0]
+        others = {layout: digest for layout, digest in mine.items() if digest != usual}
+        assert usual is not None, answers
+        assert not others, f"{model}, {what} weights: {others}, and {usual} under the others"
+
+
+def test_a_covering_subset_is_one_process_training(tmp_path: Path) -> None:
+    answers = run(tmp_path, "--checks", "float64", "--case", *COVERING, seconds=400)
+    assert len(answers) == len(COVERING)
+    assert not wrong(answers)
+    assert all(one["state"] in _EQUAL for one in answers), "the subset has no refusals"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_model_under_every_layout(tmp_path: Path, ranks: int) -> None:
+    answers = run(tmp_path, "--ranks", str(ranks), "--seconds", "240", seconds=7200)
+    assert len(answers) > 8
+    assert not wrong(answers)
+    one_digest([one for one in answers if one["state"] in _EQUAL], "start", models=MODELS)
+
+
+def test_a_refusal_that_the_page_does_not_have_is_wrong() -> None:
+    told = {"model": "text", "asked": "tp", "ranks": 2, "state": "refused"}
+    assert wrong([{**told, "why": "the moon is full."}])
+    assert not wrong([{**told, "why": "GPT has no experts to split."}])
+    assert wrong([{**told, "state": "different", "first_difference": {"parameter": "w"}}])
+    assert wrong([{**told, "state": "failed", "why": "GPT has no experts to split."}])
+
+
+def test_cases_travel_as_json() -> None:
+    case = Case(model="text", layout="fsdp", ranks=2, params={"dropout": 0.1})
+    assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
