@@ -25,12 +25,12 @@ def commands() -> str:
 
 def _command(name: str) -> str:
     verb = VERBS[name]
-    texts, hints = _field_docstrings(verb.options), get_type_hints(verb.options, include_extras=True)
-    positional = [field for field in fields(verb.options) if _is_positional(hints[field.name])]
-    named = [field for field in fields(verb.options) if field not in positional]
+    texts, hints = _field_docstrings(verb.option_class()), get_type_hints(verb.option_class(), include_extras=True)
+    positional = [field for field in fields(verb.option_class()) if _is_positional(hints[field.name])]
+    named = [field for field in fields(verb.option_class()) if field not in positional]
     words = [field.name.upper() if field.default is MISSING else f"[{field.name.upper()}]" for field in positional]
     usage = ["paceline", name, *words, "[options]", *(["[--train.steps 100 ...]"] if verb.takes_settings else [])]
-    lines = [f"### `paceline {name}`", "", _cell(inspect.getdoc(verb.options) or ""), ""]
+    lines = [f"### `paceline {name}`", "", _cell(inspect.getdoc(verb.option_class()) or ""), ""]
     lines += ["```text", " ".join(usage), "```", ""]
     lines += ["| option | meaning | value | default |", "| --- | --- | --- | --- |"]
     for field in [*positional, *named]:

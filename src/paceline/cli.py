@@ -130,7 +130,7 @@ def _run(words: list[str]) -> int:
         )
     own, settings = split_settings(with_value(words[1:], "--resume", "newest"))
     row = VERBS[verb]
-    kind = resolve(row.options) if isinstance(row.options, str) else row.options
+    kind = row.option_class()
     if {"-h", "--help"} & set(own):
         from paceline.commands.help_page import help_page
 

@@ -79,8 +79,8 @@ def test_a_setting_that_is_told_stands_in_the_events_and_a_free_one_does_not(tmp
         if event.get("level") == "warning"
     ]
     assert [note.partition(":")[0] for note in notes] == [
-        "train.on_nonfinite was stop in the checkpoint and is skip",
-        "train.on_empty was stop in the checkpoint and is zero",
+        "train.on_nonfinite was stop in the checkpoint and is skip now",
+        "train.on_empty was stop in the checkpoint and is zero now",
     ]
     assert load(tmp_path / "checkpoints" / "step-00000004").state["settings"]["train.on_nonfinite"] == "skip"
 
@@ -91,9 +91,9 @@ def test_parameters_of_a_job_are_told_and_secrets_are_not_recorded() -> None:
     saved = json.loads(json.dumps(record_settings(before)))
     assert "one" not in saved.values()
     assert [line.partition(":")[0] for line in note_changes(saved, now)] == [
-        "train.compile was False in the checkpoint and is True",
-        f"{JOB}.smoothing was 0.0 in the checkpoint and is 0.1",
-        f"{JOB}.gone was 1 in the checkpoint and is the job's own",
-        f"{JOB}.new was the job's own in the checkpoint and is 2",
+        "train.compile was False in the checkpoint and is True now",
+        f"{JOB}.smoothing was 0.0 in the checkpoint and is 0.1 now",
+        f"{JOB}.gone was 1 in the checkpoint and is the job's own now",
+        f"{JOB}.new was the job's own in the checkpoint and is 2 now",
     ]
     assert note_changes(saved, before) == note_changes(None, now) == []

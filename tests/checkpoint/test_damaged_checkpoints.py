@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
         (mount / "filler").write_bytes(bytes(23 << 20))
         with pytest.raises(CheckpointError, match="MiB") as caught:
             write(mount, 2)
-        assert "untouched" in caught.value.hint
+        assert "unchanged" in caught.value.hint
         assert newest_good(mount) == (first, [])
     finally:
         subprocess.run(["umount", str(mount)], check=True)

@@ -205,7 +205,7 @@ def test_what_an_optimizer_keeps_and_no_checkpoint_has_is_told_once(tmp_path: Pa
     told = [event for event in events if "checkpoints do not contain" in event.get("text", "")]
     assert [row["level"] for row in told] == ["warning"]
     assert told[0]["text"].startswith(
-        "checkpoints do not contain Slow.slow, Slow.inner, Slow.beside, Slow.calls, and a run"
+        "checkpoints do not contain Slow.slow, Slow.inner, Slow.beside, Slow.calls, and a resumed run"
     )
 
 

@@ -14,11 +14,11 @@ from paceline.config.loading import known_settings
 def test_help_describes_every_option_in_plain_columns(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0 and main([verb, "-h"]) == 0
     out = capsys.readouterr().out
-    page = help_page(verb, VERBS[verb].options, takes_settings=VERBS[verb].takes_settings)
+    page = help_page(verb, VERBS[verb].option_class(), takes_settings=VERBS[verb].takes_settings)
     assert out == f"{page}\n" * 2
     assert "{None}" not in page and "default: None" not in page and "default: False" not in page
     assert all(len(line) <= 120 for line in page.splitlines())
-    for name in VERBS[verb].options.__dataclass_fields__:
+    for name in VERBS[verb].option_class().__dataclass_fields__:
         flag = f"--{name.replace('_', '-')}"
         rows = [line for line in page.splitlines() if line.removeprefix("  -v,").strip().startswith(f"{flag} ")]
         positional = name in ("name", "job", "what", "run", "runs", "other")
@@ -26,7 +26,7 @@ def test_help_describes_every_option_in_plain_columns(verb: str, capsys: pytest.
 
 
 def test_groups_come_in_one_order() -> None:
-    page = help_page("train", VERBS["train"].options, takes_settings=True).splitlines()
+    page = help_page("train", VERBS["train"].option_class(), takes_settings=True).splitlines()
     assert page.index("where") < page.index("what") < page.index("check")
     assert any(line.startswith("  -v, --verbose") for line in page[page.index("check") :])
 
@@ -36,7 +36,7 @@ def test_every_verb_has_an_example_of_itself(verb: str) -> None:
     words = shlex.split(EXAMPLES[verb])
     assert words[:2] == ["paceline", verb]
     own, settings = split_settings(words[2:])
-    options = {f"--{name.replace('_', '-')}" for name in VERBS[verb].options.__dataclass_fields__}
+    options = {f"--{name.replace('_', '-')}" for name in VERBS[verb].option_class().__dataclass_fields__}
     assert {word for word in own if word.startswith("--")} <= options
     assert {word[2:] for word in settings if word.startswith("--")} <= set(known_settings())
 

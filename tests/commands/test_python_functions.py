@@ -138,7 +138,7 @@ def test_what_is_no_job_is_refused(folder: Path, given: Any, says: str) -> None:
 
 
 def test_what_cannot_be_sent_is_named(folder: Path) -> None:
-    with Path("data").open("w") as file, pytest.raises(pl.JobError, match="train_data= holds"):
+    with Path("data").open("w") as file, pytest.raises(pl.JobError, match="train_data= can't be pickled"):
         pl.train(make(train_data=[file]))
     with pytest.raises(pl.UsageError, match=r"job\.lr is a parameter of make_job"):
         pl.train(make(), settings={"job.lr": 1.0})

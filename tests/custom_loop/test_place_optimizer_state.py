@@ -54,12 +54,18 @@ SAVED: dict[str, Change] = {
     "another order in memory": lambda s, p: s.update(x=torch.arange(12.0).reshape(3, 4).t()),
 }
 REFUSED: dict[str, tuple[Change, str]] = {
-    "an object": (lambda s, p: s.update(thing=Thing()), "the state 'thing' of Keeping for weight .* holds a Thing"),
-    "an object within": (lambda s, p: s.update(x={"y": [Thing()]}), "the state 'x' of Keeping .* holds a Thing"),
-    "a function": (lambda s, p: s.update(f=lambda: 1), "the state 'f' of Keeping for weight .* holds a function"),
-    "a generator": (lambda s, p: s.update(g=torch.Generator()), "the state 'g' of Keeping .* holds a Generator"),
-    "sparse": (lambda s, p: s.update(sp=p.detach().to_sparse()), "the state 'sp' of Keeping .* holds a sparse tensor"),
-    "sparse within": (lambda s, p: s.update(x=[torch.eye(3).to_sparse()]), "the state 'x' of .* holds a sparse tensor"),
+    "an object": (lambda s, p: s.update(thing=Thing()), "the state 'thing' of Keeping for weight .* contains a Thing"),
+    "an object within": (lambda s, p: s.update(x={"y": [Thing()]}), "the state 'x' of Keeping .* contains a Thing"),
+    "a function": (lambda s, p: s.update(f=lambda: 1), "the state 'f' of Keeping for weight .* contains a function"),
+    "a generator": (lambda s, p: s.update(g=torch.Generator()), "the state 'g' of Keeping .* contains a Generator"),
+    "sparse": (
+        lambda s, p: s.update(sp=p.detach().to_sparse()),
+        "the state 'sp' of Keeping .* contains a sparse tensor",
+    ),
+    "sparse within": (
+        lambda s, p: s.update(x=[torch.eye(3).to_sparse()]),
+        "the state 'x' of .* contains a sparse tensor",
+    ),
 }
 
 

@@ -86,11 +86,12 @@ def test_the_generated_reference_has_every_option_and_setting() -> None:
     for name, verb in VERBS.items():
         section = commands.partition(f"### `paceline {name}`\n")[2].partition("\n### ")[0]
         words = [
-            (f"`--{field.replace('_', '-')}`", f"`{field.upper()}`") for field in verb.options.__dataclass_fields__
+            (f"`--{field.replace('_', '-')}`", f"`{field.upper()}`")
+            for field in verb.option_class().__dataclass_fields__
         ]
         assert [pair for pair in words if pair[0] not in section and pair[1] not in section] == [], name
     assert [name for name in known_settings() if f"| `{name}` |" not in settings] == []
-    assert "Processes on this machine; default: all GPUs, else 1." in commands
+    assert "Number of processes on this machine; default: one per GPU, or 1." in commands
     assert "| `train.precision` | `fp32`, `bf16`, `fp16` | `fp32` |" in settings
 
 

@@ -38,6 +38,6 @@ def test_a_plan_tells_where_it_is_and_an_answer_for_a_script_has_nothing_of_it(
     ended = shop.call([*plan, "plan"])
     assert ended.code == 0, ended.text
     assert re.search(r"planning: profiling the model.*; \d+ s so far", ended.err), ended.text
-    assert "planning: layouts of 4 ranks are searched" in ended.err and "so far" not in ended.out
+    assert "planning: searching layouts of 4 ranks" in ended.err and "so far" not in ended.out
     assert not (shop.path / "plan" / "doing.txt").exists()
     assert "so far" not in shop.call([*plan, "quiet", "--json"]).text

@@ -179,7 +179,7 @@ def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str
     told = notes(shop, "run")
     for rank in (1, 2):  # it dies at the first share of that step or a later one: another may have been quicker
         assert re.search(
-            rf"lost worker {rank}, whose process is gone: its unpushed gradient is lost, and step \d+'s", told
+            rf"lost worker {rank}, whose process has ended: its unpushed gradient is lost, and step \d+'s", told
         )
 
 
@@ -222,7 +222,7 @@ def test_one_that_is_killed_in_a_push_has_pushed_nothing(shop: Shop, nth: str, p
         "ps,servers=2,staleness=3", "--watch.to", "console,jsonl",
         environ={"WRITTEN": str(shop.path / "written"), "NTH": nth, "PARTS": parts},
     )  # fmt: skip
-    assert ended.code == 0 and "lost worker 3, whose process is gone" in notes(shop, "run"), ended.text
+    assert ended.code == 0 and "lost worker 3, whose process has ended" in notes(shop, "run"), ended.text
     all_seen(shop, epochs=30, updates=300)
 
 
@@ -290,7 +290,7 @@ def test_a_killed_server_is_restored_and_what_was_lost_is_said(shop: Shop, bound
     assert ended.code == 0, ended.text
     said = f"rank {servers - 1}, a server, was killed (SIGKILL) after step 36. Resuming from step-00000020: 16 steps"
     assert said in ended.err, ended.err
-    assert f"lost worker {servers + 1}, whose process is gone" in notes(shop, "run")
+    assert f"lost worker {servers + 1}, whose process has ended" in notes(shop, "run")
     joint = bound == "0"
     all_seen(shop, epochs=12, updates=60 if joint else 120, each=0.5 if joint else 1.0)
 
@@ -617,8 +617,8 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
 BAD = {
     "no worker is left": ("--ranks", "1", "--update", "ps"),
     "with 2 ranks: no worker is left": ("--ranks", "2", "--update", "ps,servers=2"),
-    "staleness is a whole number from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
-    "servers is a whole number from 1": ("--ranks", "3", "--update", "ps,servers=0"),
+    "staleness is an integer from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
+    "servers is an integer from 1": ("--ranks", "3", "--update", "ps,servers=0"),
     "ps has no option 'bound'": ("--ranks", "3", "--update", "ps,bound=3"),
     "9 servers, but the model has 6 parameters": ("--ranks", "11", "--update", "ps,servers=9"),
     "--update ps needs ddp, not pp": ("--ranks", "3", "--layout", "pp", "--update", "ps"),

@@ -168,7 +168,7 @@ def test_2bw_goes_on_in_another_number_of_stages_with_the_same_bits(bench: Shop)
 
 BAD = {
     "needs a pipeline, but layout ddp has none": ("--layout", "ddp"),
-    "not with dp_shard": ("--layout", "pp=2,dp_shard=2", "--ranks", "4"),
+    "not dp_shard": ("--layout", "pp=2,dp_shard=2", "--ranks", "4"),
     "has its own schedule": ("--layout", "pp,schedule=gpipe"),
     "--train.exact with --update pipedream": ("--layout", "pp", "--train.exact"),
     "on_nonfinite skip with --update pipedream": ("--layout", "pp", "--train.on_nonfinite", "skip"),

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from paceline.plugins import resolve
+
 Printed = tuple[int, Any, str]
 _Job = Annotated[str, tyro.conf.Positional]
 _Run = Annotated[str | None, tyro.conf.Positional]
@@ -22,6 +24,10 @@ class Verb:
     options: type | str
     run: str
     takes_settings: bool = False
+
+    def option_class(self) -> type:
+        """Return the class of the options, imported if it is only named."""
+        return resolve(self.options) if isinstance(self.options, str) else self.options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -351,9 +351,9 @@ REFUSED = [
     ),
     (
         lambda: transformer("RobertaForMaskedLM/RobertaConfig", pad_token_id=1),  # its positions begin at 2
-        r"position_embeddings \(Embedding\)'s",
+        r"position_embeddings \(Embedding\)",
     ),
-    (lambda: recurrent(), r"rnn \(LSTM\) can't be split along the sequence: each position waits"),
+    (lambda: recurrent(), r"rnn \(LSTM\) can't be split along the sequence: each position depends"),
     (lambda: pooled(), "no output of this model has a sequence dimension"),
     (lambda: unshifted(), "compares a position with its neighbour"),
     (lambda: mean(), "the loss is one number, a mean over its samples"),

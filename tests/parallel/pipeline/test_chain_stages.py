@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
         r"a skip connection crosses the cut before blocks.2: an input of blocks.3 needs a value \(\w+\) made in blocks.0",
     ),
     ("branch", Early, r"the forward branches on a value that stage blocks.2..blocks.3 does not have"),
-    ("collected", Collected, r"what follows the last block needs a value \(\w+\) made in blocks.0"),
+    ("collected", Collected, r"the code after the last block needs a value \(\w+\) made in blocks.0"),
     ("shared", Shared, "the block blocks.0 is called twice"),
     ("not called", Skips, "the forward does not call the block blocks.2"),
     ("hidden", Hidden, r"add inside blocks.3 needs a value \(mul\) made in blocks.0"),

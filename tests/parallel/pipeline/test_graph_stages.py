@@ -231,7 +231,7 @@ class Plain(Layers):
 
 BESIDE: dict[str, tuple[Any, str]] = {
     "twice": (lambda m, x: m(x) + m(x * 2), r"calls the model twice(.|\n)*test_graph_stages.py:(.|\n)*torch.cat"),
-    "a hook": (lambda m, x: m(x) + m.kept["a"].mean(), r"reads a value \(mul\) made in a, and(.|\n)*graph_stages.py:"),
+    "a hook": (lambda m, x: m(x) + m.kept["a"].mean(), r"reads a value \(mul\) made in a, but(.|\n)*graph_stages.py:"),
     "an attribute": (
         lambda m, x: m(x) + m.keep.last.detach().sum(),
         r"reads a value \(mul\) made in keep, but the mod",

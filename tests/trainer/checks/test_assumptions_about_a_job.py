@@ -354,7 +354,9 @@ def test_attributes_that_training_moves_are_named_once(tmp_path: Path) -> None:
     trained(job(model=Moving, loss=loss), tmp_path, train_steps=4, checkpoint_every=2)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     told = [event["text"] for event in events if "checkpoints do not contain" in event.get("text", "")]
-    expected = "Moving.temperature, Moving.phase, Moving.table, Moving.recent, layer.seen, centre.mean, and a run"
+    expected = (
+        "Moving.temperature, Moving.phase, Moving.table, Moving.recent, layer.seen, centre.mean, and a resumed run"
+    )
     assert len(told) == 1 and told[0].startswith(f"checkpoints do not contain {expected}"), told
 
 

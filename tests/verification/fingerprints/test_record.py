@@ -160,7 +160,7 @@ WRITTEN: dict[str, tuple[Callable[[list[bytes]], bytes], int, str]] = {  # what 
     "the start only": (lambda lines: lines[0], 2, "no step in common"),
     "another start alone": (lambda lines: doubled(lines[0]), 4, "different: first at the start, weight of 0.bias"),
     "no step of the other": (lambda lines: lines[1].replace(b'"step": 1', b'"step": 77'), 2, "no step in common"),
-    "half of its only line": (lambda lines: lines[0][:50], 2, "has no step: its only line is half written"),
+    "half of its only line": (lambda lines: lines[0][:50], 2, "has no step: its only line is incomplete"),
     "empty": (lambda lines: b"", 2, "has no step: it is empty"),
     "a whole last line that is none": (lambda lines: b"".join(lines[:-1]) + lines[-1][:50] + b"\n", 2, "is not a step of a recording"),
     "half a line in the middle": (lambda lines: b"".join(lines[:2]) + lines[2][:50] + b"\n" + lines[3], 2, "line 3 is not a step"),
