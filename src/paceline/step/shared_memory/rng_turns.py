@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 import torch
 
+from paceline.errors import RunError
 from paceline.torch_internals.dispatch_modes import RandomOpDetector
 from paceline.torch_internals.rng import get_states, host_states, set_states
 
@@ -30,8 +31,9 @@ class HostRandomness(Enum):
 class HostRngTurns:
     """The turns of the replicas of one process. `gpu` is a device that several of them share."""
 
-    def __init__(self, *, gpu: torch.device | None = None) -> None:
+    def __init__(self, *, timeout_seconds: float, gpu: torch.device | None = None) -> None:
         self.draws = HostRandomness.UNKNOWN
+        self._timeout = timeout_seconds
         self._gpu = gpu
         self._lock = threading.Lock()
         self._drew = {"forward": False, "backward": False}
@@ -48,7 +50,7 @@ class HostRngTurns:
             seed()
             yield
             return
-        with self._lock:
+        with self._turn():
             seed()
             before = self.states() if self.draws is HostRandomness.UNKNOWN else None
             yield
@@ -62,7 +64,7 @@ class HostRngTurns:
         if self.draws in (HostRandomness.NOBODY, HostRandomness.FORWARD):
             yield
             return
-        with self._lock:
+        with self._turn():
             ended = getattr(self._mine, "ended", None)
             if ended is not None:
                 set_states(ended, self._gpu)
@@ -72,6 +74,19 @@ class HostRngTurns:
             with RandomOpDetector() as watch:
                 yield
             self._drew["backward"] = self._drew["backward"] or watch.seen
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=self._timeout):
+            raise RunError(
+                f"the forward or backward of another replica did not end within {self._timeout:g} s.",
+                cause="a thread is stuck in the model, the loss or a lock that another thread holds",
+                hint="--layout ddp, where each replica is a process of its own",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def settle(self) -> None:
         """Set `draws` after a step that was watched."""

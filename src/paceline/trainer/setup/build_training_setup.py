@@ -193,7 +193,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         notes += compression_notes(plan.wire, placed[0].reducer, named=placed[0].named, world=worlds.summed)
     mirror = ThreadReplicas(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
-    turns = None if mirror is None else HostRngTurns(gpu=shared_gpu([each.every.device for each in own]))
+    turns = None if mirror is None else _turns(settings, own)
     parts = [
         _parts(settings, model, each, one, contract, update, turns)
         for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
@@ -336,6 +336,11 @@ def _parts(
         turns=turns or ALONE,
         take_back=placed.reducer.undo if isinstance(placed.reducer, ErrorFeedbackReducer) else do_nothing,
     )
+
+
+def _turns(settings: Settings, own: Sequence[MeshGroups]) -> HostRngTurns:
+    gpu = shared_gpu([each.every.device for each in own])
+    return HostRngTurns(timeout_seconds=settings.train.timeout_seconds, gpu=gpu)
 
 
 def _can_wait(mesh: Mesh) -> bool:
