@@ -81,7 +81,10 @@ def test_what_can_not_be_written_is_said_in_our_words(shop: Shop, name: str) -> 
         ended.text
     )
     assert ended.err.splitlines()[-1].startswith("Resume: ")
-    assert "likely cause: a folder of that name already exists" in ended.err or "in the place of a folder" in ended.err
+    assert (
+        "likely cause: a folder of that name already exists" in ended.err
+        or "has the name of a folder that is needed" in ended.err
+    )
 
 
 def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.checkpoint.optimizer_options import Options, changed_keys, options_now
-from paceline.checkpoint.state_json import from_plain, made_anew, normalized_numbers, to_plain, without_anew
+from paceline.checkpoint.state_json import (
+    from_plain,
+    job_created_kind,
+    normalized_numbers,
+    to_plain,
+    without_job_created,
+)
 from paceline.errors import CheckpointError
 from paceline.step.optimizer_update import move_on, schedule_error
 
@@ -78,7 +84,7 @@ def moved_options(group: Mapping[str, Any]) -> set[str]:
 
 def load_schedule(schedule: Any, plain: Mapping[str, Any]) -> None:
     """Load a schedule's saved state; values that can't be written stay as the job makes them."""
-    schedule.load_state_dict({**schedule.state_dict(), **from_plain(without_anew(plain))})
+    schedule.load_state_dict({**schedule.state_dict(), **from_plain(without_job_created(plain))})
 
 
 def replay(schedule: Any, *, steps: int) -> None:
@@ -125,7 +131,7 @@ def _described(schedule: Any) -> dict[str, Any]:
     kind = type(schedule)
     return {
         "kind": kind.__name__,
-        "state": without_anew(to_plain(state, where=kind.__name__, keep=_digest)),
+        "state": without_job_created(to_plain(state, where=kind.__name__, keep=_digest)),
         "functions": _functions(schedule),
         "inner": [_described(one) for one in getattr(schedule, _INNER, ())],
     }
@@ -214,7 +220,7 @@ def _values(named: Mapping[str, Any], depth: int) -> dict[str, Any]:
             continue
         with suppress(CheckpointError, RecursionError):  # large tensors, and what holds itself, are no settings
             plain = to_plain(value, where=name)
-            if not made_anew(plain) and len(repr(plain)) <= _MOST_TEXT:
+            if not job_created_kind(plain) and len(repr(plain)) <= _MOST_TEXT:
                 found[name] = plain
     return found
 
@@ -270,5 +276,5 @@ def _words(what: str, was: Mapping[str, Any], has: Mapping[str, Any], key: str) 
 
 
 def _shown(value: Any) -> str:
-    text = str(normalized_numbers(value) if made_anew(value) else from_plain(value, find=lambda _: "a tensor"))  # type: ignore[arg-type,return-value]
+    text = str(normalized_numbers(value) if job_created_kind(value) else from_plain(value, find=lambda _: "a tensor"))  # type: ignore[arg-type,return-value]
     return text if len(text) <= 60 else text[:57] + "..."

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state_json import from_plain, made_anew, normalized_numbers, to_plain
+from paceline.checkpoint.state_json import from_plain, job_created_kind, normalized_numbers, to_plain
 
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # how it is computed, not what
 _NO_OPTIONS = {"params", "param_names", *KERNELS}
@@ -62,7 +62,7 @@ def kept_now(group: Mapping[str, Any], *, then: Mapping[str, Any], now: Mapping[
 def _is_same(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     if key in old and key in new:
         return bool(normalized_numbers(old[key]) == normalized_numbers(new[key]))
-    return bool(made_anew((old if key in old else new)[key]))  # earlier checkpoints do not record it
+    return bool(job_created_kind((old if key in old else new)[key]))  # earlier checkpoints do not record it
 
 
 def _other_names(was: Mapping[str, Any], has: Mapping[str, Any]) -> str:
@@ -82,5 +82,5 @@ def _shape(optimizers: Sequence[Mapping[str, Any]]) -> str:
 def _shown(options: Mapping[str, Any], key: str) -> str:
     if key not in options:
         return "absent"
-    known = normalized_numbers(options[key]) if made_anew(options[key]) else from_plain(options[key])
+    known = normalized_numbers(options[key]) if job_created_kind(options[key]) else from_plain(options[key])
     return str(known)

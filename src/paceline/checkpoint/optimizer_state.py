@@ -12,7 +12,7 @@ from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.optimizer_options import KERNELS
 from paceline.checkpoint.shard_ownership import owned_shards, read_part, writer_rank
-from paceline.checkpoint.state_json import from_plain, made_anew, to_plain, without_anew
+from paceline.checkpoint.state_json import from_plain, job_created_kind, to_plain, without_job_created
 from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
 from paceline.comm.collective_errors import first_value_per_key
 from paceline.comm.process_group import World
@@ -108,10 +108,10 @@ def split_state(
     keep = partial(_numbered, inner, takes)
     rest = {key: value for key, value in state.items() if key not in tensors}
     plain = to_plain(rest, where=f"the state of {kind} for {name}", keep=keep)
-    if made_anew(plain):
+    if job_created_kind(plain):
         alone = {key: to_plain([key, value], where=kind, keep=_named_once) for key, value in rest.items()}
-        bad = next(key for key, said in alone.items() if made_anew(said))
-        raise _unwritable(f"the state {bad!r} of {kind} for {name}", made_anew(plain))
+        bad = next(key for key, said in alone.items() if job_created_kind(said))
+        raise _unwritable(f"the state {bad!r} of {kind} for {name}", job_created_kind(plain))
     return {**tensors, **inner}, plain
 
 
@@ -161,7 +161,7 @@ def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[
     for key, value in rest.items():
         is_tensor = isinstance(key, Tensor)
         plain = None if is_tensor else to_plain(key, where=kind)
-        if is_tensor or made_anew(plain) or key in addresses:
+        if is_tensor or job_created_kind(plain) or key in addresses:
             raise CheckpointError(
                 f"the state of {kind} has a key that can't be saved: "
                 + (
@@ -174,8 +174,8 @@ def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[
                 hint="self.state[parameter], with the parameters of self.param_groups",
             )
         found.append([plain, to_plain(value, where=kind, keep=keep)])
-        if made_anew(found[-1][1]):
-            raise _unwritable(f"the state of {kind} under {key!r}", made_anew(found[-1][1]))
+        if job_created_kind(found[-1][1]):
+            raise _unwritable(f"the state of {kind} under {key!r}", job_created_kind(found[-1][1]))
     if inner and not shares.kept.is_whole:
         raise _nobody_s(kind, [pair[0] for pair in found])
     return found, inner
@@ -230,7 +230,7 @@ def optimizer_scalars(
 def load_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, kept: Sequence[Collection[str]]) -> None:
     """Load the saved options of each group, without those in `kept`; unwritable ones stay as the job makes them."""
     for group, saved, own in zip(optimizer.param_groups, groups, kept, strict=True):
-        for key, value in from_plain(without_anew(saved["options"])).items():
+        for key, value in from_plain(without_job_created(saved["options"])).items():
             if key not in KERNELS and key not in own:
                 group[key] = _beside(value, group.get(key))
 

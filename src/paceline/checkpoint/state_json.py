@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 
 _TAG = "__paceline__"
-_ANEW = "made anew"
+_JOB_CREATED = "made anew"
 _MOST_ELEMENTS = 4096
 _NUMPY_KINDS = "biufc"
 
@@ -39,14 +39,14 @@ def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
     if value is None or type(value) in (bool, int, str, float):
         return value
     if isinstance(value, Enum | torch.dtype | torch.device):
-        return {_TAG: _ANEW, "value": type(value).__name__, "is": str(value)}
+        return {_TAG: _JOB_CREATED, "value": type(value).__name__, "is": str(value)}
     if isinstance(value, bool | int | str | float):
         return value
     if isinstance(value, complex):
         return {_TAG: "complex", "value": [value.real, value.imag]}
     if isinstance(value, Tensor):
         if keep is not None and (value.layout is not torch.strided or value.is_quantized):
-            return {_TAG: _ANEW, "value": "quantized tensor" if value.is_quantized else "sparse tensor"}
+            return {_TAG: _JOB_CREATED, "value": "quantized tensor" if value.is_quantized else "sparse tensor"}
         name = None if keep is None else keep(value)
         return _tensor(value, where) if name is None else {_TAG: "stored", "value": name}
     if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         found = {_TAG: kind, "value": [to_plain(item, where=where, keep=keep) for item in items]}
         return {**found, "maxlen": value.maxlen} if isinstance(value, deque) else found
-    return {_TAG: _ANEW, "value": type(value).__name__}
+    return {_TAG: _JOB_CREATED, "value": type(value).__name__}
 
 
 def from_plain(value: Any, *, find: Find | None = None) -> Any:
@@ -102,19 +102,19 @@ def _again(value: Any, find: Find | None) -> Any:
     return None
 
 
-def without_anew(value: Any) -> Any:
+def without_job_created(value: Any) -> Any:
     """Return the state without values that only the job can create; a list with such a value is left out too."""
     if isinstance(value, Mapping) and value.get(_TAG) is None:
-        return {key: without_anew(item) for key, item in value.items() if not _is_anew(item)}
-    return [without_anew(item) for item in value] if isinstance(value, list) else value
+        return {key: without_job_created(item) for key, item in value.items() if not _is_job_created(item)}
+    return [without_job_created(item) for item in value] if isinstance(value, list) else value
 
 
-def made_anew(value: Any) -> str:
+def job_created_kind(value: Any) -> str:
     """Return the first kind of value in it that JSON can't hold, or an empty string."""
-    if isinstance(value, Mapping) and value.get(_TAG) == _ANEW:
+    if isinstance(value, Mapping) and value.get(_TAG) == _JOB_CREATED:
         return str(value["value"])
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
-    return next((kind for item in inner if (kind := made_anew(item))), "")
+    return next((kind for item in inner if (kind := job_created_kind(item))), "")
 
 
 def normalized_numbers(value: Any) -> Any:
@@ -128,24 +128,24 @@ def normalized_numbers(value: Any) -> Any:
         while isinstance(inner, list) and len(inner) == 1:
             inner = inner[0]
         return inner
-    if tag == _ANEW:
+    if tag == _JOB_CREATED:
         return value.get("is")
     if tag in _SEVERAL:  # which earlier versions wrote as tuples
         return {_TAG: "tuple", "value": normalized_numbers(inner)}
     return {key: normalized_numbers(item) for key, item in value.items()}
 
 
-def _is_anew(item: Any) -> bool:
+def _is_job_created(item: Any) -> bool:
     """Return whether only the job can create the item, or an element of it if it is a list or tuple."""
     if isinstance(item, Mapping):
         inner = item.get("value")
-        return item.get(_TAG) == _ANEW or (item.get(_TAG) in _SEVERAL and _is_anew(inner))
-    return isinstance(item, list) and any(_is_anew(one) for one in item)
+        return item.get(_TAG) == _JOB_CREATED or (item.get(_TAG) in _SEVERAL and _is_job_created(inner))
+    return isinstance(item, list) and any(_is_job_created(one) for one in item)
 
 
 def _numpy(value: Any) -> dict[str, Any]:
     if value.dtype.kind not in _NUMPY_KINDS or value.size > _MOST_ELEMENTS or value.dtype.itemsize > 16:
-        return {_TAG: _ANEW, "value": type(value).__name__}
+        return {_TAG: _JOB_CREATED, "value": type(value).__name__}
     is_complex = value.dtype.kind == "c"
     inner = np.stack([value.real, value.imag], axis=-1).tolist() if is_complex else value.tolist()
     shape = list(value.shape) if isinstance(value, np.ndarray) else None

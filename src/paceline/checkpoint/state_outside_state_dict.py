@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.shard_ownership import owned_shards, read_part
-from paceline.checkpoint.state_json import from_plain, made_anew, to_plain
+from paceline.checkpoint.state_json import from_plain, job_created_kind, to_plain
 from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError
@@ -119,7 +119,7 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
     for name, value in model.state_dict(keep_vars=True).items():
         if _is_extra(name):
             found[name] = to_plain(value, where=name)
-            kind = made_anew(found[name])
+            kind = job_created_kind(found[name])
             if kind:
                 raise CheckpointError(
                     f"{name} holds a value of type {kind}, which can't be saved.",

@@ -18,7 +18,7 @@ from paceline.checkpoint.optimizer_options import changed_keys, kept_now
 from paceline.checkpoint.optimizer_state import Shares, load_options, load_state, optimizer_scalars, own_state
 from paceline.checkpoint.shard_ownership import owned_shards, read_part, writer_rank
 from paceline.checkpoint.state_dict_view import StateDictView, list_model
-from paceline.checkpoint.state_json import from_plain, to_plain, without_anew
+from paceline.checkpoint.state_json import from_plain, to_plain, without_job_created
 from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers, extra_state, load_extra_state, tensors_of
 from paceline.checkpoint.tensor_bytes import DTYPES, deduplicate_storages, describe_tensor, first_names
 from paceline.comm.collective_errors import first_value_per_key, on_all_ranks
@@ -105,7 +105,7 @@ def files_of(trained: TrainState) -> tuple[dict[str, list[Writable]], dict[str, 
     return files, {
         "aliases": aliases,
         "optimizers": optimizer_scalars(trained.update.optimizers, shares, scalars),
-        "schedules": [without_anew(s) for s in schedules],
+        "schedules": [without_job_created(s) for s in schedules],
         "scaler": None if scaler is None else to_plain(scaler.state_dict(), where="the loss scaler"),
         "extra_state": _extra_state(trained),
     }

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.consolidate import consolidate
 from paceline.checkpoint.optimizer_state import INNER, NOBODY, Shares, optimizer_scalars, shared_state, split_state
 from paceline.checkpoint.state_dict_view import StateDictView, list_model
-from paceline.checkpoint.state_json import from_plain, without_anew
+from paceline.checkpoint.state_json import from_plain, without_job_created
 from paceline.checkpoint.state_outside_state_dict import tensors_of
 from paceline.checkpoint.tensor_bytes import first_names
 from paceline.comm.collective_errors import on_all_ranks
@@ -148,7 +148,7 @@ def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str
 def _plain(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return groups with the options that JSON can hold, and state values that are not tensors."""
     options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
-    return {"kind": optimizer["kind"], "groups": without_anew(options), "scalars": optimizer["scalars"]}
+    return {"kind": optimizer["kind"], "groups": without_job_created(options), "scalars": optimizer["scalars"]}
 
 
 def _listed(model: nn.Module) -> dict[str, str]:

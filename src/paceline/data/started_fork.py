@@ -3,7 +3,7 @@
 Python 3.11 can hang in the child of a fork before it runs any code: `PyOS_AfterFork_Child` waits for the lock of the
 list of threads. Another thread held it at that moment and can't release it, since a fork copies one thread only. A
 thread of gloo takes that lock whenever it lets go of a tensor, so a rank that forks data workers right after a
-collective met this about once in 200 evaluations. Python 3.12 makes the lock anew first.
+collective met this about once in 200 evaluations. Python 3.12 creates a new lock first.
 """
 
 import os

@@ -20,7 +20,7 @@ _CAUSES = {
         "remove some of your files there, or --run-dir on another disk",
     ),
     errno.EFBIG: ("the file is too large: `ulimit -f`, or a limit of the file system", "ulimit -f unlimited"),
-    errno.ENOTDIR: ("a file or a link is in the place of a folder", "move it away"),
+    errno.ENOTDIR: ("a file or a link has the name of a folder that is needed", "move it away"),
     errno.EISDIR: ("a folder of that name already exists", "move it away"),
     errno.EEXIST: ("that name already exists", "move it away"),
     errno.ELOOP: ("it is a symbolic link, which is not followed here", "remove the link"),

@@ -46,7 +46,7 @@ def job(
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.
         length: cut texts to so many ids.
-        mask_rate: of the ids that masked-lm hides, anew at each reading.
+        mask_rate: of the ids that masked-lm hides, drawn again at each reading.
         new: prefixes of tensors that the folder need not have, as a new head: `("classifier",)`.
         dtype: of the parameters, whatever the folder has.
         fields: any other field of `Job`; those given here go over what this makes.

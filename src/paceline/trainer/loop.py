@@ -81,7 +81,7 @@ class Loop:
         self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
         self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
         self._judge = BestMetricTracker(built.job, progress)
-        self.anew = self._judge.anew
+        self.rule_changes = self._judge.rule_changes
         self._is_ended_early = self._judge.is_over
         self._evaluator = Evaluator(built)
         self._shared = SharedMetrics(built.world)

@@ -415,7 +415,7 @@ class _Opening:
             lines.append(
                 f"resumed: {loaded.path.name if own else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
             )
-            lines += loop.anew
+            lines += loop.rule_changes
             was = began_as(loaded)["data"]["num_samples"]
             lines += changed_length(was, samples, cursor=cursor, total=loop.total_steps)
             early = list(stopped_early(self.ready.job, loop.progress, step=cursor.step))

@@ -55,11 +55,13 @@ def judged(progress: Progress, values: list[dict[str, float]], **options: Any) -
 
 def test_another_metric_or_mode_on_going_on_begins_anew_and_says_so() -> None:
     progress = Progress()
-    assert judged(progress, [{"loss": 2.0, "near": 0.2}], best="loss:min")[0].anew == ()
+    assert judged(progress, [{"loss": 2.0, "near": 0.2}], best="loss:min")[0].rule_changes == ()
     progress = Progress.from_json(progress.as_json())
     judge, best = judged(progress, [], best="near:max")
-    assert "best: by near:max from here on" in judge.anew[0] and "by loss:min" in judge.anew[0]
-    assert judged(progress, [], best="loss:min")[0].anew == (), "nothing was judged by the other: the old mark holds"
+    assert "best: by near:max from here on" in judge.rule_changes[0] and "by loss:min" in judge.rule_changes[0]
+    assert judged(progress, [], best="loss:min")[0].rule_changes == (), (
+        "nothing was judged by the other: the old mark holds"
+    )
     judge, best = judged(progress, [{"loss": 2.1, "near": 0.2}, {"loss": 1.0, "near": 0.1}], best="near:max")
     assert best == [True, False]
     assert judged(progress, [{"loss": 1.0, "near": 0.15}], best="near:max")[1] == [False]
@@ -74,7 +76,9 @@ def test_patience_of_another_metric_is_counted_anew() -> None:
     assert judged(progress, [], best="loss:min", early_stopping=2)[0].is_over, "by the same rule it has ended"
     judge, _ = judged(progress, [], best="near:max", early_stopping=2)
     assert not judge.is_over
-    assert "early stopping: by near:max from here on, with a new count; before, it was by loss:min" in judge.anew
+    assert (
+        "early stopping: by near:max from here on, with a new count; before, it was by loss:min" in judge.rule_changes
+    )
     assert not judged(progress, values[:2], best="near:max", early_stopping=2)[0].is_over
     assert judged(progress, values[:1], best="near:max", early_stopping=2)[0].is_over
 
@@ -82,4 +86,4 @@ def test_patience_of_another_metric_is_counted_anew() -> None:
 def test_a_checkpoint_that_does_not_say_its_rule_is_taken_by_the_job_s() -> None:
     progress = Progress.from_json({"tokens": 1.0, "best": 2.0, "waited": 1, "rule_best": 2.0})
     judge, best = judged(progress, [{"loss": 2.5}], early_stopping=2)
-    assert (judge.anew, best, judge.is_over) == ((), [False], True)
+    assert (judge.rule_changes, best, judge.is_over) == ((), [False], True)

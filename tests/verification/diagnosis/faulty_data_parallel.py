@@ -163,7 +163,7 @@ class Bed:
         if self.fault == "a sample repeated":
             read[1] = [*read[1], read[1][0]]
             data[1] = self.reference.cast(self.reference.reading.read(epoch=at.epoch, part=read[1]))
-        if self.fault == "augmented anew":
+        if self.fault == "augmented twice":
             data[1] = tuple(part + 0.01 if part.is_floating_point() else part for part in data[1])
 
     def _backward(

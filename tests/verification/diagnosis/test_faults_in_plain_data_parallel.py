@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "same samples, unseen": ("data: the right samples with different contents", r"\(data\)", {}),
     "a sample dropped": (r"data order: samples were dropped \(\[\d+\]\)", r"\(data\)", {}),
     "a sample repeated": (r"data order: samples were repeated \(\[\d+\]\)", r"\(data\)", {}),
-    "augmented anew": ("different contents in microbatch 1 .*augmentation", r"\(data\)", {}),
+    "augmented twice": ("different contents in microbatch 1 .*augmentation", r"\(data\)", {}),
     "batchnorm local": ("ranks hold different values: running statistics of rank 0's .*only", "norm", {"norm": True}),
     "batchnorm of rank 0": ("buffers: running statistics of rank 0's microbatches only", "norm", {"norm": True}),
     "extra forward": ("folded twice", "norm", {"norm": True}),

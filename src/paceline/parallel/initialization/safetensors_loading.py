@@ -233,9 +233,9 @@ def _unlike(folder: Path, problems: Mapping[str, Sequence[str]]) -> CheckpointEr
         if names
     )
     prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in problems["missing: "]))
-    anew = f"new={prefixes[:4]} to initialise these freshly, or " if 0 < len(prefixes) <= 4 else ""
+    fresh = f"new={prefixes[:4]} to initialise these freshly, or " if 0 < len(prefixes) <= 4 else ""
     return CheckpointError(
         f"the weights in {folder} do not fit this model: {told}.",
         cause="a different config, a different head, or different names",
-        hint=f"{anew}the class that config.json names",
+        hint=f"{fresh}the class that config.json names",
     )

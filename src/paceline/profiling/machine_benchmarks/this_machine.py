@@ -27,7 +27,7 @@ def machine_here(*, ranks: int, device: str) -> LocalMachine:
     """
     began = time.monotonic()
     before = read_cached(fingerprint(ranks=ranks, device=device))
-    probe = probe_here(ranks=ranks, device=device)  # anew too where others used the machine when it was kept
+    probe = probe_here(ranks=ranks, device=device)  # measured again if other programs used the machine at that time
     return LocalMachine(
         fleet=_fleet(probe, ranks, device), seconds=0.0 if probe == before else time.monotonic() - began
     )

@@ -31,7 +31,7 @@ class BestMetricTracker:
         self._rule = early_stopping(job)
         self._best_of = f"{self._metric}:{self._mode}"
         progress.best_of = progress.best_of or self._best_of
-        self.anew = (*self._other_best(), *self._other_rule())
+        self.rule_changes = (*self._other_best(), *self._other_rule())
         """Lines for the banner."""
 
     @property

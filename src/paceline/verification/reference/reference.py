@@ -167,11 +167,11 @@ class Reference:
             group = pieces[start : start + width]
             part = tuple(sample for piece in group for sample in piece.samples)
             sizes = [len(piece.samples) for piece in group]
-            data = merge_microbatches([piece.data for piece in group], sizes, self._anew(epoch, part))
+            data = merge_microbatches([piece.data for piece in group], sizes, self._second_reading(epoch, part))
             found.append(Micro(samples=part, data=data))
         return found
 
-    def _anew(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
+    def _second_reading(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
         return lambda: self.cast(self.reading.read(epoch=epoch, part=part))
 
     @single_process()
