@@ -62,7 +62,12 @@ def _work_as_rank(rank: int, work: Callable[[int, int], Any], ranks: int, folder
         world_size=ranks,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    torch.save(work(rank, ranks), Path(folder, f"{rank}.pt"))
+    try:
+        result = work(rank, ranks)
+    except Exception as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)  # the parent shows one rank alone
+        raise
+    torch.save(result, Path(folder, f"{rank}.pt"))
     dist.barrier()  # nobody leaves while another rank still reads from it
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter

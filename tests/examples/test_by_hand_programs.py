@@ -95,8 +95,12 @@ def test_a_rank_that_fails_ends_the_others(shop: Shop, mistake: str) -> None:
         harness.write_text(harness.read_text().replace("TIMEOUT = 60", "TIMEOUT = 3"))
     start = time.monotonic()
     done = run(program, shop)
-    assert done.returncode == 1 and time.monotonic() - start < 55, done.stderr[-2000:]
-    assert ("Timed out" if mistake == "stays away" else "planted") in done.stderr, done.stderr[-2000:]
+    took = time.monotonic() - start
+    assert done.returncode == 1 and took < 55, done.stderr[-2000:]
+    if mistake == "raises":
+        assert "rank 1: planted" in done.stderr, done.stderr[-2000:]
+    else:  # the first rank whose time is over closes its connections, which may end another rank a moment before
+        assert took > 3 and ("Timed out" in done.stderr or "closed by peer" in done.stderr), done.stderr[-2000:]
     left = [one.pid for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
     assert not left
 
