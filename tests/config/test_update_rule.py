@@ -8,7 +8,7 @@ from paceline.cli import main
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.update_rule import UpdateKind, parse_update
 from paceline.errors import JobError, LayoutError, PacelineError, Problems
-from paceline.planner.layout.local_sgd_checks import never_meet
+from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.trainer.checks.check_job import check_job
 
 
@@ -169,7 +169,8 @@ def test_an_option_of_a_rule_stands_behind_its_word(
 
 def test_a_run_that_is_over_before_its_sites_meet_is_told_so() -> None:
     def told(text: str, total: int | None) -> str:
-        return "".join(never_meet(parse_update(text), total_steps=total))
+        update = parse_update(text)
+        return "".join(rule_planning(update).length_notes(update, total_steps=total))
 
     assert told("diloco,lr=0.5", 200).endswith("they do so every 500; --update diloco,every=20,lr=0.5")
     assert told("diloco,fragments=4,delay=1", 9).endswith("--update diloco,every=4,fragments=4,delay=1")

@@ -18,10 +18,10 @@ from paceline.commands.common.execution import (
 from paceline.config.auto_layout_word import AUTO, is_auto
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
-from paceline.config.update_rule import UpdateKind, UpdateRule, parse_update
+from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import ExitCode, LayoutError, RunError, UsageError
 from paceline.launch.launcher import failure_screen
-from paceline.planner.layout.local_sgd_checks import shortest_interval
+from paceline.planner.layout.update_rule_checks import rule_planning
 
 ENTRY = "paceline.verification.verify_worker:verify"
 
@@ -44,9 +44,7 @@ def verify(
         common, overrides = _chosen(job, common, overrides)
     update = parse_update(common.update)
     _refuse_race(update, job)
-    if update.has_sites:
-        update = shortest_interval(update)
-        steps = max(steps, 2 * update.every + 1)
+    update, steps = rule_planning(update).shorten(update, steps=steps)
     common = replace(common, update=str(update), layout=common.layout or update.layout)
     task = make_task("verify", job, common, overrides)
     _refuse_rounding(task)
@@ -80,11 +78,12 @@ def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[Run
 
 def _refuse_race(update: UpdateRule, job: str) -> None:
     """Refuse an update rule whose result depends on timing: it has no single right answer to compare with."""
-    if update.kind is UpdateKind.HOGWILD:
+    if update.has_races:
         raise UsageError(
-            "verify has no verdict on hogwild: races make every run different, and each one is valid.",
+            f"verify has no verdict on {update.kind}: races make every run different, and each one is valid.",
             cause="workers read and write the same weights without synchronisation",
-            hint=f"paceline train {job} --ranks 2 --update hogwild, once without it, then paceline compare RUN RUN",
+            hint=f"paceline train {job} --ranks 2 --update {update.kind}, once without it, "
+            "then paceline compare RUN RUN",
         )
 
 

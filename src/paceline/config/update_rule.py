@@ -1,7 +1,10 @@
-"""The update rule: how a batch becomes an update of the weights."""
+"""The update rule: how a batch becomes an update of the weights.
+
+A new rule is a word in `UpdateKind` and a row of `RULE_SPECS`.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -53,10 +56,28 @@ _BOUND = _Option(
     f"an integer from 0, or {UNBOUNDED}",
     lambda text: math.inf if text == UNBOUNDED else _whole(text, least=0),
 )
-_FLAGS = {UpdateKind.PIPEDREAM: ("vertical",)}
-_OPTIONS: dict[UpdateKind, dict[str, _Option]] = {
-    UpdateKind.LOCAL: {"every": _COUNT},
-    UpdateKind.DILOCO: {
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleSpec:
+    """What a command needs to know about an update rule before it imports torch.
+
+    `options` are the rule's options with a value, `flags` those without, and `defaults` the values when the rule is
+    named alone. `UpdateRule` has the meaning of the other fields.
+    """
+
+    options: Mapping[str, _Option] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "ddp"
+    is_synchronous: bool = False
+    has_cost_model: bool = False
+    has_races: bool = False
+
+
+_LOCAL = RuleSpec(options={"every": _COUNT}, defaults={"every": 8})
+_DILOCO = RuleSpec(
+    options={
         "every": _COUNT,
         "lr": _POSITIVE,
         "momentum": _Option("a number from 0 to below 1", lambda text: _between(text, low=0.0, high=1.0 - 1e-9)),
@@ -64,12 +85,16 @@ _OPTIONS: dict[UpdateKind, dict[str, _Option]] = {
         "delay": _FROM_ZERO,
         "mix": _SHARE,
     },
-    UpdateKind.PS: {"servers": _COUNT, "staleness": _BOUND},
-}
-_FIRST: dict[UpdateKind, dict[str, Any]] = {
-    UpdateKind.LOCAL: {"every": 8},
-    UpdateKind.DILOCO: {"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
-    UpdateKind.PS: {"servers": 1, "staleness": 4},
+    defaults={"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
+)
+RULE_SPECS: Mapping[UpdateKind, RuleSpec] = {
+    UpdateKind.SYNC: RuleSpec(is_synchronous=True, has_cost_model=True),
+    UpdateKind.PIPEDREAM: RuleSpec(flags=("vertical",), layout="pp"),
+    UpdateKind.DOUBLE: RuleSpec(layout="pp"),
+    UpdateKind.HOGWILD: RuleSpec(has_races=True),
+    UpdateKind.LOCAL: _LOCAL,
+    UpdateKind.DILOCO: _DILOCO,
+    UpdateKind.PS: RuleSpec(options={"servers": _COUNT, "staleness": _BOUND}, defaults={"servers": 1, "staleness": 4}),
 }
 
 
@@ -96,36 +121,38 @@ class UpdateRule:
     staleness: float = field(default=0.0, metadata={"option": True})
 
     @property
-    def is_stashed(self) -> bool:
-        """Return whether a pipeline goes on without a flush, on older weights."""
-        return self.kind in (UpdateKind.PIPEDREAM, UpdateKind.DOUBLE)
+    def is_synchronous(self) -> bool:
+        """Return whether all ranks apply one update, of the whole batch, before the next batch begins."""
+        return RULE_SPECS[self.kind].is_synchronous
 
     @property
-    def has_sites(self) -> bool:
-        """Return whether replicas train on their own between synchronisations."""
-        return self.kind in (UpdateKind.LOCAL, UpdateKind.DILOCO)
+    def has_cost_model(self) -> bool:
+        """Return whether the planner can estimate the time and the memory of a step."""
+        return RULE_SPECS[self.kind].has_cost_model
 
     @property
-    def has_servers(self) -> bool:
-        """Return whether some ranks hold the parameters and others compute gradients."""
-        return self.kind is UpdateKind.PS
+    def has_races(self) -> bool:
+        """Return whether workers write to the same weights without synchronisation, so that no two runs are equal."""
+        return RULE_SPECS[self.kind].has_races
 
     @property
     def layout(self) -> str:
         """The default layout for several ranks."""
-        return "pp" if self.is_stashed else "ddp"
+        return RULE_SPECS[self.kind].layout
 
     def __str__(self) -> str:
         """Return the text that requests this rule: `every` and `staleness` always, others only if not the default."""
-        options = _OPTIONS.get(self.kind, {})
-        first = {one.name: one.default for one in fields(self)} | _FIRST.get(self.kind, {})
+        spec = RULE_SPECS[self.kind]
+        first = {one.name: one.default for one in fields(self)} | dict(spec.defaults)
         found = [
-            f"{name}={_shown(getattr(self, name))}" for name in options if _is_said(name, getattr(self, name), first)
+            f"{name}={_shown(getattr(self, name))}"
+            for name in spec.options
+            if _is_said(name, getattr(self, name), first)
         ]
         return ",".join([str(self.kind), *(["vertical"] if self.vertical else []), *found])
 
 
-def _is_said(name: str, value: Any, first: dict[str, Any]) -> bool:
+def _is_said(name: str, value: Any, first: Mapping[str, Any]) -> bool:
     return name in ("every", "staleness") or bool(value != first[name])
 
 
@@ -138,7 +165,7 @@ def _shown(value: float) -> str:
 
 def rule_with(name: str) -> UpdateKind | None:
     """Return the rule of this name, or the first one with an option of this name."""
-    return next((one for one in UpdateKind if name in (one, *_FLAGS.get(one, ()), *_OPTIONS.get(one, {}))), None)
+    return next((kind for kind, spec in RULE_SPECS.items() if name in (kind, *spec.flags, *spec.options)), None)
 
 
 def parse_update(text: str) -> UpdateRule:
@@ -153,11 +180,11 @@ def parse_update(text: str) -> UpdateRule:
         cause = did_you_mean(word, [*UpdateKind]) or f"the rules: {', '.join(UpdateKind)}"
         raise LayoutError(f"{text!r} is not an update rule.", cause=cause, hint=f"--update {near or UpdateKind.SYNC}")
     kind = UpdateKind(word)
-    return UpdateRule(kind=kind, **_FIRST.get(kind, {}) | _read(kind, options))
+    return UpdateRule(kind=kind, **(dict(RULE_SPECS[kind].defaults) | _read(kind, options)))
 
 
 def _read(kind: UpdateKind, options: Sequence[str]) -> dict[str, Any]:
-    known, flags = _OPTIONS.get(kind, {}), _FLAGS.get(kind, ())
+    known, flags = RULE_SPECS[kind].options, RULE_SPECS[kind].flags
     found: dict[str, Any] = {}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
@@ -169,7 +196,7 @@ def _read(kind: UpdateKind, options: Sequence[str]) -> dict[str, Any]:
             try:
                 found[name] = known[name].read(value)
             except ValueError:
-                first = _FIRST.get(kind, {}).get(name, 1)
+                first = RULE_SPECS[kind].defaults.get(name, 1)
                 raise LayoutError(
                     f"--update {kind},{option}: {name} is {known[name].said}.", hint=f"--update {kind},{name}={first}"
                 ) from None
@@ -179,7 +206,7 @@ def _read(kind: UpdateKind, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _unknown(kind: UpdateKind, name: str, option: str) -> LayoutError:
-    flags, known = _FLAGS.get(kind, ()), _OPTIONS.get(kind, {})
+    flags, known = RULE_SPECS[kind].flags, RULE_SPECS[kind].options
     if name in flags:
         return LayoutError(f"--update {kind},{option}: {name} takes no value.", hint=f"--update {kind},{name}")
     near = closest_word(name, [*flags, *known])
@@ -198,7 +225,7 @@ def _value(kind: UpdateKind, name: str, option: str) -> str:
     """Return the value of a mistyped option if it is valid for this one, else the rule's default."""
     value = option.partition("=")[2].strip()
     try:
-        _OPTIONS[kind][name].read(value)
+        RULE_SPECS[kind].options[name].read(value)
     except ValueError:
-        return str(_FIRST[kind].get(name, 1))
+        return str(RULE_SPECS[kind].defaults.get(name, 1))
     return value

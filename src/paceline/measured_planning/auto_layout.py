@@ -16,7 +16,7 @@ from paceline.config.auto_layout_word import AUTO, is_auto
 from paceline.config.compression import parse_compress
 from paceline.config.loading import as_typed, settings_from_text
 from paceline.config.task import Task
-from paceline.config.update_rule import UpdateKind, parse_update
+from paceline.config.update_rule import parse_update
 from paceline.console.formatting import format_duration, format_size
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
@@ -45,7 +45,7 @@ def refuse_auto(*, update: str, compress: str) -> None:
         UsageError, LayoutError, Problems
     """
     problems: list[PacelineError] = []
-    if parse_update(update).kind is not UpdateKind.SYNC:
+    if not parse_update(update).has_cost_model:
         cause = "plans cover synchronous updates only"
         what = f"--layout auto with --update {update}: its step time can't be forecast."
         problems.append(LayoutError(what, cause=cause, hint=f"use --update {update} alone, which chooses its layout"))

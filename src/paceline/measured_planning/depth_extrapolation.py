@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateKind
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import is_out_of_memory
 from paceline.measured_planning.memory_replay import StageMemory, replay
@@ -119,7 +118,7 @@ def tells_of_all(job: Job, settings: Settings) -> bool:
 
 def _way(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way | None:
     ranks, how = plan.mesh.pp, settings.place
-    if plan.rule.kind is not UpdateKind.SYNC or how.blocks or how.cut == "export" or is_file(plan.asked.schedule):
+    if not plan.rule.has_cost_model or how.blocks or how.cut == "export" or is_file(plan.asked.schedule):
         return None
     if plan.asked.remat.startswith("every"):  # of so few blocks, none or all
         return None

@@ -11,7 +11,6 @@ import torch
 
 from paceline.comm.rank_threads import PeerFailed
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateKind
 from paceline.data.types import StepInput
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import trim_heap
@@ -158,7 +157,7 @@ def _first(plan: ExecutionPlan) -> ExecutionPlan | None:
 
     None if it must be as long as the others: gloo keeps what was sent in it, and other rules end in the middle of one.
     """
-    return None if plan.backend == "gloo" or plan.rule.kind is not UpdateKind.SYNC else _of_rounds(plan, 1)
+    return None if plan.backend == "gloo" or not plan.rule.is_synchronous else _of_rounds(plan, 1)
 
 
 def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: ExecutionPlan) -> int:

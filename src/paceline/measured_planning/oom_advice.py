@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
-from paceline.config.update_rule import UpdateKind, parse_update
+from paceline.config.update_rule import parse_update
 from paceline.console.formatting import format_duration, format_size, plural
 from paceline.console.output import print_line
 from paceline.errors import PacelineError
@@ -54,7 +54,7 @@ def cheaper_layouts(
 
     `typed` returns the line to type for a layout.
     """
-    if parse_update(task.update).kind is not UpdateKind.SYNC:
+    if not parse_update(task.update).has_cost_model:
         return OomAdvice()
     try:
         facts = read_facts(learn(task)["facts"])

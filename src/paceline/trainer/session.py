@@ -30,7 +30,7 @@ from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.environment_owner import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
-from paceline.planner.layout.local_sgd_checks import never_meet
+from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVES, make_sinks
@@ -390,10 +390,11 @@ class _Opening:
         if self.ready.job.eval_data is not None:
             when = f"evaluate {format_interval(loop.eval_every, total=loop.total_steps)}, {when}"
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {when}")
-        lines += never_meet(self.ready.plan.rule, total_steps=loop.total_steps)
+        rule = self.ready.plan.rule
+        lines += rule_planning(rule).length_notes(rule, total_steps=loop.total_steps)
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.built.model)):
-            lines.append(step_rule(self.ready.plan.rule).buffer_note(settings.train.buffers))
+            lines.append(step_rule(rule).buffer_note(settings.train.buffers))
         micro, goes_on = self.ready.plan.micro_batch_size, self.resume is not None
         lines += evaluation_notes(
             self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on

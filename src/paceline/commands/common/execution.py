@@ -43,15 +43,13 @@ from paceline.launch.launcher import (
     too_late,
 )
 from paceline.launch.rendezvous import adopt_launcher_variables
-from paceline.planner.layout.asynchronous_rules import refuse_update
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.compression_checks import refuse_wire
 from paceline.planner.layout.execution_plan import Resources, settle_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.layout.layout_checks import check_layout_settings, refuse_homeless
 from paceline.planner.layout.mesh import mesh_of
-from paceline.planner.layout.parameter_server_checks import refuse_joined, workers_of
-from paceline.planner.layout.update_rule_checks import check_update_settings
+from paceline.planner.layout.update_rule_checks import check_update_settings, rule_planning
 from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import Tail
 from paceline.reporting.sinks.sink_registry import check_names
@@ -147,7 +145,8 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         refuse_nested(joined, faults, problems)
     elif settings is not None and joined is None and ranks > 1:
         problems += refuse_missing_backend(settings.train.backend)
-    problems += refuse_joined(update, kind=joined and joined.kind)
+    if joined is not None:
+        problems += rule_planning(update).refuse_launcher(update, launcher=joined.kind)
     if common.job_handle is not None:
         problems += parameters_of_object(asked)
     if ref is not None:
@@ -184,8 +183,10 @@ def _misfits(
 ) -> list[PacelineError]:
     """Return the conflicts of layout, ranks and settings. `compare` may have settings that only some layouts use."""
     problems: list[PacelineError] = []
-    mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems, update=update)
-    problems += [*check_axis_products(layout, mesh), *refuse_update(update, layout, mesh)]
+    rule = rule_planning(update)
+    workers = rule.workers(update, ranks=ranks, problems=problems)
+    mesh = mesh_of(layout, ranks=workers, problems=problems, update=update)
+    problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     if settings is not None:
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
         problems += [*check_layout_settings(layout, mesh, settings), *check_update_settings(update, settings)]

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from paceline.config.compression import Compression, Method
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateKind as UpdateKind
 from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh, mesh_of
@@ -51,7 +50,7 @@ def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, m
                 hint=f"--ranks 2 --compress {compress}, or leave --compress out",
             )
         )
-    if update.kind is not UpdateKind.SYNC:
+    if not update.is_synchronous:
         found.append(
             LayoutError(
                 f"--compress {compress.method} needs --update sync, not {update}.",

@@ -9,13 +9,11 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.planner.layout.asynchronous_rules import refuse_update, update_notes
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.compression_checks import refuse_compress
-from paceline.planner.layout.local_sgd_checks import refuse_no_share
 from paceline.planner.layout.mesh import Mesh, layout_label, mesh_of
-from paceline.planner.layout.parameter_server_checks import workers_of
 from paceline.planner.layout.pipeline_options import pipeline_notes
+from paceline.planner.layout.update_rule_checks import rule_planning
 
 _DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
 
@@ -89,22 +87,21 @@ def make_execution_plan(
         LayoutError, UsageError, Problems: the layout, the update rule, the batch or the backend is impossible.
     """
     problems: list[PacelineError] = []
-    processes = layout.processes(ranks=cluster.ranks)
-    workers = workers_of(update, ranks=cluster.ranks, problems=problems)
-    mesh = mesh_of(layout, ranks=workers, problems=problems, update=update)
-    mesh = replace(mesh, sites=mesh.dp_replicate) if update.has_sites else mesh
+    processes, rule = layout.processes(ranks=cluster.ranks), rule_planning(update)
+    workers = rule.workers(update, ranks=cluster.ranks, problems=problems)
+    mesh = rule.arrange(mesh_of(layout, ranks=workers, problems=problems, update=update))
     wire = compress or Compression()
-    problems += [*check_axis_products(layout, mesh), *refuse_update(update, layout, mesh)]
+    problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     problems += refuse_compress(wire, update, layout, mesh)
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
     num_micro = -(-facts.global_batch_size // micro)
-    problems += refuse_no_share(update, mesh, num_micro=num_micro)
+    problems += rule.refuse_batch(update, mesh, num_micro=num_micro)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
-    pipeline = update_notes(update, mesh, num_micro=num_micro)
-    if not update.is_stashed:
+    pipeline = [*rule.notes(update, mesh, num_micro=num_micro)]
+    if rule.flushes_pipeline:
         pipeline += pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)
     return ExecutionPlan(
         layout=layout_label(layout, mesh),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from paceline.config.layout import Layout
 from paceline.config.layout import LayoutKind as LayoutKind
@@ -9,6 +10,7 @@ from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh
+from paceline.planner.layout.rule_planning import RulePlanning
 
 
 def fragment_of(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
@@ -27,46 +29,6 @@ def sent_after(step: int, *, update: UpdateRule) -> int | None:
     return next((f for f in range(update.fragments) if f * update.every // update.fragments == place), None)
 
 
-def shortest_interval(update: UpdateRule) -> UpdateRule:
-    """Return the rule with its shortest possible synchronization interval: a check cannot wait for 500 updates."""
-    return replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
-
-
-def refuse_local(update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
-    """Yield the errors of local SGD: too few sites, experts across sites, impossible `fragments` or `delay`."""
-    if not update.has_sites:
-        return
-    if layout.kind is LayoutKind.THREADS:
-        yield LayoutError(
-            f"--update {update.kind} needs processes, not {layout}.",
-            cause="its purpose is fewer messages between machines",
-            hint=f"--layout ddp --update {update}",
-        )
-        return
-    if mesh.dp_replicate == 1:
-        yield LayoutError(
-            f"--update {update.kind} needs several sites, but layout {layout} has one.",
-            cause="sites are the replicas of dp_replicate",
-            hint=f"{_two_sites(mesh)} --update {update}",
-        )
-    if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
-        yield LayoutError(
-            f"ep={mesh.ep} would spread experts over sites, which train independently.",
-            cause=f"a site has {plural(mesh.dp_shard, 'replica')} of its own (dp_shard)",
-            hint=f"dp_shard={mesh.ep} with ep={mesh.ep}, or --update sync",
-        )
-    for is_wrong, what, hint in (
-        (update.fragments > update.every, f"{update.fragments} fragments", f"fragments={update.every}"),
-        (update.delay >= update.every, f"a delay of {plural(update.delay, 'update')}", f"delay={update.every - 1}"),
-    ):
-        if is_wrong:
-            yield LayoutError(
-                f"--update {update}: {what} in a round of {plural(update.every, 'update')}.",
-                cause="each fragment is sent once per round, and applied before it is sent again",
-                hint=f"--update {update.kind},every={update.every},{hint}",
-            )
-
-
 def _two_sites(mesh: Mesh) -> str:
     """Return the options for two sites of the layout that was asked for."""
     if mesh.ranks == 1:
@@ -75,41 +37,90 @@ def _two_sites(mesh: Mesh) -> str:
     return f"--layout dp_replicate=2,{mesh}{zero} --ranks {2 * mesh.ranks}"
 
 
-def refuse_no_share(update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
-    """Yield an error if a site would get no microbatch of a full batch."""
-    needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
-    if update.has_sites and num_micro < needed:
-        yield UsageError(
-            f"{plural(num_micro, 'microbatch')} a batch for {plural(mesh.dp_replicate, 'site')}: "
-            "one site would never train.",
-            cause="microbatches are assigned to replicas in turn",
-            hint=f"a smaller --train.micro_batch_size: at least {plural(needed, 'microbatch')} a batch",
-        )
+class LocalSgdPlanning(RulePlanning):
+    """The answers of `--update local` and `--update diloco`."""
 
-
-def never_meet(update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
-    """Yield a warning if the run ends before its sites synchronize once."""
-    if update.has_sites and total_steps is not None and total_steps < update.every:
-        often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
-        yield (
-            f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have "
-            "synchronised: they do so every "
-            f"{update.every:,}; --update {often}"
-        )
-
-
-def local_notes(update: UpdateRule, mesh: Mesh) -> Iterator[str]:
-    """Yield the banner line on local SGD."""
-    if not update.has_sites:
-        return
-    ranks = mesh.ranks // mesh.dp_replicate
-    sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
-    how = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
-    how = "their mean" if update.lr == 1.0 and not update.momentum else how
-    parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
-    late = (
-        f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of its own"
-        if update.delay
-        else ""
+    refused_settings = MappingProxyType(
+        {
+            "exact": "one process takes different steps than sites do",
+            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "statistics": "each site has gradients of its own",
+            "sync_bn": "it synchronises statistics in the forward",
+        }
     )
-    yield f"update: {update.kind}, {sites} synchronise every {plural(update.every, 'update')}: {how}{parts}{late}"
+
+    def arrange(self, mesh: Mesh) -> Mesh:
+        """Return the mesh with each replica's ranks side by side, since they are a site."""
+        return replace(mesh, sites=mesh.dp_replicate)
+
+    def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
+        """Yield the errors of local SGD: too few sites, experts across sites, impossible `fragments` or `delay`."""
+        if layout.kind is LayoutKind.THREADS:
+            yield LayoutError(
+                f"--update {update.kind} needs processes, not {layout}.",
+                cause="its purpose is fewer messages between machines",
+                hint=f"--layout ddp --update {update}",
+            )
+            return
+        if mesh.dp_replicate == 1:
+            yield LayoutError(
+                f"--update {update.kind} needs several sites, but layout {layout} has one.",
+                cause="sites are the replicas of dp_replicate",
+                hint=f"{_two_sites(mesh)} --update {update}",
+            )
+        if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
+            yield LayoutError(
+                f"ep={mesh.ep} would spread experts over sites, which train independently.",
+                cause=f"a site has {plural(mesh.dp_shard, 'replica')} of its own (dp_shard)",
+                hint=f"dp_shard={mesh.ep} with ep={mesh.ep}, or --update sync",
+            )
+        for is_wrong, what, hint in (
+            (update.fragments > update.every, f"{update.fragments} fragments", f"fragments={update.every}"),
+            (update.delay >= update.every, f"a delay of {plural(update.delay, 'update')}", f"delay={update.every - 1}"),
+        ):
+            if is_wrong:
+                yield LayoutError(
+                    f"--update {update}: {what} in a round of {plural(update.every, 'update')}.",
+                    cause="each fragment is sent once per round, and applied before it is sent again",
+                    hint=f"--update {update.kind},every={update.every},{hint}",
+                )
+
+    def refuse_batch(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
+        """Yield an error if a site would get no microbatch of a full batch."""
+        needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
+        if num_micro < needed:
+            yield UsageError(
+                f"{plural(num_micro, 'microbatch')} a batch for {plural(mesh.dp_replicate, 'site')}: "
+                "one site would never train.",
+                cause="microbatches are assigned to replicas in turn",
+                hint=f"a smaller --train.micro_batch_size: at least {plural(needed, 'microbatch')} a batch",
+            )
+
+    def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
+        """Yield the line on local SGD."""
+        ranks = mesh.ranks // mesh.dp_replicate
+        sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
+        how = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
+        how = "their mean" if update.lr == 1.0 and not update.momentum else how
+        parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
+        late = (
+            f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of its own"
+            if update.delay
+            else ""
+        )
+        yield f"update: {update.kind}, {sites} synchronise every {plural(update.every, 'update')}: {how}{parts}{late}"
+
+    def length_notes(self, update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
+        """Yield a warning if the run ends before its sites synchronize once."""
+        if total_steps is not None and total_steps < update.every:
+            often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
+            yield (
+                f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have "
+                "synchronised: they do so every "
+                f"{update.every:,}; --update {often}"
+            )
+
+    def shorten(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
+        """Return the rule with its shortest interval, and at least two of them: a check cannot wait for 500 updates."""
+        update = replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
+        return update, max(steps, 2 * update.every + 1)

@@ -131,7 +131,7 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update
     mesh = Mesh(**sizes, zero=layout.zero if sizes["dp_shard"] > 1 else 0)
     if known != ranks:
         problems.append(
-            _unserved(mesh, ranks, update) if update.has_servers else _does_not_fit(layout, mesh, ranks, open_axis)
+            _unserved(mesh, ranks, update) if update.servers else _does_not_fit(layout, mesh, ranks, open_axis)
         )
     data = mesh.replicas
     if data % mesh.ep:

@@ -1,56 +1,35 @@
-"""Checks of settings that an update rule cannot have, and why: one table for all rules."""
+"""The table of what update rules answer before torch is imported, and the checks that use it."""
 
 from collections.abc import Iterator, Mapping
 
 from paceline.config.settings import Settings
 from paceline.config.update_rule import UpdateKind, UpdateRule
 from paceline.errors import PacelineError, UsageError
+from paceline.planner.layout.hogwild_checks import HogwildPlanning
+from paceline.planner.layout.local_sgd_checks import LocalSgdPlanning
+from paceline.planner.layout.parameter_server_checks import ParameterServerPlanning
+from paceline.planner.layout.pipedream_checks import PipeDreamPlanning
+from paceline.planner.layout.rule_planning import RulePlanning
 
-_LATE = "token counts arrive some steps late, so the end would move after each save"
-_MEET = "it synchronises statistics in the forward"
-_STASHED = {
-    "exact": "only an update that waits for each batch can match one process bit for bit",
-    "tokens": _LATE,
-    "statistics": "the stages are at different updates when a step is logged",
-    "skip": "other stages have already taken the step",
-    "sync_bn": "statistics of several weight versions would mix",
-    "compile": "a compiled block keeps one weight version",
+RULE_PLANNING: Mapping[UpdateKind, RulePlanning] = {
+    UpdateKind.SYNC: RulePlanning(),
+    UpdateKind.PIPEDREAM: PipeDreamPlanning(),
+    UpdateKind.DOUBLE: PipeDreamPlanning(),
+    UpdateKind.HOGWILD: HogwildPlanning(),
+    UpdateKind.LOCAL: LocalSgdPlanning(),
+    UpdateKind.DILOCO: LocalSgdPlanning(),
+    UpdateKind.PS: ParameterServerPlanning(),
 }
-_SITES = {
-    "exact": "one process takes different steps than sites do",
-    "tokens": _LATE,
-    "statistics": "each site has gradients of its own",
-    "sync_bn": _MEET,
-}
-_WHY: Mapping[UpdateKind, Mapping[str, str]] = {
-    UpdateKind.PIPEDREAM: _STASHED,
-    UpdateKind.DOUBLE: _STASHED,
-    UpdateKind.LOCAL: _SITES,
-    UpdateKind.DILOCO: _SITES,
-    UpdateKind.HOGWILD: {
-        "device": "workers share the machine's memory, not a GPU's",
-        "exact": "a race is not reproducible",
-        "tokens": _LATE,
-        "statistics": "each worker has gradients of its own",
-        "fp16": "each worker would have its own loss scale",
-        "sync_bn": _MEET,
-    },
-    UpdateKind.PS: {
-        "device": "gradients are sent over gloo, which is tested on CPUs only",
-        "exact": "the order of arrival is not recorded",
-        "tokens": _LATE,
-        "statistics": "gradients are those of single shares",
-        "fp16": "the loss scale is not sent to workers",
-        "sync_bn": _MEET,
-        "compile": "it has not been tried",
-        "workers": "a worker's next share is not known before it asks",
-    },
-}
+
+
+def rule_planning(update: UpdateRule) -> RulePlanning:
+    """Return the object that answers for the requested rule."""
+    return RULE_PLANNING[update.kind]
 
 
 def check_update_settings(update: UpdateRule, settings: Settings, *, device: str = "cpu") -> Iterator[PacelineError]:
     """Yield an error for each setting that the update rule cannot have."""
-    why = _WHY.get(update.kind, {})
+    why = rule_planning(update).refused_settings
     for key, (is_on, name, hint) in _asked(settings, device=device).items():
         if is_on and key in why:
             yield UsageError(f"{name} with --update {update.kind} is not supported.", cause=why[key], hint=hint)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.layout import parse_layout
-from paceline.config.update_rule import UpdateKind
 from paceline.filesystem.atomic_files import read_json
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import layout_label
@@ -19,7 +18,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 def can_be_foretold(ready: PreparedJob) -> bool:
     """Return True for runs that forecasts cover: synchronous, uncompressed training with one process per rank."""
     plan = ready.plan
-    is_plain = plan.rule.kind is UpdateKind.SYNC and plan.compress == "none" and plan.processes == plan.mesh.ranks
+    is_plain = plan.rule.has_cost_model and plan.compress == "none" and plan.processes == plan.mesh.ranks
     return ready.task.verb == "train" and is_plain
 
 

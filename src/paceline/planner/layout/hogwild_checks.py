@@ -1,0 +1,52 @@
+"""Checks of what Hogwild can be combined with."""
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+from paceline.config.layout import Layout
+from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.update_rule import UpdateRule
+from paceline.errors import LayoutError, PacelineError
+from paceline.planner.layout.mesh import Mesh
+from paceline.planner.layout.rule_planning import RulePlanning
+
+
+class HogwildPlanning(RulePlanning):
+    """The answers of `--update hogwild`."""
+
+    refused_settings = MappingProxyType(
+        {
+            "device": "workers share the machine's memory, not a GPU's",
+            "exact": "a race is not reproducible",
+            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "statistics": "each worker has gradients of its own",
+            "fp16": "each worker would have its own loss scale",
+            "sync_bn": "it synchronises statistics in the forward",
+        }
+    )
+
+    def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+        """Return the errors of a layout in which a Hogwild worker would not have the whole model."""
+        found: list[PacelineError] = []
+        others = [axis for axis in mesh.split if axis != "dp_replicate"]
+        if others or layout.kind is LayoutKind.THREADS:
+            found.append(
+                LayoutError(
+                    f"--update hogwild needs ddp, not {layout}.",
+                    cause="its workers are processes that write to one shared model without waiting for each other",
+                    hint=f"--layout ddp --ranks {mesh.ranks} --update hogwild",
+                )
+            )
+        elif mesh.ranks == 1:
+            found.append(
+                LayoutError(
+                    "--update hogwild with one rank: no other worker races with it.",
+                    cause="it would equal a single process",
+                    hint="--ranks 2, or --update sync",
+                )
+            )
+        return found
+
+    def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
+        """Yield the line on Hogwild."""
+        yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"
