@@ -1,13 +1,16 @@
 """The table of update rules: each kind has one object, and the object gives the answers that its kind needs."""
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from paceline.config.update_rule import UpdateKind, UpdateRule
+from paceline.config.update_rule import RULE_SPECS, UpdateKind, UpdateRule
+from paceline.planner.layout.update_rule_checks import RULE_PLANNING
 from paceline.step.step_rule import RuleTraits
 from paceline.step.update_rules import STEP_RULES, step_rule
+from paceline.verification.reference.select_reference import RULE_REFERENCES
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 SAME_OBJECT = {UpdateKind.DOUBLE: UpdateKind.PIPEDREAM, UpdateKind.DILOCO: UpdateKind.LOCAL}
@@ -22,17 +25,30 @@ def test_each_kind_has_one_object() -> None:
 
 @pytest.mark.parametrize("kind", UpdateKind)
 def test_the_answers_are_those_of_the_kind(kind: UpdateKind) -> None:
-    update = UpdateRule(kind=kind, servers=int(kind is UpdateKind.PS))
-    found = step_rule(update).traits
-    assert found.reads_samples is found.divides_parameters is found.spreads_updates is not update.has_servers
-    assert found.takes_sparse is update.has_servers and found.measures_joint_norm is not update.is_stashed
-    other = "replayed" if update.has_servers else "freely" if update.is_stashed or update.has_sites else "stepwise"
-    assert found.verified == other
+    found = step_rule(UpdateRule(kind=kind)).traits
+    has_servers, is_stashed = kind is UpdateKind.PS, kind in (UpdateKind.PIPEDREAM, UpdateKind.DOUBLE)
+    has_sites = kind in (UpdateKind.LOCAL, UpdateKind.DILOCO)
+    assert found.reads_samples is found.divides_parameters is found.spreads_updates is not has_servers
+    assert found.takes_sparse is has_servers and found.measures_joint_norm is not is_stashed
+    assert found.verified == ("replayed" if has_servers else "freely" if is_stashed or has_sites else "stepwise")
     assert kind is not UpdateKind.SYNC or found == RuleTraits()
 
 
-def test_the_loop_does_not_ask_which_rule_runs() -> None:
-    for name in ("trainer/loop.py", "trainer/session.py", "trainer/setup/build_training_setup.py"):
-        tree = ast.parse((SOURCE / name).read_text())
-        asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not asked & {"has_servers", "has_sites", "is_stashed"}, name
+@pytest.mark.parametrize("table", [RULE_SPECS, RULE_PLANNING, STEP_RULES, RULE_REFERENCES])
+def test_each_table_has_a_row_for_each_rule(table: Mapping[UpdateKind, object]) -> None:
+    assert list(table) == list(UpdateKind)
+
+
+def test_only_the_tables_name_a_rule() -> None:
+    """What differs between rules is asked of a row, so that a new rule needs no change elsewhere."""
+    own = ("config/update_rule.py", "planner/layout/update_rule_checks.py", "step/update_rules.py",
+           "verification/reference/select_reference.py", "planner/layout/pipedream_checks.py",
+           "step/pipedream/pipedream_rule.py")  # fmt: skip
+    for path in SOURCE.rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        asked = {
+            node.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "UpdateKind"
+        }
+        assert not asked or name in own, f"{name} asks for {sorted(asked)}"

@@ -1,13 +1,19 @@
 """The interface of an update rule: what the loop, the set-up, checkpoints and verify ask about it."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 from torch import nn
 
 from paceline.comm.mesh_groups import MeshGroups
-from paceline.comm.process_group import World
+from paceline.comm.process_group import LaunchInfo, World
+from paceline.config.settings import Settings
+from paceline.config.update_rule import UpdateRule
+from paceline.errors import PacelineError
+from paceline.job import Job
+from paceline.parallel.data_parallel.module_buffers import POLICIES
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
@@ -53,19 +59,40 @@ class StepRequest:
     replicas: World
 
 
-class StepRule(Protocol):
-    """What one update rule answers."""
+class StepRule(ABC):
+    """The answers of one update rule. The defaults are those of the synchronous rule."""
 
-    @property
-    def traits(self) -> RuleTraits:
-        """The rule's properties."""
+    traits: ClassVar[RuleTraits] = RuleTraits()
+
+    def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterable[PacelineError]:
+        """Return an error for each feature of the job that the rule cannot have."""
+        return ()
+
+    def is_gradient_worker(self, update: UpdateRule, *, rank: int) -> bool:
+        """Return True if this rank only computes gradients, and joins no process group."""
+        return False
+
+    def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
+        """Join the other ranks. Every rank that is no gradient worker calls this once.
+
+        Raises:
+            MachineError: the ranks did not meet in time, or the device is missing.
+        """
+        return World.join(place=place, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds)
+
+    def plan_of_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
+        """Return the plan that the ranks of the process group follow."""
+        return plan
 
     def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
         """Return the groups of the ranks that have one set of weights in common. Every rank calls this."""
+        return worlds
 
     def share_model(self, model: nn.Module, *, world: World) -> SharedModel | None:
         """Return the model in memory that all processes share, or None if each has its own."""
+        return None
 
+    @abstractmethod
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the step by which this process's replicas turn a batch into an update.
 
@@ -75,6 +102,8 @@ class StepRule(Protocol):
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule, with the properties of the layout that its results depend on, for a checkpoint."""
+        return str(plan.rule)
 
     def buffer_note(self, policy: str) -> str:
         """Return a line for the user on how running statistics are combined."""
+        return f"buffers: {policy}, {POLICIES[policy]}"

@@ -1,7 +1,7 @@
 """Saving and resuming a run: checkpoint contents, the choice of checkpoint, and what must not have changed."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,9 +55,11 @@ from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
 from paceline.profiling.environment import torch_build
 from paceline.run_folder.run_folder import RunFolder
+from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
+from paceline.step.synchronous import SynchronousStep
 from paceline.step.update_rules import step_rule
-from paceline.trainer.local_sgd_state import SitesState, is_writer, mean_in_place, sites_of
+from paceline.trainer.local_sgd_state import SitesState, is_writer, mean_in_place
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -136,14 +138,24 @@ class NoRuleState:
         """Load nothing."""
 
 
+def _stashed_weights(step: PipeDreamStep, built: TrainingSetup) -> RuleState:
+    return StashedWeightsState(step=step, weights=built.weights, rank=built.world.rank)
+
+
+def _sites(step: LocalStep, built: TrainingSetup) -> RuleState:
+    return SitesState(built=built, sites=step.sites)
+
+
+_RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], RuleState]] = {
+    PipeDreamStep: _stashed_weights,
+    LocalStep: _sites,
+}
+
+
 def rule_state(built: TrainingSetup) -> RuleState:
     """Return what the run's update rule adds to a checkpoint."""
-    sites = sites_of(built)
-    if sites is not None:
-        return SitesState(built=built, sites=sites)
-    if isinstance(built.step, PipeDreamStep):
-        return StashedWeightsState(step=built.step, weights=built.weights, rank=built.world.rank)
-    return NoRuleState()
+    build = _RULE_STATES.get(type(built.step))
+    return NoRuleState() if build is None else build(built.step, built)
 
 
 class Checkpointer:

@@ -56,7 +56,14 @@ from paceline.trainer.script_restart import (
 )
 from paceline.trainer.session import Session, open_session
 from paceline.trainer.setup.build_training_setup import job_layer
-from paceline.trainer.setup.prepare import PreparedJob, held_folder, is_worker, join_world, prepare, with_folder
+from paceline.trainer.setup.prepare import (
+    PreparedJob,
+    held_folder,
+    is_gradient_worker,
+    join_world,
+    prepare,
+    with_folder,
+)
 
 
 class Run:
@@ -158,7 +165,7 @@ class Run:
             self._join_or_start()
             Run._was_open = True
             ready = self._ready or prepare(self._task, job=self.job)
-            if is_worker(ready):
+            if is_gradient_worker(ready):
                 raise WorkerFinished(run_worker(ready))
             world = join_world(ready)
             self._hold = held_folder(ready.task, world=world)

@@ -24,17 +24,17 @@ from paceline.torch_internals.private_api import guard_hooks
 from paceline.trainer.setup.build_training_setup import TrainingSetup, begun_whole
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.optimizers import lr_factor
-from paceline.trainer.setup.prepare import PreparedJob, is_worker, join_world, prepare
+from paceline.trainer.setup.prepare import PreparedJob, is_gradient_worker, join_world, prepare
 from paceline.verification.compare_in_lockstep import Lockstep
-from paceline.verification.compare_independent_runs import WeightDrift, run_free
+from paceline.verification.compare_independent_runs import WeightDrift
 from paceline.verification.finding import DIFFERENT, RungResult
 from paceline.verification.precision import LOSS_SCALE, built_in, cast_to, job_in
 from paceline.verification.reference.compressed import refuse_joined
 from paceline.verification.reference.dropout_isolation import has_dropout, without_dropout
 from paceline.verification.reference.float64_mode import in_double
-from paceline.verification.reference.parameter_server import WorkerInstructions, run_errands, run_served
+from paceline.verification.reference.parameter_server import WorkerInstructions, run_errands
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
-from paceline.verification.reference.select_reference import apart_by, oracle_of
+from paceline.verification.reference.select_reference import allowed_drift, rule_reference, select_reference
 from paceline.verification.verdict import Rung, verify_answer
 from paceline.verification.verify_single_process import run_single
 
@@ -49,7 +49,7 @@ def verify(payload: Mapping[str, Any]) -> int:
     task = Task.from_json(payload)
     ready = prepare(task)
     task = ready.task
-    if is_worker(ready):
+    if is_gradient_worker(ready):
         return run_errands(ready, LaunchInfo.read(os.environ))
     world = join_world(ready)
     found = run_all_rungs(ready, world, steps=int(task.options["steps"]))
@@ -98,10 +98,6 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
     )
 
 
-def _is_replayed(ready: PreparedJob) -> bool:
-    return ready.plan.rule.has_servers and ready.plan.rule.staleness > 0
-
-
 def _served(
     ready: PreparedJob, world: World, steps: int, single: RungResult, errands: WorkerInstructions
 ) -> Iterator[Rung]:
@@ -117,7 +113,7 @@ def _served(
 def _freely(ready: PreparedJob, world: World, steps: int, single: RungResult, scale: float) -> Iterator[Rung]:
     """Yield free runs in each precision, for rules whose steps depend on earlier steps and cannot be compared alone."""
     for dtype, name in _precisions(ready, world, single):
-        rules_out, drift = apart_by(ready.plan, is_double=dtype is torch.float64)
+        rules_out, drift = allowed_drift(ready.plan, is_double=dtype is torch.float64)
         rung = _rung(
             f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift, scale=scale)
         )
@@ -313,13 +309,10 @@ def _free(
 
     def compared() -> RungResult:
         built = built_in(ready, world, dtype, scale=scale)
-        alone = reference(ready, dtype, make=oracle_of(built), scale=scale) if world.is_main else None
+        alone = reference(ready, dtype, make=select_reference(built), scale=scale) if world.is_main else None
         with _comparable(ready, built, alone):
             say = _say(world, "free running")
-            if _is_replayed(ready):
-                found = run_served(built, reference=alone, steps=steps, say=say)
-            else:
-                found = run_free(built, reference=alone, steps=steps, say=say, drift=drift)
+            found = rule_reference(ready.plan).compare(built, reference=alone, steps=steps, say=say, drift=drift)
         built.close()
         return found
 

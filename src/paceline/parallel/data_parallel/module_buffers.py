@@ -20,15 +20,6 @@ POLICIES = {
 }
 
 
-def buffer_notes(policy: str, *, is_race: bool, has_sites: bool) -> str:
-    """Return a line for the user on how running statistics are combined."""
-    if is_race:
-        return "buffers: one copy in shared memory, to which every worker writes its running statistics"
-    if has_sites:
-        return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each meeting"
-    return f"buffers: {policy}, {POLICIES[policy]}"
-
-
 class BufferPolicy:
     """The policy that makes changed buffers equal on all ranks.
 

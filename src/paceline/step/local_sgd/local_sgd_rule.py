@@ -1,34 +1,47 @@
 """The rules of local SGD and DiLoCo: sites train on their own and synchronise every few steps."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-
-from torch import nn
 
 from paceline.bytes_sent import Traffic
 from paceline.comm.mesh_groups import MeshGroups
-from paceline.comm.process_group import World
+from paceline.config.settings import Settings
 from paceline.console.formatting import plural
-from paceline.parallel.data_parallel.module_buffers import buffer_notes
+from paceline.errors import JobError, PacelineError
+from paceline.job import Job
+from paceline.parallel.data_parallel.module_buffers import POLICIES
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
-from paceline.step.step_rule import RuleTraits, StepRequest
+from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
 
-class LocalSgdRule:
+class LocalSgdRule(StepRule):
     """The rules of `--update local` and `--update diloco`."""
 
     traits = RuleTraits(verified="freely")
 
+    def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
+        """Yield the errors of a job that needs all weights, or the whole batch, in one place."""
+        if job.ema is not None:
+            yield JobError(
+                f"ema= with --update {plan.rule.kind}: each site would have an average of its own.",
+                cause="the mean of the sites is what is evaluated and saved",
+                hint="ema=None",
+            )
+        if job.loss_over == "batch":
+            yield JobError(
+                f'loss_over="batch" with --update {plan.rule.kind}: no site ever has the whole batch.',
+                cause="sites don't wait for each other's outputs",
+                hint="--update sync",
+            )
+
     def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
         """Return the groups of this rank's site."""
         return MeshGroups.for_local_sgd_site(worlds.every, mesh=plan.mesh)
-
-    def share_model(self, model: nn.Module, *, world: World) -> None:
-        """Return nothing: each process has its own model."""
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the optimizer that moves the weights all sites have agreed on."""
@@ -50,4 +63,4 @@ class LocalSgdRule:
 
     def buffer_note(self, policy: str) -> str:
         """Return the line on the policy within a site, and the average over sites."""
-        return buffer_notes(policy, is_race=False, has_sites=True)
+        return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each meeting"

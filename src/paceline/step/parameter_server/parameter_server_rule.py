@@ -3,41 +3,86 @@
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
-from paceline.comm.mesh_groups import MeshGroups
-from paceline.comm.process_group import World
+from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.config.settings import Settings
+from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
-from paceline.errors import JobError, LayoutError, PacelineError, raise_all
+from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
+from paceline.job import Job
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
-from paceline.parallel.data_parallel.module_buffers import buffer_notes
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.mesh import Mesh
 from paceline.step.parameter_server.model_state import row_tables
 from paceline.step.parameter_server.parameter_server_step import ServerStep
+from paceline.step.parameter_server.transport import host_store
 from paceline.step.replica_context import StepContext
-from paceline.step.step_rule import RuleTraits, StepRequest
+from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
 _TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
 _WANT_WHOLE = ("weight_decay", "momentum")  # torch's momentum of sparse rows is sparse, which no checkpoint holds
 
 
-class ParameterServerRule:
+class ParameterServerRule(StepRule):
     """The rule of `--update ps`, for the servers; workers are processes of their own."""
 
     traits = RuleTraits(
         reads_samples=False, takes_sparse=True, divides_parameters=False, spreads_updates=False, verified="replayed"
     )
 
-    def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
-        """Return all groups: the servers hold one set of weights together."""
-        return worlds
+    def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
+        """Return errors for what the job asks for that a parameter server does not support."""
+        found: list[PacelineError] = []
+        if job.loss_over == "batch":
+            found.append(
+                JobError(
+                    'loss_over="batch" with --update ps: no worker ever has the whole batch.',
+                    cause="workers don't wait for each other's outputs",
+                    hint="--update sync",
+                )
+            )
+        if job.ema is not None and plan.rule.staleness:
+            found.append(
+                JobError(
+                    f"ema= with --update {plan.update}: it would be updated once per share, at an uncontrolled rate.",
+                    cause="its decay is meant for one update per batch",
+                    hint="ema=None, or --update ps,staleness=0",
+                )
+            )
+        elif job.ema is not None and plan.rule.servers > 1:
+            found.append(
+                JobError(
+                    "ema= with several servers: none has all weights after an update.",
+                    cause="they synchronise only at saves and evaluations",
+                    hint="ema=None, or --update ps,servers=1,staleness=0",
+                )
+            )
+        if settings.train.on_empty != "stop":
+            what = "--train.on_empty zero with --update ps: a server learns the counts after its update."
+            found.append(UsageError(what, hint="--update sync, or --train.on_empty stop"))
+        return found
 
-    def share_model(self, model: nn.Module, *, world: World) -> None:
-        """Return nothing: each server has its own parameters."""
+    def is_gradient_worker(self, update: UpdateRule, *, rank: int) -> bool:
+        """Return True for all ranks after the servers."""
+        return rank >= update.servers
+
+    def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
+        """Join the other servers. A single server has no other ranks; in both cases workers connect to the servers."""
+        servers = plan.rule.servers
+        if servers == 1:
+            store = host_store(place, timeout_seconds=timeout_seconds)
+            return World(timeout_seconds=timeout_seconds, entrance=WorkerEntrance(place=place), store=store)
+        among = replace(place, world_size=servers)
+        world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+        return replace(world, entrance=WorkerEntrance(place=place))
+
+    def plan_of_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
+        """Return the plan among servers, which divide whole parameters between them. A worker keeps its own plan."""
+        return replace(plan, mesh=Mesh(dp_shard=world_size, zero=1) if world_size > 1 else Mesh())
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a server's step."""
@@ -54,10 +99,6 @@ class ParameterServerRule:
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule of one server: the state is the same for any number."""
         return str(replace(plan.rule, servers=1))
-
-    def buffer_note(self, policy: str) -> str:
-        """Return the line on the policy."""
-        return buffer_notes(policy, is_race=False, has_sites=False)
 
 
 def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:

@@ -1,35 +1,23 @@
 """The rules of PipeDream and 2BW: a pipeline that is never flushed, with weight stashing."""
 
-from torch import nn
-
-from paceline.comm.mesh_groups import MeshGroups
-from paceline.comm.process_group import World
 from paceline.config.update_rule import UpdateKind
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
-from paceline.parallel.data_parallel.module_buffers import buffer_notes
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.parallel.placement import ParallelizedModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipedream_checks import stash_of
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.replica_context import StepContext
-from paceline.step.step_rule import RuleTraits, StepRequest
+from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
 
-class WeightStashingRule:
+class WeightStashingRule(StepRule):
     """The rules of `--update pipedream` and `--update 2bw`."""
 
     traits = RuleTraits(measures_joint_norm=False, verified="freely")
-
-    def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
-        """Return all groups: all ranks have the same weights."""
-        return worlds
-
-    def share_model(self, model: nn.Module, *, world: World) -> None:
-        """Return nothing: each process has its own model."""
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the step of this rank's stage; without stages, the synchronous step."""
@@ -48,10 +36,6 @@ class WeightStashingRule:
         blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
         of_replica = f"{plural(rounds, 'microbatch')} of a replica"
         return f"{plan.rule} in {piped.cut.num_stages} stages of {blocks} blocks, {of_replica}"
-
-    def buffer_note(self, policy: str) -> str:
-        """Return the line on the policy."""
-        return buffer_notes(policy, is_race=False, has_sites=False)
 
 
 def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan) -> None:

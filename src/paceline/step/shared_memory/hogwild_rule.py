@@ -1,26 +1,33 @@
 """The Hogwild rule: workers update the same weights without locks."""
 
+from collections.abc import Iterator
+
 from torch import nn
 
-from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
-from paceline.parallel.data_parallel.module_buffers import buffer_notes
+from paceline.config.settings import Settings
+from paceline.errors import JobError, PacelineError
+from paceline.job import Job
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
-from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.step.shared_memory.hogwild import HogwildStep
-from paceline.step.step_rule import RuleTraits, StepRequest
+from paceline.step.step_rule import StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
 
-class HogwildRule:
+class HogwildRule(StepRule):
     """The rule of `--update hogwild`."""
 
-    traits = RuleTraits()
-
-    def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
-        """Return all groups: all workers have the same weights."""
-        return worlds
+    def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
+        """Yield the errors of a job that needs all updates, or the whole batch, in one place."""
+        if job.loss_over == "batch":
+            yield JobError(
+                'loss_over="batch" with --update hogwild: no worker ever has the whole batch.',
+                cause="workers don't wait for each other's outputs",
+                hint="--update sync",
+            )
+        if job.ema is not None:
+            yield JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
 
     def share_model(self, model: nn.Module, *, world: World) -> SharedModel:
         """Put the weights into memory that all workers share."""
@@ -31,10 +38,6 @@ class HogwildRule:
         assert request.shared is not None
         return HogwildStep(request.parts[0], shared=request.shared)
 
-    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
-        """Return the rule: its results do not depend on the layout."""
-        return str(plan.rule)
-
     def buffer_note(self, policy: str) -> str:
         """Return the line on the shared buffers."""
-        return buffer_notes(policy, is_race=True, has_sites=False)
+        return "buffers: one copy in shared memory, to which every worker writes its running statistics"

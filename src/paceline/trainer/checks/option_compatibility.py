@@ -5,7 +5,6 @@ from torch import nn
 
 from paceline.config.loading import default_of
 from paceline.config.settings import PlacementSettings, Settings
-from paceline.config.update_rule import UpdateKind
 from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job
 from paceline.parallel.data_parallel.exact_reduction import MOST_MICROBATCHES
@@ -14,8 +13,8 @@ from paceline.planner.layout.compression_checks import refuse_compress_settings
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.layout_checks import check_layout_settings
 from paceline.planner.layout.update_rule_checks import check_update_settings
+from paceline.step.update_rules import step_rule
 from paceline.trainer.checks.evaluation_checks import best_rule
-from paceline.trainer.checks.parameter_server_job_checks import refuse_job as refuse_served_job
 
 
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
@@ -28,37 +27,8 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     problems = check_layout_settings(plan.asked, plan.mesh, settings)
     problems += check_update_settings(plan.rule, settings, device=plan.device)
     problems += refuse_compress_settings(plan.wire, settings, backend=plan.backend if plan.device == "cuda" else "")
-    if plan.rule.kind is UpdateKind.HOGWILD and job.loss_over == "batch":
-        problems.append(
-            JobError(
-                'loss_over="batch" with --update hogwild: no worker ever has the whole batch.',
-                cause="workers don't wait for each other's outputs",
-                hint="--update sync",
-            )
-        )
-    if plan.rule.kind is UpdateKind.HOGWILD and job.ema is not None:
-        problems.append(
-            JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
-        )
-    if plan.rule.has_sites and job.ema is not None:
-        problems.append(
-            JobError(
-                f"ema= with --update {plan.rule.kind}: each site would have an average of its own.",
-                cause="the mean of the sites is what is evaluated and saved",
-                hint="ema=None",
-            )
-        )
-    if plan.rule.has_sites and job.loss_over == "batch":
-        problems.append(
-            JobError(
-                f'loss_over="batch" with --update {plan.rule.kind}: no site ever has the whole batch.',
-                cause="sites don't wait for each other's outputs",
-                hint="--update sync",
-            )
-        )
-    problems += refuse_served_job(job, plan)
+    problems += step_rule(plan.rule).refuse_job(job, settings, plan)
     problems += _check_on_update(job, plan)
-    problems += _check_empty(settings, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)
@@ -81,7 +51,7 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     """Return errors for `on_update`, which needs the whole weights, equal on every rank, after each update."""
     if job.on_update is None:
         return []
-    if plan.rule.kind is not UpdateKind.SYNC:
+    if not plan.rule.is_synchronous:
         return [
             JobError(f"on_update= with --update {plan.update}: each rank takes its own updates.", hint="--update sync")
         ]
@@ -95,17 +65,6 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
             )
         ]
     return []
-
-
-def _check_empty(settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
-    if not plan.rule.has_servers or settings.train.on_empty == "stop":
-        return []
-    return [
-        UsageError(
-            f"--train.on_empty zero with --update {plan.rule.kind}: a server learns the counts after its update.",
-            hint="--update sync, or --train.on_empty stop",
-        )
-    ]
 
 
 def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:

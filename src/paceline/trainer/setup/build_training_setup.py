@@ -49,7 +49,6 @@ from paceline.trainer.checks.example_batch import ExampleBatch
 from paceline.trainer.checks.loss_modules import loss_notes
 from paceline.trainer.checks.option_compatibility import check_compatibility, refuse_foreign, unheard_placing
 from paceline.trainer.checks.parallel_checks import UNTRIED, can_be_tried, context_of, try_experts
-from paceline.trainer.checks.parameter_server_job_checks import among_servers
 from paceline.trainer.setup.initial_model import InitialModel, begin_whole, build_initial_model
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.optimizers import learn_rules, make_update
@@ -168,9 +167,9 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         JobError, UsageError, Problems: something is not possible as requested.
     """
     check_compatibility(job, settings, plan)
-    plan = among_servers(plan, servers=world.world_size)
-    worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
     rule = step_rule(plan.rule)
+    plan = rule.plan_of_group(plan, world_size=world.world_size)
+    worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
     own = _own(plan, settings, rule.groups(worlds, plan=plan))
     site = own[0].every if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]

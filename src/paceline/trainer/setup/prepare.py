@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.compression import parse_compress
 from paceline.config.job_reference import parse_jobref
 from paceline.config.layout import parse_layout
@@ -24,7 +24,7 @@ from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Reso
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.profiling.backends import built_in
 from paceline.run_folder.run_folder import choose_run, new_run
-from paceline.step.parameter_server.transport import host_store
+from paceline.step.update_rules import step_rule
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
 from paceline.trainer.setup.build_training_setup import job_layer
 
@@ -127,31 +127,15 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
 
 
 def join_world(ready: PreparedJob) -> World:
-    """Join the other ranks. A single parameter server has no other ranks; workers connect to it."""
-    place, seconds = LaunchInfo.read(os.environ), ready.settings.train.timeout_seconds
-    if ready.plan.rule.has_servers:
-        return _servers_world(place, servers=ready.plan.rule.servers, timeout_seconds=seconds)
-    return World.join(
-        place=place,
-        device_type=ready.plan.device,
-        backend=ready.plan.backend,
-        timeout_seconds=seconds,
-    )
+    """Join the other ranks of this process's group."""
+    plan, seconds = ready.plan, ready.settings.train.timeout_seconds
+    return step_rule(plan.rule).join(plan, place=LaunchInfo.read(os.environ), timeout_seconds=seconds)
 
 
-def _servers_world(place: LaunchInfo, *, servers: int, timeout_seconds: float) -> World:
-    if servers == 1:
-        store = host_store(place, timeout_seconds=timeout_seconds)
-        return World(timeout_seconds=timeout_seconds, entrance=WorkerEntrance(place=place), store=store)
-    among = replace(place, world_size=servers)
-    world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
-    return replace(world, entrance=WorkerEntrance(place=place))
-
-
-def is_worker(ready: PreparedJob) -> bool:
+def is_gradient_worker(ready: PreparedJob) -> bool:
     """Return True if this process only computes gradients for parameter servers."""
     rule = ready.plan.rule
-    return rule.has_servers and LaunchInfo.read(os.environ).rank >= rule.servers
+    return step_rule(rule).is_gradient_worker(rule, rank=LaunchInfo.read(os.environ).rank)
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:

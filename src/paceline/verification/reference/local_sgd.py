@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from paceline.config.update_rule import UpdateRule
 from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
-from paceline.planner.layout.mesh import Mesh
 from paceline.verification.reference.loss_terms import counts_of_part
 from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
 
@@ -33,11 +32,6 @@ class SyncRule:
         """Return the microbatches of a site, which are dealt to all replicas in turn; a site has adjacent replicas."""
         every = self.sites * self.replicas
         return [index for index in range(num_micro) if index % every // self.replicas == site]
-
-
-def meeting_of(rule: UpdateRule, mesh: Mesh) -> SyncRule | None:
-    """Return the rule by which sites meet, or None if there are no sites."""
-    return SyncRule(rule=rule, sites=mesh.dp_replicate, replicas=mesh.dp_shard) if rule.has_sites else None
 
 
 @dataclass(kw_only=True)
