@@ -29,10 +29,12 @@ class Play:
         while leases := self.books.ready():
             self.late += [self.books.version - lease.version for lease in leases]
             self.taken.update((lease.share.step, lease.share.number) for lease in leases)
-            self.books.take(leases)
+            self.books.record_update(leases)
 
     def move(self, *, shares: int, kills: bool) -> None:
-        if self.books.num_free < shares and not (self.books.joins and (self.books.num_free or self.books.num_out)):
+        if self.books.num_free < shares and not (
+            self.books.sums_shares and (self.books.num_free or self.books.num_out)
+        ):
             self.books.offer(batch(self.step, shares))
             self.step += 1
         worker = self.random.choice(self.workers)
@@ -100,15 +102,15 @@ def test_an_update_waits_for_one_that_would_be_too_late() -> None:
     assert slow is not None and quick is not None
     books.push(quick)
     assert list(books.ready()) == [quick]
-    books.take([quick])
+    books.record_update([quick])
     again = books.grant(1)
     assert again is not None and books.grant(2) is None
     books.push(again)
     assert not books.ready(), "after it the slow one would be two updates late"
     books.push(slow)
     assert list(books.ready()) == [slow]
-    books.take([slow])
-    books.take(books.ready())
+    books.record_update([slow])
+    books.record_update(books.ready())
     assert books.late == {1: Counter({0: 1, 1: 1}), 0: Counter({1: 1})}
 
 
@@ -123,7 +125,7 @@ def test_with_bound_0_a_batch_is_one_update_in_the_order_of_its_shares() -> None
     assert not books.ready()
     books.push(first)
     assert list(books.ready()) == [first, second]
-    books.take([first, second])
+    books.record_update([first, second])
     assert books.version == 1 and books.grant(7) is not None
 
 
@@ -144,5 +146,5 @@ def test_an_update_that_was_left_out_makes_no_version() -> None:
     lease = books.grant(1)
     assert lease is not None
     books.push(lease)
-    books.take(books.ready(), counts=False)
+    books.record_update(books.ready(), counts=False)
     assert books.version == 0 and not books.late

@@ -360,8 +360,8 @@ def compared(server: Any, worker: Any, *, epochs: int = 2) -> None:
         for given in feed:
             if (epoch := given.batch.after.epoch) == epochs:
                 return
-            assert given.sight is not None and {0, SAMPLES // 2} <= set(given.sight.samples)
-            leased.compare(epoch, given.sight, rank=2)
+            assert given.summary is not None and {0, SAMPLES // 2} <= set(given.summary.samples)
+            leased.compare(epoch, given.summary, rank=2)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from paceline.launch.agent.heartbeat import read_pulse
 from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
 from paceline.step.parameter_server.state import ServedWeights, ServerState
-from paceline.step.parameter_server.transport import ConnectionAcceptor, Message, MessageKind, come_in, host_store
+from paceline.step.parameter_server.transport import (
+    ConnectionAcceptor,
+    Message,
+    MessageKind,
+    connect_to_server,
+    host_store,
+)
 from tests.conftest import Ended, Shop
 
 COUNTS = """
@@ -566,26 +572,26 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
 
 def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
     weight, books = torch.zeros(3), Leases(bound=0)
-    desk = ServerState(
+    state = ServerState(
         leases=books, held=ServedWeights(names=["w"], weights=[weight], rest=[], model=""), timeout_seconds=1
     )
-    rows = [desk.row(), desk.row()]
+    rows = [state.row(), state.row()]
     assert rows[0] is rows[1]
     for step in range(3):
         weight.fill_(step)  # by an update, or by hand: then it makes no version
-        desk.offer(step, {}, [BatchShare(step=step, number=number, of=2) for number in range(2)])
-        found = [desk.lease(worker, row=row) for worker, row in enumerate(rows)]
+        state.offer(step, {}, [BatchShare(step=step, number=number, of=2) for number in range(2)])
+        found = [state.lease(worker, row=row) for worker, row in enumerate(rows)]
         assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
         if step == 1:
             weight.fill_(9)
             books.lose(1)  # the one that takes its share over has the weights of the batch
-            found[1] = desk.lease(0, row=rows[0])
+            found[1] = state.lease(0, row=rows[0])
             assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
         for one in found:
             assert one is not None
             books.push(one[0])
         books.take(books.ready())
-        desk.version += step % 2
+        state.version += step % 2
 
 
 def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,24 +600,26 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     store = host_store(LaunchInfo(port=0), timeout_seconds=60)
     entrance = WorkerEntrance(place=LaunchInfo(port=store.port))
     weight, fixed = torch.zeros(3), torch.zeros(2)
-    desk = ServerState(
+    state = ServerState(
         leases=Leases(bound=1),
         held=ServedWeights(names=["w"], weights=[weight], rest=[fixed], model=""),
         timeout_seconds=0.2,
     )
-    clerks = WorkerConnections(desk, door=ConnectionAcceptor(entrance, server=0, timeout_seconds=60), leads=True)
-    clerks.open()
-    line = come_in(entrance, server=0, timeout_seconds=60)
-    line.send(Message(kind=MessageKind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
-    assert [line.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
+    connections = WorkerConnections(
+        state, acceptor=ConnectionAcceptor(entrance, server=0, timeout_seconds=60), leads=True
+    )
+    connections.open()
+    connection = connect_to_server(entrance, server=0, timeout_seconds=60)
+    connection.send(Message(kind=MessageKind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
+    assert [connection.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
     fixed.fill_(7)  # by hand, before the first batch
-    desk.offer(0, {}, [BatchShare(step=0, number=0, of=1)])
-    while (message := line.receive()).kind is MessageKind.WAIT:
+    state.offer(0, {}, [BatchShare(step=0, number=0, of=1)])
+    while (message := connection.receive()).kind is MessageKind.WAIT:
         pass
     assert message.kind is MessageKind.REST and message.row is not None
     assert message.row[:8].view(torch.float32).tolist() == [7.0, 7.0]
-    assert line.receive().kind is MessageKind.LEASE
-    clerks.close()
+    assert connection.receive().kind is MessageKind.LEASE
+    connections.close()
 
 
 BAD = {

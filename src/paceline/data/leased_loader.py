@@ -45,7 +45,7 @@ class RandomAccessLoader:
         mine = assign_microbatches(len(batch.micro), replica=number, replicas=of)
         return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
 
-    def compare(self, epoch: int, sight: DatasetSummary, *, rank: int) -> None:
+    def compare(self, epoch: int, summary: DatasetSummary, *, rank: int) -> None:
         """Compare this worker's data with the server's summary of its own, once per epoch.
 
         Raises:
@@ -56,14 +56,14 @@ class RandomAccessLoader:
             return
         self._compared = epoch
         mine = raise_worker_error(
-            self._fetcher[MicrobatchRequest(epoch=epoch, indices=(), seen=SampleCheckRequest(samples=sight.samples))]
+            self._fetcher[MicrobatchRequest(epoch=epoch, indices=(), seen=SampleCheckRequest(samples=summary.samples))]
         )
         refuse_other_data(
-            {0: sight.num_samples, rank: mine.num_samples},
-            {0: sight.checksum, rank: mine.checksum},
-            samples=sight.samples,
+            {0: summary.num_samples, rank: mine.num_samples},
+            {0: summary.checksum, rank: mine.checksum},
+            samples=summary.samples,
             name="train_data",
-            is_same=lambda: read_again(self._source, samples=sight.samples, epoch=epoch, seed=self._seed),
+            is_same=lambda: read_again(self._source, samples=summary.samples, epoch=epoch, seed=self._seed),
         )
 
     def order_of(self, epoch: int) -> list[str] | None:

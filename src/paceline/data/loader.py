@@ -127,13 +127,13 @@ class MapStyleLoader:
     def __iter__(self) -> Iterator[StepInput]:
         """Yield step inputs without end, epoch after epoch."""
         fetched = self._workers.start(self._ahead())
-        epoch, sight = None, None
+        epoch, summary = None, None
         for batch, plans in self._plans():
             if batch.after.epoch != epoch:
                 epoch = batch.after.epoch
                 glance = self._glance(epoch)
-                sight = raise_worker_error(self._fetcher[glance] if fetched is None else next(fetched))
-                self._begin(epoch, sight)
+                summary = raise_worker_error(self._fetcher[glance] if fetched is None else next(fetched))
+                self._begin(epoch, summary)
             if fetched is not None and not plans:
                 next(fetched)
             micro = tuple(
@@ -146,7 +146,7 @@ class MapStyleLoader:
                 for index, wanted in plans
             )
             spare = partial(self._read, self._wanted(batch, 0))
-            yield StepInput(batch=batch, micro=micro, spare=spare, sight=sight)
+            yield StepInput(batch=batch, micro=micro, spare=spare, summary=summary)
 
     def _of_size(self) -> tuple[str, ...]:
         batch, total = self._cut.global_batch_size, self.num_samples or 0
@@ -198,7 +198,7 @@ class MapStyleLoader:
         """Stop the data workers."""
         self._workers.close()
 
-    def _begin(self, epoch: int, sight: DatasetSummary) -> None:
+    def _begin(self, epoch: int, summary: DatasetSummary) -> None:
         """Check at an epoch's first batch that all replicas have the same data and order, and those of the run's start.
 
         Raises:
@@ -207,19 +207,20 @@ class MapStyleLoader:
             ResumeError: the run stopped in this epoch and had another order then.
         """
         if self._agree is not None:
-            told = self._agree([sight.num_samples, sight.checksum])
+            told = self._agree([summary.num_samples, summary.checksum])
             lengths, checksums = [one[0] for one in told], [one[1] for one in told]
-            is_same = partial(self._is_same, sight.samples, epoch)
+            is_same = partial(self._is_same, summary.samples, epoch)
             refuse_other_data(
                 dict(enumerate(lengths)),
                 dict(enumerate(checksums)),
-                samples=sight.samples,
+                samples=summary.samples,
                 name="train_data",
                 is_same=is_same,
             )
-        if sight.num_samples != self._total:
+        if summary.num_samples != self._total:
             raise DataError(
-                f"train_data has {sight.num_samples:,} samples in epoch {epoch}, but had {self._total:,} at the start.",
+                f"train_data has {summary.num_samples:,} samples in epoch {epoch}, "
+                f"but had {self._total:,} at the start.",
                 cause="its __len__ changes from call to call, or depends on set_epoch()",
                 hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
             )

@@ -46,7 +46,7 @@ class DatasetSummary:
 class StepInput:
     """This replica's share of one global batch; `micro` may be empty. `spare` reads another replica's microbatch.
 
-    `sight` belongs to the batch's epoch.
+    `summary` belongs to the batch's epoch.
     """
 
     batch: Batch
@@ -54,7 +54,7 @@ class StepInput:
     fingerprint: int = 0
     notes: tuple[str, ...] = ()
     spare: Callable[[], Any] | None = field(default=None, repr=False)
-    sight: DatasetSummary | None = None
+    summary: DatasetSummary | None = None
 
     def __iter__(self) -> NoReturn:
         """Raise an error if the batch is unpacked like a DataLoader's.

@@ -26,7 +26,14 @@ from paceline.step.forward_backward import backward, forward, loss_for_backward
 from paceline.step.loss.reporting import LossReporter, own_counts
 from paceline.step.parameter_server.flat_buffers import flat_of, kinds_of, pack_gradients
 from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
-from paceline.step.parameter_server.transport import COMING_SECONDS, Connection, LineLost, Message, MessageKind, come_in
+from paceline.step.parameter_server.transport import (
+    CONNECT_SECONDS,
+    Connection,
+    ConnectionLost,
+    Message,
+    MessageKind,
+    connect_to_server,
+)
 from paceline.step.synchronous import writes_to
 from paceline.torch_internals.private_api import tensor_version
 from paceline.torch_internals.pytree import to_device
@@ -58,21 +65,21 @@ def run_worker(ready: PreparedJob) -> int:
 
 def compute(ready: PreparedJob, built: TrainingSetup, entrance: WorkerEntrance) -> int:
     """Compute shares on an already built model until the server says that the run is over, and return the exit code."""
-    hand, seconds = ParameterServerWorker(ready, built), ready.settings.train.timeout_seconds
+    worker, seconds = ParameterServerWorker(ready, built), ready.settings.train.timeout_seconds
 
-    def lines() -> list[Connection]:
-        return [come_in(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
+    def connections() -> list[Connection]:
+        return [connect_to_server(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
 
-    limit, in_vain = max(seconds, COMING_SECONDS), 0
+    limit, failed_tries = max(seconds, CONNECT_SECONDS), 0
     while True:
-        done = hand.num_pushed
+        done = worker.num_pushed
         try:
-            hand.serve(_within(limit, lines), rank=entrance.place.rank)
+            worker.serve(_within(limit, connections), rank=entrance.place.rank)
             return 0
-        except LineLost as error:
-            in_vain = in_vain + 1 if hand.num_pushed == done else 0
+        except ConnectionLost as error:
+            failed_tries = failed_tries + 1 if worker.num_pushed == done else 0
             limit = _ANSWER_SECONDS
-            if in_vain == _TRIES:
+            if failed_tries == _TRIES:
                 raise MachineError(f"connection closed by the server: {error}") from error
 
 
@@ -107,12 +114,12 @@ class ParameterServerWorker:
         self._built = built
         self._parts = built.step.parts
         self._named = list(built.update.named)
-        self._servers: list[_Server] = []
+        self._servers: list[_ServerConnection] = []
         self.num_pushed = 0
-        self._telling = LossReporter(self._parts, tells=True)
+        self._reporter = LossReporter(self._parts, tells=True)
         self._seen = False
-        self._broken = 0
-        self._joins = ready.plan.rule.staleness == 0
+        self._faulted_step = 0
+        self._sums_shares = ready.plan.rule.staleness == 0
         settings, job, task = ready.settings, built.job, ready.task
         self._feed = leased_feed(job, settings, global_batch_size=ready.plan.global_batch_size)
         life = int(os.environ.get(LIFE, "1"))
@@ -123,44 +130,44 @@ class ParameterServerWorker:
         place, patience = LaunchInfo.read(os.environ), settings.train.timeout_seconds
         self._pulse = Pulse(folder / f"pulse-{place.rank}", patience=patience) if folder else None
 
-    def serve(self, lines: Sequence[Connection], *, rank: int) -> None:
+    def serve(self, connections: Sequence[Connection], *, rank: int) -> None:
         """Compute one lease after another from the first server; each server holds its part of weights and gradient.
 
         Raises:
-            LineLost: a server has gone, or has given this worker up.
+            ConnectionLost: a server has gone, or has given this worker up.
         """
         hello = {"rank": rank, "life": self._life, "model": model_digest(self._parts.model)}
-        for line in lines:
-            line.send(Message(kind=MessageKind.HELLO, words=hello))
-        self._servers = [self._met(line, _answer(line)) for line in lines]
+        for connection in connections:
+            connection.send(Message(kind=MessageKind.HELLO, words=hello))
+        self._servers = [self._greet(connection, _first_reply(connection)) for connection in connections]
         first, *others = self._servers
         while True:
-            message = first.line.receive(row=first.row)
+            message = first.connection.receive(row=first.row)
             if message.kind is MessageKind.OVER:
                 return
             if message.kind is MessageKind.LEASE:
                 self._lease(message, first, others)
             for other in others if message.kind is MessageKind.WAIT else ():
-                other.line.send(message)
+                other.connection.send(message)
 
-    def _lease(self, message: Message, first: "_Server", others: "Sequence[_Server]") -> None:
+    def _lease(self, message: Message, first: "_ServerConnection", others: "Sequence[_ServerConnection]") -> None:
         """Compute and push one lease. The first server's push comes last, because only then does the lease count."""
         words = message.words
-        versions = [first.put(message)]
+        versions = [first.load(message)]
         for other in others:
-            other.line.send(Message(kind=MessageKind.PULL, words={"version": words["version"]}))
-            versions.append(other.put(other.line.receive(row=other.row)))
+            other.connection.send(Message(kind=MessageKind.PULL, words={"version": words["version"]}))
+            versions.append(other.load(other.connection.receive(row=other.row)))
         with at_step(int(words["cursor"]["step"]) + 1):
             told = self._share(words)
         for server in [*others, first]:
-            gradients = [_sent(weight.grad) for weight in server.weights]
+            gradients = [_coalesced(weight.grad) for weight in server.weights]
             own = {**told, "lease": words["lease"], "versions": versions, "gradients": kinds_of(gradients)}
-            server.line.send(Message(kind=MessageKind.PUSH, words=own, row=pack_gradients(gradients)))
+            server.connection.send(Message(kind=MessageKind.PUSH, words=own, row=pack_gradients(gradients)))
             if server is not first:
-                server.line.receive()
+                server.connection.receive()
         self.num_pushed += 1
 
-    def _met(self, line: Connection, message: Message) -> "_Server":
+    def _greet(self, connection: Connection, message: Message) -> "_ServerConnection":
         """Copy the server's frozen tensors and buffers, and return the server with the weights it holds."""
         fixed = fixed_tensors(self._parts.model)
         if message.row is not None:
@@ -168,20 +175,20 @@ class ParameterServerWorker:
                 tensor.data.copy_(value)
         self._parts.buffers.begin()
         mine = {member.name: member.parameter for member in self._named}
-        return _Server(line, [mine[name] for name in message.words["names"]])
+        return _ServerConnection(connection, [mine[name] for name in message.words["names"]])
 
     def _share(self, words: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the gradient of a share into every `.grad`, and return its loss terms."""
         cursor = Cursor.from_json(words["cursor"])
         stop_flag.renew()
-        self._break(cursor.step + 1)
+        self._fire_faults(cursor.step + 1)
         read = partial(self._feed.share, cursor, micro_batch_size=int(words["micro_batch_size"]))
-        if "sight" in words:
-            seen = words["sight"]
-            sight = DatasetSummary(
+        if "summary" in words:
+            seen = words["summary"]
+            summary = DatasetSummary(
                 num_samples=seen["num_samples"], samples=tuple(seen["samples"]), checksum=seen["checksum"]
             )
-            self._feed.compare(int(words["epoch"]), sight, rank=LaunchInfo.read(os.environ).rank)
+            self._feed.compare(int(words["epoch"]), summary, rank=LaunchInfo.read(os.environ).rank)
         given = read(number=int(words["number"]), of=int(words["of"]))
         counts = self._counts(given, whole=read)
         terms = self._gradients(given, step=cursor.step, counts=counts)
@@ -191,11 +198,11 @@ class ParameterServerWorker:
         by = None if counts is None else {name: float(count) for name, count in counts.items()}
         return {**told, "terms": terms, "divided_by": by, "stop": stop_flag.requested}
 
-    def _break(self, step: int) -> None:
+    def _fire_faults(self, step: int) -> None:
         """Fire the injected faults up to this step, even if another worker gets the share of that step."""
-        while self._broken < step:
-            self._broken += 1
-            self._faults.fire("step", step=self._broken)
+        while self._faulted_step < step:
+            self._faulted_step += 1
+            self._faults.fire("step", step=self._faulted_step)
 
     def _counts(self, given: StepInput, *, whole: Any) -> dict[str, Tensor] | None:
         """Return the counts, if the job gives them before the forward.
@@ -204,7 +211,7 @@ class ParameterServerWorker:
         """
         if not self._parts.contract.counts_first:
             return None
-        if self._joins and len(given.micro) < given.num_micro:
+        if self._sums_shares and len(given.micro) < given.num_micro:
             given = whole()
         found = own_counts(self._parts.contract, [micro.data for micro in given.micro])
         return {name: torch.as_tensor(count) for name, count in found.items()}
@@ -221,7 +228,7 @@ class ParameterServerWorker:
         for position, micro in enumerate(given.micro):
             portion = parts.portion(to_device(micro.data, parts.world.device))
             terms = forward(parts, portion, step=step, index=micro.index, num_samples=micro.num_samples)
-            self._telling.agree(terms)
+            self._reporter.agree(terms)
             told[micro.index] = {name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()}
             backward(parts, loss_for_backward(terms, counts), last=position == len(given.micro) - 1)
         self._refuse_writes(before)
@@ -242,16 +249,16 @@ class ParameterServerWorker:
         self._seen = True
 
 
-class _Server:
+class _ServerConnection:
     """The connection to one server, and the weights of this worker that it holds."""
 
-    def __init__(self, line: Connection, weights: Sequence[Tensor]) -> None:
-        self.line = line
+    def __init__(self, connection: Connection, weights: Sequence[Tensor]) -> None:
+        self.connection = connection
         self.weights = list(weights)
         self._flat = flat_of(weights)
         self.row = self._flat.row()
 
-    def put(self, message: Message) -> int:
+    def load(self, message: Message) -> int:
         """Copy the pulled values into the weights, and return their version."""
         if message.row is not None:
             for tensor, value in zip(self.weights, self._flat.views(message.row), strict=True):
@@ -259,12 +266,12 @@ class _Server:
         return int(message.words["version"])
 
 
-def _sent(gradient: Tensor | None) -> Tensor | None:
+def _coalesced(gradient: Tensor | None) -> Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _answer(line: Connection) -> Message:
+def _first_reply(connection: Connection) -> Message:
     """Return the reply to this worker's hello, once the servers begin."""
-    while (message := line.receive()).kind is MessageKind.WAIT:
+    while (message := connection.receive()).kind is MessageKind.WAIT:
         pass
     return message

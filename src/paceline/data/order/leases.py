@@ -1,11 +1,11 @@
 """Leases of a parameter server: track which worker computes which batch share, and on which weight version.
 
-A *version* is the number of updates taken so far. A gradient that was computed on version v and is taken when there are
-u updates is u - v updates late. The bound holds for every gradient, so it must be checked before a share is given away,
-and not only when its gradient comes: with n gradients under way, the one that is taken last is at least n - 1 updates
-late. Each share given away has a deadline, the update number v + bound; a share or an update is accepted only if all
-others that are under way can still be taken by theirs, one after another (the feasibility test for scheduling jobs of
-length one with deadlines: Jackson's rule, earliest deadline first).
+A *version* is the number of updates applied so far. A gradient that was computed on version v and is applied after u
+updates is u - v updates late. The bound holds for every gradient, so it must be checked before a share is leased, and
+not only when its gradient arrives: with n gradients in flight, the one that is applied last is at least n - 1 updates
+late. Each leased share has a deadline, the update number v + bound. A share is leased, or an update applied, only if
+all others in flight can still be applied by their deadlines, one after another (the feasibility test for scheduling
+jobs of length one with deadlines: Jackson's rule, earliest deadline first).
 """
 
 import math
@@ -35,7 +35,7 @@ class Lease:
 
 
 class Leases:
-    """The shares that are free, under way, and taken. With bound 0 a batch's shares form one update.
+    """The shares that are free, in flight, and applied. With bound 0 a batch's shares form one update.
 
     With any other bound each share is an update.
     """
@@ -50,7 +50,7 @@ class Leases:
         self._given = 0
 
     @property
-    def joins(self) -> bool:
+    def sums_shares(self) -> bool:
         """Return whether all shares of a batch are one update."""
         return self._bound == 0
 
@@ -61,16 +61,16 @@ class Leases:
 
     @property
     def num_out(self) -> int:
-        """The number of shares that were given away and are not taken yet."""
+        """The number of shares that were leased and are not applied yet."""
         return len(self._out)
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest lease that is not taken yet, or of the next lease if there is none."""
+        """The number of the oldest lease that is not applied yet, or of the next lease if there is none."""
         return min((lease.number for lease in self._out), default=self._given + 1)
 
     def offer(self, shares: Iterable[BatchShare]) -> None:
-        """Add a batch's shares to those that may be given away."""
+        """Add a batch's shares to those that may be leased."""
         self._free += shares
 
     def grant(self, worker: int) -> Lease | None:
@@ -97,15 +97,15 @@ class Leases:
         return back
 
     def ready(self) -> Sequence[Lease]:
-        """Return the leases of the next update in the order of summation; empty if it may not be taken yet."""
-        if self.joins:
+        """Return the leases of the next update in the order of summation; empty if it may not be applied yet."""
+        if self.sums_shares:
             return self._ready_batch()
         for lease in self._pushed:
             if self._fits([other for other in self._out if other is not lease], version=self.version + 1):
                 return (lease,)
         return ()
 
-    def take(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
+    def record_update(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
         """Record that these leases became an update; with `counts` False it is skipped and makes no new version."""
         for lease in leases:
             self._out.remove(lease)
@@ -122,12 +122,12 @@ class Leases:
         return sorted(found, key=lambda lease: lease.share.number) if len(found) == found[0].share.of else ()
 
     def _may_grant(self, share: BatchShare) -> bool:
-        if self.joins:
+        if self.sums_shares:
             return all(lease.share.step == share.step for lease in self._out)
         return self._fits(self._out, version=self.version, more=1)
 
     def _fits(self, leases: Sequence[Lease], *, version: int, more: int = 0) -> bool:
-        """Return whether all these leases, and `more` of this version, can be taken in turn, none of them too late."""
+        """Return whether these leases, and `more` of this version, can be applied in turn, none of them too late."""
         if math.isinf(self._bound):
             return True
         versions = [*sorted(lease.version for lease in leases), *[version] * more]

@@ -10,7 +10,13 @@ from paceline.errors import DesyncError
 from paceline.step.parameter_server.flat_buffers import flat_of, unpack_gradients
 from paceline.step.parameter_server.gradients import GradientPush, from_words
 from paceline.step.parameter_server.state import ServerState
-from paceline.step.parameter_server.transport import Connection, ConnectionAcceptor, LineLost, Message, MessageKind
+from paceline.step.parameter_server.transport import (
+    Connection,
+    ConnectionAcceptor,
+    ConnectionLost,
+    Message,
+    MessageKind,
+)
 
 _LEAVING_SECONDS = 5.0
 
@@ -18,99 +24,104 @@ _LEAVING_SECONDS = 5.0
 class WorkerConnections:
     """The connections of one server. The first server (`leads`) leases shares; the others exchange their parts."""
 
-    def __init__(self, desk: ServerState, *, door: ConnectionAcceptor, leads: bool) -> None:
-        self._desk = desk
-        self._door = door
+    def __init__(self, state: ServerState, *, acceptor: ConnectionAcceptor, leads: bool) -> None:
+        self._state = state
+        self._acceptor = acceptor
         self._leads = leads
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
         """Start to accept workers."""
-        threading.Thread(target=self._watch, daemon=True, name="paceline-door").start()
+        threading.Thread(target=self._accept_workers, daemon=True, name="paceline-acceptor").start()
 
     def close(self) -> None:
         """Tell all workers that the run is over, and wait briefly for those that can be reached."""
-        self._door.is_closed = True
-        self._desk.end()
+        self._acceptor.is_closed = True
+        self._state.end()
         until = time.monotonic() + _LEAVING_SECONDS
         for thread in self._threads if self._leads else ():
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _watch(self) -> None:
-        while (number := _quietly(self._door.next)) is not None:
-            thread = threading.Thread(target=self._serve, args=(number,), daemon=True, name=f"paceline-{number}")
+    def _accept_workers(self) -> None:
+        while (number := _none_if_closed(self._acceptor.next)) is not None:
+            thread = threading.Thread(target=self._serve_worker, args=(number,), daemon=True, name=f"paceline-{number}")
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, worker: int) -> None:
+    def _serve_worker(self, worker: int) -> None:
         try:
-            line = self._door.line(worker)
-            self._meet(line, worker)
-            self._lease(line, worker) if self._leads else self._follow(line)
-            self._desk.go(worker, why="it is over")
-        except LineLost as error:
-            self._desk.go(worker, why=self._why(str(error).lower()))
+            connection = self._acceptor.connect(worker)
+            self._greet(connection, worker)
+            self._serve_leases(connection, worker) if self._leads else self._serve_parts(connection)
+            self._state.remove_worker(worker, why="it is over")
+        except ConnectionLost as error:
+            self._state.remove_worker(worker, why=self._reason(str(error).lower()))
         except Exception as error:
-            self._desk.fail(error)
+            self._state.fail(error)
 
-    def _why(self, text: str) -> str:
+    def _reason(self, text: str) -> str:
         """Return a short form of the library's error text."""
         if "timed out" in text or "timeout" in text:
-            return f"which has not responded for {self._desk.timeout_seconds:g} s"
+            return f"which has not responded for {self._state.timeout_seconds:g} s"
         return (
             "whose process has ended"
             if "closed" in text or "reset" in text
             else f"whose connection failed: {text[:80]}"
         )
 
-    def _meet(self, line: Connection, worker: int) -> None:
-        hello = line.receive().words
-        self._desk.come(worker, rank=hello["rank"], life=hello["life"], model=hello["model"])
-        while not self._desk.begins():
+    def _greet(self, connection: Connection, worker: int) -> None:
+        hello = connection.receive().words
+        self._state.add_worker(worker, rank=hello["rank"], life=hello["life"], model=hello["model"])
+        while not self._state.wait_for_first_batch():
             if self._leads:  # a worker waits for the first server first
-                line.send(Message(kind=MessageKind.WAIT))
-        with self._desk.lock:
-            rest = flat_of(self._desk.held.rest).packed(self._desk.held.rest)
-        line.send(Message(kind=MessageKind.REST, words={"names": list(self._desk.held.names)}, row=rest))
+                connection.send(Message(kind=MessageKind.WAIT))
+        with self._state.lock:
+            rest = flat_of(self._state.held.rest).packed(self._state.held.rest)
+        connection.send(Message(kind=MessageKind.REST, words={"names": list(self._state.held.names)}, row=rest))
 
-    def _lease(self, line: Connection, worker: int) -> None:
-        desk, row = self._desk, self._desk.row()
-        while not desk.is_over:
-            found = desk.lease(worker, row=row)
+    def _serve_leases(self, connection: Connection, worker: int) -> None:
+        state, row = self._state, self._state.row()
+        while not state.is_over:
+            found = state.lease(worker, row=row)
             if found is None:
-                if not desk.is_over:
-                    line.send(Message(kind=MessageKind.WAIT))
+                if not state.is_over:
+                    connection.send(Message(kind=MessageKind.WAIT))
                 continue
             lease, where = found
-            told = {"lease": lease.number, "version": lease.version, "number": lease.share.number, "of": lease.share.of}
-            line.send(Message(kind=MessageKind.LEASE, words={**where, **told}, row=row))
-            desk.push(lease, self._read(line.receive()))
-        line.send(Message(kind=MessageKind.OVER))
+            lease_words = {
+                "lease": lease.number,
+                "version": lease.version,
+                "number": lease.share.number,
+                "of": lease.share.of,
+            }
+            connection.send(Message(kind=MessageKind.LEASE, words={**where, **lease_words}, row=row))
+            state.push(lease, self._read(connection.receive()))
+        connection.send(Message(kind=MessageKind.OVER))
 
-    def _follow(self, line: Connection) -> None:
-        row = self._desk.row()
+    def _serve_parts(self, connection: Connection) -> None:
+        row = self._state.row()
         while True:
-            message = line.receive()
+            message = connection.receive()
             if message.kind is MessageKind.PULL:
-                version = self._desk.weights_at(int(message.words["version"]), row=row)
-                if version < int(message.words["version"]) and not self._desk.is_over:
+                version = self._state.weights_at(int(message.words["version"]), row=row)
+                if version < int(message.words["version"]) and not self._state.is_over:
                     raise DesyncError("the first server has given a lease on weights that this server never had.")
-                line.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=row))
+                connection.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=row))
             elif message.kind is MessageKind.PUSH:
-                self._desk.stage(int(message.words["lease"]), self._read(message))
-                line.send(Message(kind=MessageKind.WAIT))
+                self._state.stage(int(message.words["lease"]), self._read(message))
+                connection.send(Message(kind=MessageKind.WAIT))
 
     def _read(self, message: Message) -> GradientPush:
         words, row = message.words, message.row
         if words["order"] is not None:
-            self._desk.same_order(int(words["epoch"]), *words["order"])
+            self._state.same_order(int(words["epoch"]), *words["order"])
         kinds: Sequence[int] = words["gradients"]
-        like: Sequence[Tensor] = self._desk.held.weights
+        like: Sequence[Tensor] = self._state.held.weights
         gradients = [None] * len(kinds) if row is None else unpack_gradients(row, kinds=kinds, like=like)
         return from_words(words, gradients=gradients)
 
 
-def _quietly(ask: Callable[[], int | None]) -> int | None:
+def _none_if_closed(ask: Callable[[], int | None]) -> int | None:
     """Return `ask()`, or None if the store has closed: it ends with the run, perhaps during the call."""
     try:
         return ask()

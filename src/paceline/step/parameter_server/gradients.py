@@ -13,7 +13,7 @@ from paceline.data.order.leases import BatchShare
 from paceline.step.result import StepResult
 from paceline.step.step_reduction import STOP, StepReduction, StepTotals
 
-Told = Mapping[int, Mapping[str, tuple[float, float]]]
+LossTerms = Mapping[int, Mapping[str, tuple[float, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class GradientPush:
     """
 
     gradients: Sequence[Tensor | None] = field(repr=False)
-    terms: Told
+    terms: LossTerms
     divided_by: Mapping[str, float] | None
     stop: bool = False
     versions: Sequence[int] = ()
@@ -74,13 +74,13 @@ class PushedJoint(StepReduction):
         super().__init__(world=World.alone(), names=(), num_micro=num_micro)
         self._wait_for_all = wait
 
-    def tell(self, pushes: Sequence[GradientPush], *, stop: bool, joins: bool) -> None:
+    def store(self, pushes: Sequence[GradientPush], *, stop: bool, sums_shares: bool) -> None:
         """Store the results of all shares; if they are one update, each was divided by the counts of all."""
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
                 self.put(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
-        self.expect(_expected(pushes[:1] if joins else pushes))
+        self.expect(_expected(pushes[:1] if sums_shares else pushes))
         self.flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 

@@ -35,15 +35,15 @@ from paceline.step.parameter_server.gradients import (
 )
 from paceline.step.parameter_server.model_state import held_by, row_tables
 from paceline.step.parameter_server.state import ServerState
-from paceline.step.parameter_server.transport import COMING_SECONDS, ConnectionAcceptor
+from paceline.step.parameter_server.transport import CONNECT_SECONDS, ConnectionAcceptor
 from paceline.step.replica_context import StepContext
 from paceline.step.result import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 
 _KEPT_BATCHES = 256  # they hold no samples
-_LOOK_SECONDS = 0.5
-_TAKE, _WAIT, _DONE = "take", "wait", "done"
+_POLL_SECONDS = 0.5
+_APPLY, _WAIT, _DONE = "apply", "wait", "done"
 
 
 class ServerStep(SynchronousStep):
@@ -65,24 +65,24 @@ class ServerStep(SynchronousStep):
         self._mine: list[nn.Parameter] = []
         self._batches: dict[int, PushedBatch] = {}
         self._open: deque[PushedBatch] = deque()
-        self._desk: ServerState | None = None
-        self._clerks: WorkerConnections | None = None
+        self._state: ServerState | None = None
+        self._connections: WorkerConnections | None = None
         self._waited = 0.0
-        self._told_at = time.monotonic()
+        self._decided_at = time.monotonic()
         self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to workers; its result is known once all of them are pushed."""
         began, waited = time.perf_counter(), self._waited
-        desk = self._desk or self._opened()
-        batch = self._begun(given, stop=stop)
-        where = _where(given, micro_batch_size=self._micro_batch_size)
-        desk.offer(self.step, where, batch.shares if self.parts.world.is_main else ())
+        state = self._state or self._open_server()
+        batch = self._start_batch(given, stop=stop)
+        where = _location(given, micro_batch_size=self._micro_batch_size)
+        state.offer(self.step, where, batch.shares if self.parts.world.is_main else ())
         self.step += 1
-        if self._leases.joins:
-            self._serve(desk, until=lambda: not self._open)
+        if self._leases.sums_shares:
+            self._apply_until(state, until=lambda: not self._open)
         else:
-            self._serve(desk, until=lambda: self._leases.num_free <= self._shares)
+            self._apply_until(state, until=lambda: self._leases.num_free <= self._shares)
         self.lag = len(self._open)
         batch.result.communication_seconds = self._waited - waited
         batch.result.compute_seconds = time.perf_counter() - began - batch.result.communication_seconds
@@ -93,7 +93,7 @@ class ServerStep(SynchronousStep):
 
         The caller may evaluate for long afterwards, even before the first batch, so workers are told to wait.
         """
-        self._serve(self._desk or self._opened(), until=lambda: not self._open)
+        self._apply_until(self._state or self._open_server(), until=lambda: not self._open)
         if not self._is_spread:
             self._spread()
             self._is_spread = True
@@ -105,7 +105,7 @@ class ServerStep(SynchronousStep):
         """Return the gradient staleness of each worker."""
         found: dict[str, dict[int, int]] = {}
         for worker, counts in self._leases.late.items():
-            mine = found.setdefault(self._desk.names[worker] if self._desk is not None else str(worker), {})
+            mine = found.setdefault(self._state.names[worker] if self._state is not None else str(worker), {})
             for late, count in counts.items():
                 mine[late] = mine.get(late, 0) + count
         return [
@@ -114,19 +114,19 @@ class ServerStep(SynchronousStep):
 
     def new_notes(self) -> list[str]:
         """Return the notes about workers that left or came back."""
-        if self._desk is None:
+        if self._state is None:
             return []
-        with self._desk.lock:
-            notes, self._desk.notes = self._desk.notes, []
+        with self._state.lock:
+            notes, self._state.notes = self._state.notes, []
         return notes
 
     def close(self) -> None:
         """Close the connections to all workers."""
-        if self._clerks is not None:
-            self._clerks.close()
+        if self._connections is not None:
+            self._connections.close()
         super().close()
 
-    def _opened(self) -> ServerState:
+    def _open_server(self) -> ServerState:
         """Open the server at the first batch or evaluation; weights are read when the first batch is offered."""
         world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
         assert world.entrance is not None
@@ -134,17 +134,17 @@ class ServerStep(SynchronousStep):
         tables = row_tables(self.parts.model)
         for member in self.parts.update.named:
             if not member.parameter.numel():  # another server's: a zero gradient stands in for it
-                member.parameter.grad = _nothing_of(member.parameter, as_rows=member.name in tables)
+                member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
         held = held_by(self.parts.model, members)
-        self._desk = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
-        door = ConnectionAcceptor(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
-        self._clerks = WorkerConnections(self._desk, door=door, leads=world.is_main)
-        self._clerks.open()
-        return self._desk
+        self._state = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
+        acceptor = ConnectionAcceptor(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
+        self._connections = WorkerConnections(self._state, acceptor=acceptor, leads=world.is_main)
+        self._connections.open()
+        return self._state
 
-    def _begun(self, given: StepBatch, *, stop: bool) -> PushedBatch:
+    def _start_batch(self, given: StepBatch, *, stop: bool) -> PushedBatch:
         of = min(self._shares, given.num_micro)
-        joint = PushedJoint(num_micro=given.num_micro, wait=lambda: self._until_whole(batch))
+        joint = PushedJoint(num_micro=given.num_micro, wait=lambda: self._wait_for_shares(batch))
         result = StepResult(
             step=self.step + 1,
             samples=given.num_samples,
@@ -159,137 +159,143 @@ class ServerStep(SynchronousStep):
         self._open.append(batch)
         return batch
 
-    def _until_whole(self, batch: PushedBatch) -> None:
-        if self._desk is not None and not batch.is_whole:
-            self._serve(self._desk, until=lambda: batch.is_whole)
+    def _wait_for_shares(self, batch: PushedBatch) -> None:
+        if self._state is not None and not batch.is_whole:
+            self._apply_until(self._state, until=lambda: batch.is_whole)
 
-    def _serve(self, desk: ServerState, *, until: Callable[[], bool]) -> None:
+    def _apply_until(self, state: ServerState, *, until: Callable[[], bool]) -> None:
         """Apply pushed gradients until `until()` is true, on the first server; the others follow it.
 
         Raises:
             RunError: no worker has been there for `train.timeout_seconds`.
         """
-        with desk.lock:
+        with state.lock:
             if not self.parts.world.is_main:
-                return self._follow(desk)
+                return self._follow_decisions(state)
             while True:
-                if desk.failure is not None:
-                    raise desk.failure
+                if state.failure is not None:
+                    raise state.failure
                 leases = self._leases.ready()
                 if leases:
-                    self._take(desk, leases, [desk.pushes.pop(lease.number) for lease in leases])
+                    self._apply_leases(state, leases, [state.pushes.pop(lease.number) for lease in leases])
                 elif until():
-                    return self._tell(_DONE)
+                    return self._broadcast_decision(_DONE)
                 else:
-                    self._wait(desk)
+                    self._wait(state)
 
-    def _wait(self, desk: ServerState) -> None:
+    def _wait(self, state: ServerState) -> None:
         began = time.perf_counter()
-        desk.lock.wait(_LOOK_SECONDS)
+        state.lock.wait(_POLL_SECONDS)
         self._waited += time.perf_counter() - began
-        if time.monotonic() - self._told_at > desk.patience:
-            self._tell(_WAIT)
-        limit = max(desk.timeout_seconds, COMING_SECONDS)
-        if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
+        if time.monotonic() - self._decided_at > state.patience:
+            self._broadcast_decision(_WAIT)
+        limit = max(state.timeout_seconds, CONNECT_SECONDS)
+        if not state.num_workers and time.monotonic() - state.unconnected_since > limit:
             raise RunError(
                 f"no worker has connected for {limit:g} s.",
                 cause="they were killed, or can't reach this process",
                 hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
             )
 
-    def _tell(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
+    def _broadcast_decision(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
         """Send the decision of the first server to the other servers."""
-        self._told_at = time.monotonic()
+        self._decided_at = time.monotonic()
         if self.parts.world.world_size > 1:
             pairs = zip(leases, pushes, strict=True)
-            told = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
-            self.parts.world.share_json([kind, told, self._leases.oldest])
+            decided = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
+            self.parts.world.share_json([kind, decided, self._leases.oldest])
 
-    def _follow(self, desk: ServerState) -> None:
+    def _follow_decisions(self, state: ServerState) -> None:
         """Apply the first server's decisions. The lock is held on entry, and released while waiting for a decision."""
         while True:
-            desk.lock.release()
+            state.lock.release()
             try:
-                kind, told, oldest = self.parts.world.share_json(None)
+                kind, decided, oldest = self.parts.world.share_json(None)
             finally:
-                desk.lock.acquire()
-            if desk.failure is not None:
-                raise desk.failure
+                state.lock.acquire()
+            if state.failure is not None:
+                raise state.failure
             if kind == _DONE:
                 return
-            if kind == _TAKE:
-                desk.waits(lambda told=told: all(number in desk.pushes for number, *_ in told))  # type: ignore[misc]
+            if kind == _APPLY:
+                state.wait_until(lambda decided=decided: all(number in state.pushes for number, *_ in decided))  # type: ignore[misc]
                 pushes = {
-                    number: from_words(words, gradients=desk.pushes.pop(lease).gradients)
-                    for lease, _, number, words in told
+                    number: from_words(words, gradients=state.pushes.pop(lease).gradients)
+                    for lease, _, number, words in decided
                 }
-                self._update(desk, self._batches[told[0][1]], pushes)
-                for number in [number for number in desk.pushes if number < oldest]:  # left over from workers that died
-                    del desk.pushes[number]
+                self._update(state, self._batches[decided[0][1]], pushes)
+                for number in [
+                    number for number in state.pushes if number < oldest
+                ]:  # left over from workers that died
+                    del state.pushes[number]
 
-    def _take(self, desk: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
+    def _apply_leases(self, state: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
         """Apply one update, on all servers."""
-        self._tell(_TAKE, leases, pushes)
+        self._broadcast_decision(_APPLY, leases, pushes)
         numbers = [lease.share.number for lease in leases]
         batch = self._batches[leases[0].share.step]
-        taken = self._update(desk, batch, dict(zip(numbers, pushes, strict=True)))
+        applied = self._update(state, batch, dict(zip(numbers, pushes, strict=True)))
         if self.record is not None:
             pairs = zip(leases, pushes, strict=True)
             self.record += [
-                AppliedUpdate(share=lease.share, versions=push.versions, counts=taken) for lease, push in pairs
+                AppliedUpdate(share=lease.share, versions=push.versions, counts=applied) for lease, push in pairs
             ]
-        self._leases.take(leases, counts=taken)
+        self._leases.record_update(leases, counts=applied)
 
-    def _update(self, desk: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
+    def _update(self, state: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
         batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
         count = math.fsum(push.count for push in pushes.values())
         with at_step(batch.number + 1):
-            taken = (self._leases.joins or bool(count)) and self._commit(batch, list(pushes.values()), count=count)
-            desk.version += int(taken)
+            applied = (self._leases.sums_shares or bool(count)) and self._commit(
+                batch, list(pushes.values()), count=count
+            )
+            state.version += int(applied)
             self._is_spread = self.parts.world.world_size == 1
             if batch.is_whole:
-                self._end(desk, batch)
-        desk.lock.notify_all()
-        return taken
+                self._complete_batch(state, batch)
+        state.lock.notify_all()
+        return applied
 
     def _commit(self, batch: PushedBatch, pushes: Sequence[GradientPush], *, count: float) -> bool:
-        update, joins = self.parts.update, self._leases.joins
+        update, sums_shares = self.parts.update, self._leases.sums_shares
         gradients = sum_pushed_gradients(pushes) if len(pushes) > 1 else pushes[0].gradients
         if pushes[0].divided_by is None:
             divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
             gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
         for parameter, gradient in zip(self._mine, gradients, strict=True):
             parameter.grad = gradient
-        if joins:
-            batch.joint.tell(pushes, stop=batch.stop, joins=True)
-        loss = batch.result.loss if joins else pushes[0].loss
-        counts = batch.result.agreed.counts if joins else None  # a share may lack targets for a term
-        broken = batch.result.agreed.broken if joins else ()
-        norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=joins)
+        if sums_shares:
+            batch.joint.store(pushes, stop=batch.stop, sums_shares=True)
+        loss = batch.result.loss if sums_shares else pushes[0].loss
+        counts = batch.result.agreed.counts if sums_shares else None  # a share may lack targets for a term
+        broken = batch.result.agreed.broken if sums_shares else ()
+        norm, applied = update.commit(
+            step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=sums_shares
+        )
         batch.result.norm = None if norm is None else AsyncScalars(norm)
         batch.result.lr = update.lr
-        batch.result.skipped = not taken
-        return taken
+        batch.result.skipped = not applied
+        return applied
 
-    def _end(self, desk: ServerState, batch: PushedBatch) -> None:
+    def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
         """Complete a batch whose shares are all applied; schedules advance once per batch, in any order of shares."""
         del self._batches[batch.number]
-        del desk.where[batch.number]
-        if not self._leases.joins:
-            batch.joint.tell(batch.in_order(), stop=batch.stop, joins=False)
+        del state.where[batch.number]
+        if not self._leases.sums_shares:
+            batch.joint.store(batch.in_order(), stop=batch.stop, sums_shares=False)
             self.parts.update.follow()
         while self._open and self._open[0].is_whole:
             self._open.popleft()
         self.lag = len(self._open)
 
 
-def _where(given: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
+def _location(given: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
     """Return the description that a worker needs to find the same samples."""
-    batch, sight = given.batch, given.sight  # type: ignore[attr-defined]
+    batch, summary = given.batch, given.summary  # type: ignore[attr-defined]
     where = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
-    return where if sight is None else {**where, "epoch": batch.after.epoch, "sight": asdict(sight)}
+    return where if summary is None else {**where, "epoch": batch.after.epoch, "summary": asdict(summary)}
 
 
-def _nothing_of(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
+def _zero_gradient(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
     """Return a zero gradient for another server's parameter, sparse if its optimizer may accept only that."""
     return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if as_rows else torch.zeros_like(parameter)

@@ -48,11 +48,11 @@ class ServerState:
         self.failure: Exception | None = None
         self.has_begun = False
         self.is_over = False
-        self.alone_since = time.monotonic()
+        self.unconnected_since = time.monotonic()
         self._flat = flat_of(held.weights)
-        self._shared = self._flat.row() if leases.joins else None
+        self._shared = self._flat.row() if leases.sums_shares else None
         self._shared_at: int | None = None
-        self._here: set[int] = set()
+        self._connected: set[int] = set()
         self._orders: dict[int, str] = {}
 
     @property
@@ -63,7 +63,7 @@ class ServerState:
     @property
     def num_workers(self) -> int:
         """The number of connected workers."""
-        return len(self._here)
+        return len(self._connected)
 
     def row(self) -> Tensor:
         """Return a buffer for the weights.
@@ -82,7 +82,7 @@ class ServerState:
             self.leases.offer(shares)
             self.lock.notify_all()
 
-    def begins(self) -> bool:
+    def wait_for_first_batch(self) -> bool:
         """Wait up to `patience` for the first batch; until then, loaded weights may be changed by hand."""
         with self.lock:
             return self.lock.wait_for(lambda: self.has_begun or self.is_over, timeout=self.patience)
@@ -99,7 +99,7 @@ class ServerState:
             self.failure = error
             self.lock.notify_all()
 
-    def come(self, worker: int, *, rank: int, life: int, model: str) -> None:
+    def add_worker(self, worker: int, *, rank: int, life: int, model: str) -> None:
         """Register a worker.
 
         Raises:
@@ -112,19 +112,19 @@ class ServerState:
                     cause="code that builds, ties or freezes layers on some ranks only",
                     hint="build the same model on every rank",
                 )
-            self._here.add(worker)
+            self._connected.add(worker)
             self.names[worker] = f"worker {rank}"
             if life > 1:
                 self.notes.append(f"rank {rank} is back, a worker as before")
             self.lock.notify_all()
 
-    def go(self, worker: int, *, why: str) -> None:
+    def remove_worker(self, worker: int, *, why: str) -> None:
         """Remove a worker; the shares that it did not push completely return to the pool."""
         with self.lock:
-            if worker not in self._here:
+            if worker not in self._connected:
                 return
-            self._here.discard(worker)
-            self.alone_since = time.monotonic()
+            self._connected.discard(worker)
+            self.unconnected_since = time.monotonic()
             back = self.leases.lose(worker)
             if not self.is_over:
                 lost = ", ".join(f"step {share.step + 1}'s part {share.number + 1} of {share.of}" for share in back)
@@ -196,7 +196,7 @@ class ServerState:
             self.pushes[number] = push
             self.lock.notify_all()
 
-    def waits(self, until: Callable[[], bool]) -> None:
+    def wait_until(self, until: Callable[[], bool]) -> None:
         """Wait, with the lock held, until `until()` is true.
 
         Raises:

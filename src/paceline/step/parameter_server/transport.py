@@ -18,7 +18,7 @@ from paceline.errors import MachineError
 
 _SERVER, _WORKER = 0, 1
 _POLL_SECONDS = 0.02
-COMING_SECONDS = 60.0  # a process starts slowly on a busy machine
+CONNECT_SECONDS = 60.0  # a process starts slowly on a busy machine
 _TICKETS = "paceline-server/{}/tickets/{}"
 
 
@@ -34,7 +34,7 @@ class MessageKind(IntEnum):
     PULL = 7
 
 
-class LineLost(Exception):
+class ConnectionLost(Exception):
     """The other end has exited, or did not answer in time."""
 
 
@@ -54,46 +54,46 @@ class Connection:
         mine, self._other = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
         place = PrefixStore(f"paceline-server/line/{name}/", store)
         self._patience = timedelta(seconds=timeout_seconds)
-        meeting = timedelta(seconds=max(timeout_seconds, COMING_SECONDS))
+        meeting = timedelta(seconds=max(timeout_seconds, CONNECT_SECONDS))
         try:
             self._group: Any = ProcessGroupGloo(place, mine, 2, meeting)
         except (RuntimeError, dist.DistError) as error:
-            raise LineLost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
     def send(self, message: Message) -> None:
         """Send a message to the other end.
 
         Raises:
-            LineLost
+            ConnectionLost
         """
         words = torch.frombuffer(bytearray(json.dumps(dict(message.words)).encode()), dtype=torch.uint8)
         num_bytes = 0 if message.row is None else message.row.numel()
         parts = [torch.tensor([int(message.kind), words.numel(), num_bytes]), words]
         for part in [*parts, *([] if message.row is None or not num_bytes else [message.row])]:
-            self._done(self._group.send, part)
+            self._complete(self._group.send, part)
 
     def receive(self, *, row: Tensor | None = None) -> Message:
         """Receive the next message; its bytes are read into `row` if the sizes match.
 
         Raises:
-            LineLost
+            ConnectionLost
         """
         head = torch.zeros(3, dtype=torch.int64)
-        self._done(self._group.recv, head)
+        self._complete(self._group.recv, head)
         kind, length, num_bytes = head.tolist()
         words = torch.empty(length, dtype=torch.uint8)
-        self._done(self._group.recv, words)
+        self._complete(self._group.recv, words)
         if row is None or row.numel() != num_bytes:
             row = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
-            self._done(self._group.recv, row)
+            self._complete(self._group.recv, row)
         return Message(kind=MessageKind(kind), words=json.loads(bytes(words.numpy())), row=row if num_bytes else None)
 
-    def _done(self, move: Any, tensor: Tensor) -> None:
+    def _complete(self, transfer: Any, tensor: Tensor) -> None:
         try:
-            move([tensor], self._other, 0).wait(self._patience)
+            transfer([tensor], self._other, 0).wait(self._patience)
         except (RuntimeError, dist.DistError) as error:
-            raise LineLost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
 
 def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
@@ -119,7 +119,7 @@ def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
     """Open a separate connection to that store, so that a blocking wait delays no other caller.
 
     Raises:
-        LineLost: the store does not answer.
+        ConnectionLost: the store does not answer.
     """
     try:
         return TCPStore(
@@ -130,20 +130,20 @@ def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
             timeout=timedelta(seconds=timeout_seconds),
         )
     except (RuntimeError, dist.DistError) as error:
-        raise LineLost(str(error)) from error
+        raise ConnectionLost(str(error)) from error
 
 
-def come_in(entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> Connection:
+def connect_to_server(entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> Connection:
     """Open a worker's end of a new connection: the worker draws a ticket number, and the server connects to it.
 
     Raises:
-        LineLost
+        ConnectionLost
     """
     store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
     try:
         number = int(store.add(_TICKETS.format(entrance.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
-        raise LineLost(str(error)) from error
+        raise ConnectionLost(str(error)) from error
     name = f"{entrance.session}/{server}/{number}"
     return Connection(store, name=name, is_server=False, timeout_seconds=timeout_seconds)
 
@@ -169,11 +169,11 @@ class ConnectionAcceptor:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def line(self, number: int) -> Connection:
+    def connect(self, number: int) -> Connection:
         """Open the server's end of the connection to that worker.
 
         Raises:
-            LineLost
+            ConnectionLost
         """
         store = reach_store(self._place, timeout_seconds=self._timeout)
         name = f"{self._name}/{number}"

@@ -120,14 +120,14 @@ class ServedReference(Reference):
         """Replay the record and return the loss of the last share. `backwards` adds microbatches in reverse order."""
         history, places, left = [self._now()], [_START], dict[int, int]()
         loss = float("nan")
-        for taken in record:
-            share = taken.share
+        for applied in record:
+            share = applied.share
             while len(places) <= share.step:
                 places.append(self.after(places[-1], sum(len(piece.samples) for piece in self.pieces(places[-1]))))
             pieces = self.pieces(places[share.step])
             mine = list(range(share.number, len(pieces), share.of))
-            if taken.counts:
-                loss = self._one(taken, [pieces[i] for i in mine], mine, history, places[share.step], backwards)
+            if applied.counts:
+                loss = self._one(applied, [pieces[i] for i in mine], mine, history, places[share.step], backwards)
             left[share.step] = left.get(share.step, share.of) - 1
             for schedule in self.schedules if not left[share.step] else ():
                 schedule.step()
@@ -135,7 +135,7 @@ class ServedReference(Reference):
 
     def _one(
         self,
-        taken: AppliedUpdate,
+        applied: AppliedUpdate,
         pieces: Sequence[Any],
         mine: Sequence[int],
         history: list[dict[str, Tensor]],
@@ -143,7 +143,7 @@ class ServedReference(Reference):
         backwards: bool,
     ) -> float:
         names, server_of = history[-1], self.server_of
-        self._put({name: history[taken.versions[server_of.get(name, 0)]][name] for name in names})
+        self._put({name: history[applied.versions[server_of.get(name, 0)]][name] for name in names})
         gradient = self.gradient(at, pieces=pieces, backwards=backwards, stream=lambda place: mine[place])
         self._put(history[-1])
         kept, self.schedules = self.schedules, []
