@@ -95,12 +95,12 @@ def words_now(payload: Mapping[str, Any]) -> int:
 
 
 def test_a_rank_has_the_words_of_a_script_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["nursery.py", "request.json"])
+    monkeypatch.setattr(sys, "argv", ["forkserver.py", "request.json"])
     entry = f"{__name__}:words_now"
     assert _entered(entry, {"job": "a/job.py:make", "seen": "a/job.py"}) == 1
     assert _entered(entry, {"job": "pkg.jobs:make", "seen": "pkg.jobs"}) == 1
     assert _entered(entry, {"seen": entry}) == 1
-    assert sys.argv == ["nursery.py", "request.json"]
+    assert sys.argv == ["forkserver.py", "request.json"]
 
 
 @pytest.mark.parametrize(

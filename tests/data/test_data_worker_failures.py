@@ -178,7 +178,7 @@ def make_job():
 def test_a_long_path_of_the_temporary_folder_is_no_obstacle(
     shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PACELINE_STARTER", raising=False)
+    monkeypatch.delenv("PACELINE_FORKSERVER_COMMAND", raising=False)
     long = tmp_path / ("long-" + "x" * 100)
     long.mkdir()
     shop.write("job.py", JOB)

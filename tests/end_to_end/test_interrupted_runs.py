@@ -110,7 +110,7 @@ def test_what_starts_ranks_for_a_launcher_that_is_gone_leaves_before_it_reads_a_
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("victim", ["launcher", "nursery"])
+@pytest.mark.parametrize("victim", ["launcher", "fork server"])
 def test_nothing_outlives_a_killed_launcher(shop: Shop, victim: str) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(
@@ -118,13 +118,13 @@ def test_nothing_outlives_a_killed_launcher(shop: Shop, victim: str) -> None:
         "--watch.to", "console,jsonl", environ={"MARK": mark},
     )  # fmt: skip
     wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "step 1 ")
-    assert len(marked_processes(mark)) >= 8  # the command, the nursery, two ranks, four data workers
+    assert len(marked_processes(mark)) >= 8  # the command, the fork server, two ranks, four data workers
     if victim == "launcher":
         process.kill()
     else:
-        nursery = next(p for p in marked_processes(mark) if b"launch.agent.forkserver" in Path(f"/proc/{p}/cmdline").read_bytes()
+        forkserver = next(p for p in marked_processes(mark) if b"launch.agent.forkserver" in Path(f"/proc/{p}/cmdline").read_bytes()
                        and int(Path(f"/proc/{p}/stat").read_text().rsplit(")")[1].split()[1]) == process.pid)  # fmt: skip
-        os.kill(nursery, signal.SIGKILL)
+        os.kill(forkserver, signal.SIGKILL)
     process.communicate(timeout=20)
     assert process.returncode != 0
     assert wait_until_gone(mark) == []

@@ -56,7 +56,7 @@ def make_job():
         metrics={"right": lambda output, batch: ((output.argmax(-1) == batch[1]).sum(), len(output))},
     )
 """
-VICTIMS = ("rank", "rank", "rank", "launcher", "nursery", "data worker", "ctrl-c", "term")
+VICTIMS = ("rank", "rank", "rank", "launcher", "fork server", "data worker", "ctrl-c", "term")
 
 
 @dataclass
@@ -106,10 +106,10 @@ def _words(run: str, *, ranks: int, workers: int) -> list[str]:
 def _of_kind(victim: str, launcher: int, mark: str) -> list[int]:
     """The living processes of one kind."""
     alive = set(marked_processes(mark))
-    nurseries = [pid for pid in children(launcher) if pid in alive]
-    ranks = [pid for nursery in nurseries for pid in children(nursery)]
+    forkservers = [pid for pid in children(launcher) if pid in alive]
+    ranks = [pid for forkserver in forkservers for pid in children(forkserver)]
     workers = [pid for rank in ranks for pid in children(rank)]
-    return {"launcher": [launcher], "nursery": nurseries, "rank": ranks, "data worker": workers}[victim]
+    return {"launcher": [launcher], "fork server": forkservers, "rank": ranks, "data worker": workers}[victim]
 
 
 def samples_by_step(shop: Shop, run: str) -> dict[int, list[int]]:

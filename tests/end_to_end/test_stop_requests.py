@@ -111,30 +111,30 @@ def test_one_ctrl_c_says_who_holds_it_up_and_a_second_ends_it(shop: Shop) -> Non
 
 
 @pytest.mark.soak
-def test_a_second_ctrl_c_ends_it_though_the_starter_is_stopped(shop: Shop) -> None:
+def test_a_second_ctrl_c_ends_it_though_the_fork_server_is_stopped(shop: Shop) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(*TRAIN, "--train.steps", "100000", environ={"MARK": mark})
     wait_for(log(shop), "step 20 ")
-    (nursery,) = children(process.pid)
-    os.kill(nursery, signal.SIGSTOP)
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     told = [process.stderr.readline() for _ in range(2)]
-    assert f"kill -CONT {nursery} " in told[1], told
+    assert f"kill -CONT {forkserver} " in told[1], told
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=8)
     assert process.returncode == 130 and wait_until_gone(mark) == []
 
 
-def test_a_killed_starter_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
+def test_a_killed_fork_server_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
     process = shop.start(*TRAIN, "--train.steps", "100000")
     wait_for(log(shop), "step 20 ")
-    (nursery,) = children(process.pid)
-    os.kill(nursery, signal.SIGKILL)
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGKILL)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1 and "rank -1" not in err and "other" not in err, err
     assert err.startswith(
-        f"FAILED: the process that starts the ranks (PID {nursery}) was ended by SIGKILL (killed from"
+        f"FAILED: the process that starts the ranks (PID {forkserver}) was ended by SIGKILL (killed from"
     )
     assert "rank--1.log" not in err and f"Logs of the ranks: {log(shop).parent.relative_to(shop.path)}" in err
     assert err.splitlines()[-1].startswith("Resume: paceline train job.py")
@@ -144,6 +144,6 @@ def test_a_killed_starter_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
 
 def rank_pid(launcher: int, *, rank: int) -> int:
     """By the log it writes to."""
-    (nursery,) = children(launcher)
-    names = {pid: Path(f"/proc/{pid}/fd/1").resolve().name for pid in children(nursery)}
+    (forkserver,) = children(launcher)
+    names = {pid: Path(f"/proc/{pid}/fd/1").resolve().name for pid in children(forkserver)}
     return next(pid for pid, name in names.items() if name == f"rank-{rank}.log")

@@ -49,7 +49,7 @@ def make_job():
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the command, and what it starts by itself, has its temporary files; a socket's path has 107 characters."""
-    monkeypatch.delenv("PACELINE_STARTER", raising=False)
+    monkeypatch.delenv("PACELINE_FORKSERVER_COMMAND", raising=False)
     with tempfile.TemporaryDirectory(prefix="left-") as found:
         yield Path(found)
 

@@ -13,7 +13,7 @@ WORKS = "print('helpers are here')\ndef escape(text, quote=True):\n    return te
 @pytest.fixture(autouse=True)
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is imported before is on trial."""
-    monkeypatch.delenv("PACELINE_STARTER", raising=False)
+    monkeypatch.delenv("PACELINE_FORKSERVER_COMMAND", raising=False)
 
 
 def train(shop: Shop) -> Ended:
@@ -27,4 +27,4 @@ def test_such_a_file_in_the_working_folder_is_not_run(shop: Shop, text: str) -> 
     shop.write("html.py", text)
     ended = train(shop)
     assert ended.code == 0, ended.text
-    assert "helpers are here" not in (shop.path / "run" / "logs" / "attempt-1" / "nursery.log").read_text()
+    assert "helpers are here" not in (shop.path / "run" / "logs" / "attempt-1" / "forkserver.log").read_text()

@@ -197,7 +197,7 @@ from count import make_job
 pushes, plain = [], Connection.send
 
 def send(self, message):
-    counts = message.kind is MessageKind.PUSH and os.environ["RANK"] == "3" and os.environ.get("PACELINE_LIFE", "1") == "1"
+    counts = message.kind is MessageKind.PUSH and os.environ["RANK"] == "3" and os.environ.get("PACELINE_START_NUMBER", "1") == "1"
     pushes.extend([1] if counts else [])
     if counts and len(pushes) == int(os.environ["NTH"]):
         left, through = int(os.environ["PARTS"]), self._done  # of a message: its head, its words, the gradient
@@ -610,7 +610,7 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     )
     connections.open()
     connection = connect_to_server(entrance, server=0, timeout_seconds=60)
-    connection.send(Message(kind=MessageKind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
+    connection.send(Message(kind=MessageKind.HELLO, words={"rank": 1, "start_number": 1, "model": ""}))
     assert [connection.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
     fixed.fill_(7)  # by hand, before the first batch
     state.offer(0, {}, [BatchShare(step=0, number=0, of=1)])

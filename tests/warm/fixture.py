@@ -1,4 +1,4 @@
-"""What makes the commands of a folder's tests find a nursery that waits."""
+"""What makes the commands of a folder's tests find a fork server that waits."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.launch.agent.supervisor import STARTER
+from paceline.launch.agent.supervisor import FORKSERVER_COMMAND
 from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
 from tests.quick import is_quick
 
@@ -50,13 +50,13 @@ class SharedMothers:
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs start from a nursery that waits, but where the start itself is tried."""
+    """Runs start from a fork server that waits, but where the start itself is tried."""
     if sys.platform != "linux" or request.path.stem in COLD or request.node.get_closest_marker("gpu"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         if not is_quick(str(request.path.relative_to(TESTS))):
-            patch.setenv(STARTER, request.getfixturevalue("mother"))
+            patch.setenv(FORKSERVER_COMMAND, request.getfixturevalue("mother"))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 
@@ -65,12 +65,12 @@ def warm(request: pytest.FixtureRequest) -> Iterator[None]:
 def cold(request: pytest.FixtureRequest, warm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the runs of a test that is marked `cold` as a user's are."""
     if request.node.get_closest_marker("cold") is not None:
-        monkeypatch.delenv(STARTER, raising=False)
+        monkeypatch.delenv(FORKSERVER_COMMAND, raising=False)
 
 
 @pytest.fixture(scope="session")
 def mother(pytestconfig: pytest.Config) -> Iterator[str]:
-    """The words that start a nursery."""
+    """The words that start a fork server."""
     told = getattr(pytestconfig, "workerinput", {}).get(_SHARED)
     with ExitStack() as stack:
         name = told or stack.enter_context(started())

@@ -1,4 +1,4 @@
-"""`python -m tests.warm.mother SOCKET PARENT`: torch imported once, a nursery forked for each starter that connects."""
+"""`python -m tests.warm.mother SOCKET PARENT`: torch imported once, a fork server forked for each starter that connects."""
 
 import array
 import fcntl
@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from paceline.launch.agent import forkserver as nursery
+from paceline.launch.agent import forkserver
 from paceline.launch.agent.signals import die_with
 
 ENTRIES = (
@@ -35,13 +35,13 @@ def numbers_of(environ: Any) -> dict[str, str]:
 
 
 class Mother:
-    """Of the nurseries that it forked, and the starters that stand in for them."""
+    """Of the fork servers that it forked, and the starters that stand in for them."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         before = dict(os.environ)
         for entry in ENTRIES:
-            nursery.prepare(entry)
+            forkserver.prepare(entry)
         for module in USED:
             with suppress(ImportError):
                 importlib.import_module(module)
@@ -114,10 +114,10 @@ class Mother:
         os.chdir(told["folder"])
         sys.path[0] = told["folder"]
         agent = int(told["words"][1])
-        nursery.die_with = lambda parent: die_with(mother if parent == agent else parent)  # type: ignore[attr-defined]
+        forkserver.die_with = lambda parent: die_with(mother if parent == agent else parent)  # type: ignore[attr-defined]
         status = 1
         try:
-            status = nursery.main(told["words"])
+            status = forkserver.main(told["words"])
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

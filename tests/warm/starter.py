@@ -1,8 +1,8 @@
-"""Stands in for a nursery: `python -S -E starter.py SOCKET REQUEST.json PARENT`.
+"""Stands in for a fork server: `python -S -E starter.py SOCKET REQUEST.json PARENT`.
 
 It hands what it was started with (words, environment, folder, files) to the process that waits at the abstract
-`SOCKET` with its kernels, lives as long as the nursery that is forked there, and ends as that ends. Where nobody waits, or what waits was
-started in an environment that numbers depend on, it becomes a nursery itself.
+`SOCKET` with its kernels, lives as long as the fork server that is forked there, and ends as that ends. Where nobody waits, or what waits was
+started in an environment that numbers depend on, it becomes a fork server itself.
 """
 
 import array
@@ -38,7 +38,7 @@ def main(path: str, *words: str) -> None:
 
 
 def is_taken(mother: socket.socket, path: str, told: bytes, files: list[int]) -> bool:
-    """Whether a nursery is forked for this."""
+    """Whether a fork server is forked for this."""
     beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
     try:
         mother.connect(f"\0{path}")

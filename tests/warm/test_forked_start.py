@@ -8,16 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.launch.agent.supervisor import STARTER
+from paceline.launch.agent.supervisor import FORKSERVER_COMMAND
 from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
 from tests.conftest import Shop
 
 
-def test_a_run_from_a_nursery_that_waited_is_the_same(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert os.environ[STARTER]
+def test_a_run_from_a_fork_server_that_waited_is_the_same(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ[FORKSERVER_COMMAND]
     ended = shop.train("warm")
     assert ended.code == 0, ended.text
-    monkeypatch.delenv(STARTER)
+    monkeypatch.delenv(FORKSERVER_COMMAND)
     assert shop.train("cold").code == 0
     assert shop.digest("warm") == shop.digest("cold")
 
@@ -42,7 +42,7 @@ def test_a_failure_is_told_alike(shop: Shop, monkeypatch: pytest.MonkeyPatch) ->
     shop.write("other.py", "def make_job():\n    raise SystemExit(9)\n")
     words = ("train", "other.py", "--ranks", "1", "--run-dir", "run")
     first = shop.run(*words)
-    monkeypatch.delenv(STARTER)
+    monkeypatch.delenv(FORKSERVER_COMMAND)
     second = shop.run(*words[:-1], "other-run")
     assert first.code == second.code != 0
     assert first.err == second.err.replace("other-run", "run")
@@ -67,15 +67,15 @@ def test_what_waits_goes_on_where_a_command_and_its_ranks_die_at_once(shop: Shop
     until = time.monotonic() + 60
     while not (shop.path / "run" / "logs" / "attempt-1" / "pulse-0").exists() and time.monotonic() < until:
         time.sleep(0.05)
-    nursery, mother = next(
+    forkserver, mother = next(
         (p, parent) for p in psutil.process_iter() if under(shop.path, p) and (parent := p.parent()) in mothers()
     )
     mother.suspend()
-    nursery.kill()
+    forkserver.kill()
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
-    time.sleep(0.2)  # of both it hears in one look, of the nursery first
+    time.sleep(0.2)  # of both it hears in one look, of the fork server first
     mother.resume()
     assert shop.train("again").code == 0
     assert mother.is_running() and mother.status() != psutil.STATUS_ZOMBIE

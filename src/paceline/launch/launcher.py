@@ -16,8 +16,8 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.filesystem.atomic_files import write_json, writing
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
-from paceline.launch.agent.supervisor import Agent, nursery_command
-from paceline.launch.failures.failure_record import FIRST_FAILURE, STARTER, Failure
+from paceline.launch.agent.supervisor import Agent, forkserver_command
+from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import APART, TIMEOUT
 from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS
@@ -81,7 +81,7 @@ def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
 
 def is_from_outside(failure: Failure) -> bool:
     """Return whether the job may not be at fault: a signal, memory, a slow rank, or the fork server."""
-    named = failure.kind in ("signal", TIMEOUT) or failure.rank == STARTER
+    named = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
     return named or failure.is_short_of_memory or is_lost_connection(failure)
 
 
@@ -129,7 +129,7 @@ def _run(
         )
     tick = on_start(folder) if on_start else _nothing
     agent = Agent(
-        command=nursery_command((folder / "request.json").resolve()),
+        command=forkserver_command((folder / "request.json").resolve()),
         begins_in=request.begins_in,
         environ=_environ(request),
         folder=folder,
@@ -252,13 +252,13 @@ def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
 def _said_by_key(failure: Failure) -> dict[str, Any]:
     said = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
     said |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
-    return {**said, "rank": None if failure.rank == STARTER else failure.rank, "step": failure.step}
+    return {**said, "rank": None if failure.rank == FORKSERVER_RANK else failure.rank, "step": failure.step}
 
 
 def _log_of(outcome: LaunchOutcome, failure: Failure) -> Path:
     """Return the path of the full text; for the fork server, the folder of the ranks' logs."""
     teller = failure.rank if failure.told_by is None else failure.told_by
-    return outcome.attempt_folder if failure.rank == STARTER else outcome.attempt_folder / f"rank-{teller}.log"
+    return outcome.attempt_folder if failure.rank == FORKSERVER_RANK else outcome.attempt_folder / f"rank-{teller}.log"
 
 
 def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[str] = ()) -> str:
@@ -268,7 +268,7 @@ def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[st
         return ""
     again = [f"Resume: {go_on}"] if go_on else []
     log = _log_of(outcome, failure)
-    if failure.rank == STARTER:
+    if failure.rank == FORKSERVER_RANK:
         return "\n".join([f"FAILED: {failure.screen}", f"Logs of the ranks: {log}", *again])
     at = f" at step {failure.step}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""

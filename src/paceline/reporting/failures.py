@@ -8,7 +8,7 @@ from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, all_steps,
 from paceline.console.formatting import format_size
 from paceline.errors import CheckpointError, MachineError
 from paceline.filesystem.atomic_files import folder_bytes
-from paceline.launch.failures.failure_record import FIRST_FAILURE, STARTER
+from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK
 from paceline.reporting.run_history import History, json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
@@ -69,13 +69,13 @@ def _attempt(folder: Path) -> str:
     where = f"{first['where']}, " if first.get("where") else ""
     step = f" at step {first['step']}" if isinstance(first.get("step"), int) and first["step"] else ""
     what = f"killed by {first.get('message')}" if first.get("kind") == "signal" else _named(first)
-    who = "the process that starts the ranks" if first["rank"] == STARTER else f"rank {first['rank']}"
+    who = "the process that starts the ranks" if first["rank"] == FORKSERVER_RANK else f"rank {first['rank']}"
     head = f"<p><strong>Attempt {escape(number)}{step}: {escape(who)}</strong>, {escape(where + what)}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
     advice = "\n".join(str(first.get("screen") or "").splitlines()[1:])
     advice = f"<pre>{escape(advice)}</pre>" if advice else ""
     teller = first["rank"] if first.get("told_by") is None else first["told_by"]
-    log = Path("logs") / folder.name / ("" if first["rank"] == STARTER else f"rank-{teller}.log")
+    log = Path("logs") / folder.name / ("" if first["rank"] == FORKSERVER_RANK else f"rank-{teller}.log")
     return f'<div class="failure">{head}{source}{advice}<p class="soft">{escape(str(log))}</p>{_others(rest)}</div>'
 
 

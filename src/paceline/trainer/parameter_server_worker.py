@@ -20,7 +20,7 @@ from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
 from paceline.launch.agent.heartbeat import Pulse
 from paceline.launch.agent.signals import stop_flag
-from paceline.launch.environment_owner import LIFE, attempt_folder
+from paceline.launch.environment_owner import START_NUMBER, attempt_folder
 from paceline.launch.failures.failure_record import at_step
 from paceline.step.forward_backward import backward, forward, loss_for_backward
 from paceline.step.loss.reporting import LossReporter, own_counts
@@ -122,9 +122,9 @@ class ParameterServerWorker:
         self._sums_shares = ready.plan.rule.staleness == 0
         settings, job, task = ready.settings, built.job, ready.task
         self._feed = leased_feed(job, settings, global_batch_size=ready.plan.global_batch_size)
-        life = int(os.environ.get(LIFE, "1"))
-        faults = parse_faults(task.faults) if life == 1 else ()
-        self._life = life
+        start_number = int(os.environ.get(START_NUMBER, "1"))
+        faults = parse_faults(task.faults) if start_number == 1 else ()
+        self._start_number = start_number
         self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
         folder = attempt_folder(os.environ)
         place, patience = LaunchInfo.read(os.environ), settings.train.timeout_seconds
@@ -136,7 +136,7 @@ class ParameterServerWorker:
         Raises:
             ConnectionLost: a server has gone, or has given this worker up.
         """
-        hello = {"rank": rank, "life": self._life, "model": model_digest(self._parts.model)}
+        hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._parts.model)}
         for connection in connections:
             connection.send(Message(kind=MessageKind.HELLO, words=hello))
         self._servers = [self._greet(connection, _first_reply(connection)) for connection in connections]

@@ -28,7 +28,9 @@ def said(monkeypatch: pytest.MonkeyPatch, servers: list[int]) -> list[str]:
             for pid in workers:
                 os.kill(pid, 9)
 
-    RespawningWorkers(pids, servers=len(servers), again=lambda rank, life: pytest.fail("started again"), say=say).wait()
+    RespawningWorkers(
+        pids, servers=len(servers), restart=lambda rank, start_number: pytest.fail("started again"), report=say
+    ).wait()
     return sorted(lines)
 
 

@@ -11,20 +11,20 @@ import pytest
 from paceline.launch.agent.supervisor import Agent
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.shared_status import (
-    make_failure_buffer,
+    make_status_buffer,
     read_end,
-    read_slate,
+    read_failure_text,
     read_stop,
     write_end,
-    write_slate,
+    write_failure_text,
     write_stop,
 )
 from paceline.launch.failures.stack_dumps import has_signal_handler
 
-STARTER = """
+FORKSERVER = """
 import os, sys, time
-from paceline.launch.failures.shared_status import SLATE, read_stop, write_end
-slate = int(os.environ[SLATE])
+from paceline.launch.failures.shared_status import STATUS_FD, read_stop, write_end
+status_fd = int(os.environ[STATUS_FD])
 def say(line):
     os.write(1, (line + "\\n").encode())
 def start(rank, body):
@@ -41,7 +41,7 @@ def end(pid, rank):
 
 def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
     """Run a starter of which `text` is the rest; nothing has torch."""
-    command = [sys.executable, "-c", STARTER + text]
+    command = [sys.executable, "-c", FORKSERVER + text]
     agent = Agent(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves=saves)
     return agent.run(lambda: None)
 
@@ -49,7 +49,7 @@ def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> t
 @pytest.mark.parametrize("status", [0, 75])
 def test_an_exit_code_without_the_entry_s_own_word_is_no_end(tmp_path: Path, status: int) -> None:
     told = f"""
-first = start(0, lambda: write_end(slate, rank=0, code={status}))
+first = start(0, lambda: write_end(status_fd, rank=0, code={status}))
 second = start(1, lambda: os._exit({status}))
 end(first, 0)
 end(second, 1)
@@ -72,7 +72,7 @@ def test_the_word_counts_and_how_the_process_went_down_after_it_only_where_the_j
 ) -> None:
     told = f"""
 def body(rank, code):
-    write_end(slate, rank=rank, code=code)
+    write_end(status_fd, rank=rank, code=code)
     {ending}
 for rank, code in enumerate({words}):
     end(start(rank, lambda: body(rank, code)), rank)
@@ -98,7 +98,7 @@ end(other, 1)
 
 def test_a_worker_that_is_over_or_lost_needs_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = """
-end(start(0, lambda: write_end(slate, rank=0, code=0)), 0)
+end(start(0, lambda: write_end(status_fd, rank=0, code=0)), 0)
 say("over 1 -9")
 say("lost 2 -9")
 """
@@ -113,9 +113,9 @@ import signal
 def body(rank, handler):
     signal.signal(signal.SIGTERM, handler)
     os.kill(agent, signal.SIGUSR2) if rank else None
-    while not read_stop(slate, rank=rank):
+    while not read_stop(status_fd, rank=rank):
         time.sleep(0.01)
-    write_end(slate, rank=rank, code=75)
+    write_end(status_fd, rank=rank, code=75)
 agent = os.getppid()
 first = start(0, lambda: body(0, signal.SIG_IGN))
 second = start(1, lambda: body(1, signal.SIG_DFL))
@@ -127,7 +127,7 @@ end(second, 1)
 
 def test_any_thread_may_run_one(tmp_path: Path) -> None:
     found: list[object] = []
-    told = "end(start(0, lambda: write_end(slate, rank=0, code=0)), 0)"
+    told = "end(start(0, lambda: write_end(status_fd, rank=0, code=0)), 0)"
     thread = threading.Thread(target=lambda: found.append(attempt(tmp_path, told, ranks=1)))
     thread.start()
     thread.join()
@@ -135,17 +135,17 @@ def test_any_thread_may_run_one(tmp_path: Path) -> None:
 
 
 def test_the_slate_keeps_texts_words_and_stops_apart() -> None:
-    slate = make_failure_buffer()
+    status_fd = make_status_buffer()
     for rank in (2, 0, 1):
-        assert write_slate(slate, rank=rank, text=f"{rank}" * ((1 << 15) - 16))
-        assert not write_slate(slate, rank=rank, text="x" * (1 << 15))
-    assert [read_end(slate, rank=rank) for rank in range(4)] == [None] * 4
-    write_end(slate, rank=1, code=75)
-    write_stop(slate, rank=0)
-    assert [read_end(slate, rank=rank) for rank in range(4)] == [None, 75, None, None]
-    assert [read_stop(slate, rank=rank) for rank in range(4)] == [True, False, False, False]
-    assert [set(read_slate(slate, rank=rank)) for rank in range(3)] == [{"0"}, {"1"}, {"2"}]
-    os.close(slate)
+        assert write_failure_text(status_fd, rank=rank, text=f"{rank}" * ((1 << 15) - 16))
+        assert not write_failure_text(status_fd, rank=rank, text="x" * (1 << 15))
+    assert [read_end(status_fd, rank=rank) for rank in range(4)] == [None] * 4
+    write_end(status_fd, rank=1, code=75)
+    write_stop(status_fd, rank=0)
+    assert [read_end(status_fd, rank=rank) for rank in range(4)] == [None, 75, None, None]
+    assert [read_stop(status_fd, rank=rank) for rank in range(4)] == [True, False, False, False]
+    assert [set(read_failure_text(status_fd, rank=rank)) for rank in range(3)] == [{"0"}, {"1"}, {"2"}]
+    os.close(status_fd)
 
 
 def test_what_a_process_catches_is_the_kernel_s_word() -> None:

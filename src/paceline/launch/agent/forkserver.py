@@ -22,8 +22,8 @@ from paceline.launch.agent.respawn import RespawningWorkers
 from paceline.launch.agent.signals import die_with, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.agent.supervisor import INHERITED
-from paceline.launch.environment_owner import ATTEMPT_FOLDER, LIFE, LISTEN_FD, mark_owner
-from paceline.launch.failures.shared_status import SLATE
+from paceline.launch.environment_owner import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_owner
+from paceline.launch.failures.shared_status import STATUS_FD
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 
@@ -37,40 +37,40 @@ def main(argv: list[str]) -> int:
     held = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED, "").split(","))]
     for lock in held:
         os.set_inheritable(lock.handle, False)  # workers keep it, being forked; programs that they start do not
-    slate = int(os.environ.pop(SLATE))
-    os.set_inheritable(slate, False)
+    status_fd = int(os.environ.pop(STATUS_FD))
+    os.set_inheritable(status_fd, False)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    live = prepare(request["entry"])
+    worker_main = prepare(request["entry"])
     folder = Path(request["folder"])
     listener = listen_on_free_port()
     port, fd = listener.getsockname()[1], listener.fileno()
     pids = {}
-    nursery = os.getpid()
+    parent = os.getpid()
     for rank in range(request["ranks"]):
         pid = os.fork()
         if pid == 0:
-            die_with(nursery)
-            _become(rank, request, folder, port=port, fd=fd, held=held)
-            live(request, failures=folder, slate=slate)
+            die_with(parent)
+            _set_up_rank(rank, request, folder, port=port, fd=fd, held=held)
+            worker_main(request, failures=folder, status_fd=status_fd)
         pids[pid] = rank
     listener.close()
 
-    def again(rank: int, life: int) -> int:
+    def restart(rank: int, start_number: int) -> int:
         pid = os.fork()
         if pid == 0:
-            die_with(nursery)
-            os.environ[LIFE] = str(life)
-            _become(rank, request, folder, port=port, fd=None, held=held)
-            live(request, failures=folder, slate=slate)
+            die_with(parent)
+            os.environ[START_NUMBER] = str(start_number)
+            _set_up_rank(rank, request, folder, port=port, fd=None, held=held)
+            worker_main(request, failures=folder, status_fd=status_fd)
         return pid
 
     if request.get("servers"):
-        RespawningWorkers(pids, servers=request["servers"], again=again, say=_say).wait()
+        RespawningWorkers(pids, servers=request["servers"], restart=restart, report=_report).wait()
     while pids:
         pid, status = os.wait()
         rank_or_none = pids.pop(pid, None)
         if rank_or_none is not None:
-            _say(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
+            _report(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
@@ -89,8 +89,9 @@ def _scratch() -> str:
 def prepare(entry: str = "") -> Callable[..., NoReturn]:
     """Import what every worker would otherwise import after the fork. Return the function that runs a worker."""
     gc.disable()  # nothing of it is garbage
-    with _aside():
-        live: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")  # brings torch
+    with _stdout_to_stderr():
+        # brings torch
+        worker_main: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")
         resolve(
             "paceline.torch_internals.private_api:guard_hooks"
         )()  # and torch._dynamo, which the first optimizer wants
@@ -99,11 +100,11 @@ def prepare(entry: str = "") -> Callable[..., NoReturn]:
                 resolve(entry)
     gc.freeze()  # a million objects that no worker has to look through
     gc.enable()
-    return live
+    return worker_main
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def _stdout_to_stderr() -> Iterator[None]:
     """Redirect standard output to standard error during imports, so that the agent does not read what a module prints.
 
     A file of the user's may have the name of an imported module.
@@ -117,7 +118,7 @@ def _aside() -> Iterator[None]:
         os.close(telling)
 
 
-def _become(
+def _set_up_rank(
     rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None, held: Sequence[RunLock]
 ) -> None:
     """Turn the forked process into the given rank: log file, environment variables and locks.
@@ -125,7 +126,7 @@ def _become(
     The child itself reports that it is born, because Python drops signals that reach a child before it returns from
     fork.
     """
-    _say(f"born {rank} {os.getpid()}")
+    _report(f"born {rank} {os.getpid()}")
     for lock in held:
         lock.close_in_forks()
     _redirect(folder / f"rank-{rank}.log")
@@ -161,7 +162,7 @@ def _redirect(log: Path) -> None:
     os.close(null)
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-MOST_LIVES = 3
+MAX_STARTS = 3
 _POLL_SECONDS = 0.02
 _LEAVING_SECONDS = 10.0
 _CLEAN = (0, 75)
@@ -17,17 +17,17 @@ class RespawningWorkers:
 
     It reports `gone RANK STATUS` for an exit that ends the run, such as one after an error, which would recur. It
     reports `over RANK STATUS` for any exit of a worker after the servers have ended cleanly, `again RANK STATUS` for a
-    worker that was killed and is restarted, and `lost RANK STATUS` if that was its last life and others go on.
+    worker that was killed and is restarted, and `lost RANK STATUS` if that was its last start and others go on.
     """
 
     def __init__(
-        self, pids: dict[int, int], *, servers: int, again: Callable[[int, int], int], say: Callable[[str], None]
+        self, pids: dict[int, int], *, servers: int, restart: Callable[[int, int], int], report: Callable[[str], None]
     ) -> None:
         self._pids = pids
         self._servers = servers
-        self._again = again
-        self._say = say
-        self._lives: dict[int, int] = {}
+        self._restart = restart
+        self._report = report
+        self._starts: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self._over_at: float | None = None
 
@@ -45,24 +45,24 @@ class RespawningWorkers:
     def _gone(self, rank: int, status: int) -> None:
         if rank < self._servers:
             self._ended[rank] = status
-            self._say(f"gone {rank} {status}")
+            self._report(f"gone {rank} {status}")
         elif self._ends_well:
-            self._say(f"over {rank} {status}")
+            self._report(f"over {rank} {status}")
         elif status >= 0 or self._ended:  # a server has failed, and who started us may have ended this one for that
-            self._say(f"gone {rank} {status}")
+            self._report(f"gone {rank} {status}")
         else:
             self._lost(rank, status)
 
     def _lost(self, rank: int, status: int) -> None:
-        life = self._lives.get(rank, 1) + 1
-        if life <= MOST_LIVES:
-            self._say(f"again {rank} {status}")
-            self._lives[rank] = life
-            self._pids[self._again(rank, life)] = rank
+        start_number = self._starts.get(rank, 1) + 1
+        if start_number <= MAX_STARTS:
+            self._report(f"again {rank} {status}")
+            self._starts[rank] = start_number
+            self._pids[self._restart(rank, start_number)] = rank
         elif any(other >= self._servers for other in self._pids.values()):
-            self._say(f"lost {rank} {status}")
+            self._report(f"lost {rank} {status}")
         else:
-            self._say(f"gone {rank} {status}")
+            self._report(f"gone {rank} {status}")
 
     @property
     def _ends_well(self) -> bool:

@@ -20,9 +20,9 @@ from paceline.launch.agent.signals import GENTLE, is_main_thread, stops_here
 from paceline.launch.failures.failure_record import (
     Failure,
     exited_early,
+    forkserver_ended,
     from_status,
     read_failure,
-    starter_ended,
     without_log,
 )
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
@@ -35,7 +35,7 @@ from paceline.launch.failures.hang_detection import (
     still_waiting,
 )
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.shared_status import SLATE, make_failure_buffer, read_end, write_stop
+from paceline.launch.failures.shared_status import STATUS_FD, make_status_buffer, read_end, write_stop
 from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS, Watcher
 from paceline.launch.failures.stack_dumps import begin_stacks, has_signal_handler, process_state
 
@@ -47,7 +47,7 @@ _WAKING_SECONDS = 2.0
 _PATIENCE_SECONDS = (5.0, 30.0)
 _CLEAN = (0, 75)
 INHERITED = "PACELINE_INHERITED"
-STARTER = "PACELINE_STARTER"
+FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
 
 @dataclass
@@ -92,11 +92,11 @@ class Agent:
         self._stops = 0
         self._stopped_at: float | None = None
         self._next_word = 0.0
-        self._nursery = 0
-        self._slate = make_failure_buffer()
-        begin_stacks(self._slate)
-        self._watcher = Watcher(folder, slate=self._slate, seconds=patience) if saves else None
-        self._starter_looked = 0.0
+        self._forkserver_pid = 0
+        self._status_fd = make_status_buffer()
+        begin_stacks(self._status_fd)
+        self._watcher = Watcher(folder, status_fd=self._status_fd, seconds=patience) if saves else None
+        self._forkserver_checked_at = 0.0
         self._failed_at: float | None = None
         self._killed_for_memory = oom_kill_count()
 
@@ -107,16 +107,16 @@ class Agent:
         read, write = os.pipe()
         process = subprocess.Popen(
             self._command,
-            env={**self._environ, INHERITED: ",".join(map(str, self._inherited)), SLATE: str(self._slate)},
+            env={**self._environ, INHERITED: ",".join(map(str, self._inherited)), STATUS_FD: str(self._status_fd)},
             stdin=subprocess.DEVNULL,
             stdout=write,
-            stderr=self._nursery_log(),
+            stderr=self._forkserver_log(),
             start_new_session=True,
             cwd=self._begins_in or None,
-            pass_fds=(*self._inherited, self._slate),
+            pass_fds=(*self._inherited, self._status_fd),
         )
         os.close(write)
-        self._nursery = process.pid
+        self._forkserver_pid = process.pid
         try:
             self._listen(read, on_tick)
             with suppress(subprocess.TimeoutExpired):
@@ -129,7 +129,7 @@ class Agent:
         try:
             return self._verdict(process.returncode)
         finally:
-            os.close(self._slate)
+            os.close(self._status_fd)
 
     def _listen(self, read: int, on_tick: Callable[[], None]) -> None:
         os.set_blocking(read, False)
@@ -168,7 +168,7 @@ class Agent:
         if kind in ("lost", "over"):
             self._attempt.statuses[rank] = 0
             return
-        end = read_end(self._slate, rank=rank)
+        end = read_end(self._status_fd, rank=rank)
         if end is not None and (number <= 0 or number in _CLEAN):
             self._attempt.statuses[rank] = end  # how Python, or what it had loaded, went down afterwards is no matter
             return
@@ -178,7 +178,7 @@ class Agent:
             self._failed_at = self._failed_at or time.monotonic()
 
     def _failure(self, rank: int, status: int) -> Failure:
-        written = read_failure(self._attempt.folder, rank, slate=self._slate)
+        written = read_failure(self._attempt.folder, rank, status_fd=self._status_fd)
         step, kills = self._step_of(rank), oom_kill_count()
         for_memory = kills is not None and kills > (self._killed_for_memory or 0)
         written = written or (without_log(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None)
@@ -198,8 +198,10 @@ class Agent:
             return
         if waited:  # whoever waits too has said so by now
             folder, pids = self._attempt.folder, self._attempt.pids
-            mute = {rank: pid for rank, pid in pids.items() if read_failure(folder, rank, slate=self._slate) is None}
-            self._attempt.silent = find_silent(folder, mute, slate=self._slate)
+            mute = {
+                rank: pid for rank, pid in pids.items() if read_failure(folder, rank, status_fd=self._status_fd) is None
+            }
+            self._attempt.silent = find_silent(folder, mute, status_fd=self._status_fd)
         self._kill()
 
     def _after_silence(self) -> None:
@@ -212,17 +214,17 @@ class Agent:
         if failure is not None:
             self._attempt.failures.append(failure)
             self._kill()
-        self._wake_starter()
+        self._wake_forkserver()
 
-    def _wake_starter(self) -> None:
+    def _wake_forkserver(self) -> None:
         """Resume a stopped fork server once all ranks have ended, because it alone reports their exit."""
         now, pids = time.monotonic(), self._attempt.pids.values()
-        if now - self._starter_looked < _WAKING_SECONDS or process_state(self._nursery) != "T":
+        if now - self._forkserver_checked_at < _WAKING_SECONDS or process_state(self._forkserver_pid) != "T":
             return
-        self._starter_looked = now
+        self._forkserver_checked_at = now
         if pids and all(process_state(pid) in ("Z", "") for pid in pids):
             with suppress(ProcessLookupError):
-                os.kill(self._nursery, signal.SIGCONT)
+                os.kill(self._forkserver_pid, signal.SIGCONT)
 
     def _on_signal(self, number: int, _: object) -> None:
         if self._stops and number in GENTLE:
@@ -236,7 +238,7 @@ class Agent:
 
     def _ask_to_stop(self, rank: int) -> None:
         """Ask a rank to stop through shared memory, which no handler can block, and by SIGTERM if it handles that."""
-        write_stop(self._slate, rank=rank)
+        write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only=self._attempt.pids[rank])
 
@@ -258,12 +260,15 @@ class Agent:
             print_line(self._waiting(seconds=now - self._stopped_at), sys.stderr)
 
     def _waiting(self, *, seconds: float) -> str:
-        if process_state(self._nursery) in ("T", "t"):
+        pid = self._forkserver_pid
+        if process_state(pid) in ("T", "t"):
             return (
-                f"the process {self._nursery} that starts the ranks is stopped: kill -CONT {self._nursery} lets it "
-                "continue; Ctrl-C again stops at once"
+                f"the process {pid} that starts the ranks is stopped: kill -CONT {pid} lets it continue; "
+                "Ctrl-C again stops at once"
             )
-        return still_waiting(find_silent(self._attempt.folder, self._attempt.pids, slate=self._slate), seconds=seconds)
+        return still_waiting(
+            find_silent(self._attempt.folder, self._attempt.pids, status_fd=self._status_fd), seconds=seconds
+        )
 
     def _kill(self) -> None:
         self._attempt.killed_at = self._attempt.killed_at or time.monotonic()
@@ -287,13 +292,13 @@ class Agent:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def _nursery_log(self) -> int:
+    def _forkserver_log(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        return os.open(self._attempt.folder / "nursery.log", flags, 0o644)
+        return os.open(self._attempt.folder / "forkserver.log", flags, 0o644)
 
-    def _verdict(self, nursery_status: int) -> tuple[int, Failure | None]:
+    def _verdict(self, forkserver_status: int) -> tuple[int, Failure | None]:
         attempt = self._attempt
-        extra = [read_failure(attempt.folder, rank, slate=self._slate) for rank in range(attempt.ranks)]
+        extra = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in range(attempt.ranks)]
         known = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
         first = first_failure(attempt.failures)
@@ -308,8 +313,8 @@ class Agent:
         if first is None and self._stops > int(self._saves):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
-            step, said = max(map(self._step_of, range(attempt.ranks))), _tail(attempt.folder / "nursery.log")
-            return 1, starter_ended(nursery_status, pid=self._nursery, step=step, said=said)
+            step, said = max(map(self._step_of, range(attempt.ranks))), _tail(attempt.folder / "forkserver.log")
+            return 1, forkserver_ended(forkserver_status, pid=self._forkserver_pid, step=step, said=said)
         return exit_code(attempt.statuses, first), first
 
 
@@ -326,12 +331,12 @@ def _apart() -> list[str]:
     return [] if is_here else ["-P"]
 
 
-def nursery_command(request: Path) -> list[str]:
+def forkserver_command(request: Path) -> list[str]:
     """Return the command that starts the fork server.
 
-    `PACELINE_STARTER` overrides it, for example where a process with torch imported waits already.
+    `PACELINE_FORKSERVER_COMMAND` overrides it, for example where a process with torch imported waits already.
     """
-    words = shlex.split(os.environ.get(STARTER, "")) or [
+    words = shlex.split(os.environ.get(FORKSERVER_COMMAND, "")) or [
         sys.executable,
         *_apart(),
         "-m",

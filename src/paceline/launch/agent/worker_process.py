@@ -28,12 +28,12 @@ from paceline.user_code import script_words
 _LOOPING = ("train", "compare")
 
 
-def worker_main(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
+def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and exit with its exit code.
 
-    An exception is written down first. If the entry reaches its own end, the shared status buffer (`slate`) records it:
-    an exit code from `os._exit` or a C library says nothing about the run. A process that the job forked, and that gets
-    here too, is not this rank.
+    An exception is written down first. If the entry reaches its own end, the shared status buffer (`status_fd`) records
+    it: an exit code from `os._exit` or a C library says nothing about the run. A process that the job forked, and that
+    gets here too, is not this rank.
     """
     argv: list[str] = request.get("script") or []
     rank, pid = current_rank(), os.getpid()
@@ -43,16 +43,16 @@ def worker_main(request: Mapping[str, Any], *, failures: Path, slate: int | None
 
     def tell(error: BaseException) -> None:
         if os.getpid() == pid:
-            write_failure(failures, rank=rank, error=error, slate=slate)
+            write_failure(failures, rank=rank, error=error, status_fd=status_fd)
 
-    if slate is not None:
-        answer_with_stack(slate)
-    asked = None if slate is None else partial(read_stop, slate, rank=rank)
+    if status_fd is not None:
+        answer_with_stack(status_fd)
+    asked = None if status_fd is None else partial(read_stop, status_fd, rank=rank)
     code, is_own_end = _guarded(body, threads=int(request["threads"]), tell=tell, asked=asked)
     if not is_own_end:
         exit_now(code)
-    if slate is not None and os.getpid() == pid:
-        write_end(slate, rank=rank, code=code)
+    if status_fd is not None and os.getpid() == pid:
+        write_end(status_fd, rank=rank, code=code)
     end_python(code)
 
 

@@ -32,14 +32,14 @@ from paceline.filesystem.atomic_files import write_text
 from paceline.filesystem.disk_full import explain_refusal, is_full
 from paceline.launch.environment_owner import ATTEMPT_FOLDER, own_rank
 from paceline.launch.failures.oom_detection import explain_lack, is_out_of_memory, out_of_memory, own_of, tightest_room
-from paceline.launch.failures.shared_status import read_slate, write_slate
+from paceline.launch.failures.shared_status import read_failure_text, write_failure_text
 from paceline.user_code import is_users_own
 
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that takes no more data; any other error may have its cause in the user's code."""
 END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
 """A marker line in a rank's log; the console shows the log up to it, and no job prints it by chance."""
-STARTER = -1
+FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
 _WIDTH = 400
 _DOING = "this rank "
@@ -74,18 +74,20 @@ class Failure:
         return self.said.get("error") == OutOfMemory.__name__
 
 
-def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
+def write_failure(
+    folder: Path, *, rank: int, error: BaseException, step: int = 0, status_fd: int | None = None
+) -> None:
     """Write this rank's failure to its file, or to the shared status buffer if the disk is full."""
     failure = failure_of(error, rank=rank, step=step)
     try:
         write_text(_path(folder, rank), json.dumps(asdict(failure)))
     except OSError:
-        if slate is None:
+        if status_fd is None:
             return
         short = replace(failure, message=failure.message[:_WIDTH], screen="", source="", said={})
         with suppress(OSError):
-            if not write_slate(slate, rank=rank, text=json.dumps(asdict(failure))):
-                write_slate(slate, rank=rank, text=json.dumps(asdict(short)))
+            if not write_failure_text(status_fd, rank=rank, text=json.dumps(asdict(failure))):
+                write_failure_text(status_fd, rank=rank, text=json.dumps(asdict(short)))
 
 
 def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
@@ -150,14 +152,14 @@ def _screen(error: PacelineError) -> str:
     return f"{error.what}.\n{error}" if isinstance(error, Problems) else str(error)
 
 
-def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failure | None:
+def read_failure(folder: Path, rank: int, *, status_fd: int | None = None) -> Failure | None:
     """Return the failure that a rank recorded, or None if there is no complete record."""
     try:
         return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
     try:
-        return Failure(**json.loads(read_slate(slate, rank=rank))) if slate is not None else None
+        return Failure(**json.loads(read_failure_text(status_fd, rank=rank))) if status_fd is not None else None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -244,16 +246,18 @@ def exited_early(rank: int, *, waiter: Failure) -> Failure:
     )  # fmt: skip
 
 
-def starter_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
+def forkserver_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
     """Return the failure of the fork server that died before the ranks and took them with it.
 
     `said` is the end of its own log.
     """
-    how = from_status(STARTER, status=status)
+    how = from_status(FORKSERVER_RANK, status=status)
     end = f"was ended by {how.message}" if how.kind == "signal" else f"exited with code {status}"
     what = f"the process that starts the ranks (PID {pid}) {end}, which ended the ranks too."
     screen = "\n".join([what, *(f"  {line}" for line in said.splitlines())])
-    return Failure(rank=STARTER, kind=how.kind, message=what, screen=screen, step=step, monotonic_ns=how.monotonic_ns)
+    return Failure(
+        rank=FORKSERVER_RANK, kind=how.kind, message=what, screen=screen, step=step, monotonic_ns=how.monotonic_ns
+    )
 
 
 def print_traceback(error: BaseException) -> None:

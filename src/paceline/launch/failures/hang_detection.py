@@ -48,37 +48,37 @@ class SilentRank:
         return f"nothing from it {last}{said}{self.place}"
 
 
-def find_silent(folder: Path, pids: Mapping[int, int], *, slate: int | None = None) -> list[SilentRank]:
+def find_silent(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
     """Return the ranks that are behind: those that are stopped, else those whose last finished step is the oldest.
 
-    With a `slate`, each rank is asked for its stack, and ranks that only wait for others are left out.
+    With a `status_fd`, each rank is asked for its stack, and ranks that only wait for others are left out.
     """
     found = [_look(folder, rank, pid) for rank, pid in sorted(pids.items())]
     stopped = [silent for silent in found if silent.is_stopped]
     oldest = min((silent.step for silent in found), default=0)
     behind = stopped or [silent for silent in found if silent.step == oldest]
-    if slate is None:
+    if status_fd is None:
         return behind
-    placed = [with_place(silent, slate) if number < _MOST_ASKED else silent for number, silent in enumerate(behind)]
+    placed = [with_place(silent, status_fd) if number < _MOST_ASKED else silent for number, silent in enumerate(behind)]
     return [silent for silent in placed if not silent.stack.waits_for_ranks] or placed
 
 
-def with_place(silent: SilentRank, slate: int) -> SilentRank:
+def with_place(silent: SilentRank, status_fd: int) -> SilentRank:
     """Return the rank with the line of the job's code that it is in, or the data worker that it waits for."""
     if silent.is_stopped:
         return silent
-    stack = ask_stack(silent.pid, slate)
+    stack = ask_stack(silent.pid, status_fd)
     place = f", in {stack.own[0]}" if stack.own else ""
     if stack.waits_for_data or not stack.own:
-        place = _worker_of(silent.pid, slate) or place
+        place = _worker_of(silent.pid, status_fd) or place
     return replace(silent, place=place, stack=stack)
 
 
-def _worker_of(pid: int, slate: int) -> str:
+def _worker_of(pid: int, status_fd: int) -> str:
     """Return a description of the data worker that the rank waits for: one that is stopped, or is in the job's code."""
     for worker in forks_of(pid)[:_MOST_ASKED]:
         state = process_state(worker)
-        stack = Stack() if state in ("T", "t") else ask_stack(worker, slate)
+        stack = Stack() if state in ("T", "t") else ask_stack(worker, status_fd)
         if state in ("T", "t") or stack.own:
             where = f", in {stack.own[0]}" if stack.own else ""
             return f"; it waits for its data worker {worker}, which {_STATES.get(state, 'does not answer')}{where}"

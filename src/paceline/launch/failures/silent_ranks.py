@@ -21,9 +21,9 @@ class Watcher:
     A clock would also count time in which the whole machine, and the agent with it, was stopped.
     """
 
-    def __init__(self, folder: Path, *, slate: int, seconds: float = DEFAULT_SECONDS) -> None:
+    def __init__(self, folder: Path, *, status_fd: int, seconds: float = DEFAULT_SECONDS) -> None:
         self._folder = folder
-        self._slate = slate
+        self._status_fd = status_fd
         self._seconds = seconds
         self._quiet: dict[int, float] = {}
         self._beats: dict[int, int] = {}
@@ -50,7 +50,7 @@ class Watcher:
         if seconds < self._told_after:
             return "", None
         self._told_after = 2 * seconds if self._told_after else patience + seconds
-        silent = find_silent(self._folder, late, slate=self._slate)
+        silent = find_silent(self._folder, late, status_fd=self._status_fd)
         is_same = self._is_where_it_was(silent)
         self._last = {one.rank: one for one in silent}
         all_late = len(late) == len(pids) > 1 and len(silent) == len(pids)

@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.user_code import is_users
 
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
-_PLACE = 1 << 32  # on the slate, behind 2^17 ranks
+_PLACE = 1 << 32  # in the status buffer, behind 2^17 ranks
 _ANSWER_SECONDS, _POLL_SECONDS = 1.0, 0.02
 _MOST_BYTES, _WIDTH = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -62,23 +62,23 @@ class Stack:
         return any(frame.file.endswith(_DATA) for frame in self.frames[:12])
 
 
-def answer_with_stack(slate: int) -> None:
+def answer_with_stack(status_fd: int) -> None:
     """Register a handler that writes the stacks of this process and its forks after the buffer's slots on request."""
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
-            faulthandler.register(_SIGNAL, file=slate, all_threads=True)
+            faulthandler.register(_SIGNAL, file=status_fd, all_threads=True)
 
 
-def begin_stacks(slate: int) -> None:
+def begin_stacks(status_fd: int) -> None:
     """Move the buffer's file offset, which all ranks share, past all slots, so that stacks are written there."""
-    os.lseek(slate, _PLACE, os.SEEK_SET)
+    os.lseek(status_fd, _PLACE, os.SEEK_SET)
 
 
-def ask_stack(pid: int, slate: int) -> Stack:
+def ask_stack(pid: int, status_fd: int) -> Stack:
     """Ask a process for its stack and wait for at most a second; without an answer the stack is empty."""
     if not _SIGNAL or not has_signal_handler(pid, _SIGNAL):
         return Stack()
-    start = os.lseek(slate, 0, os.SEEK_CUR)
+    start = os.lseek(status_fd, 0, os.SEEK_CUR)
     try:
         os.kill(pid, _SIGNAL)
     except ProcessLookupError:
@@ -86,11 +86,11 @@ def ask_stack(pid: int, slate: int) -> Stack:
     end, deadline = start, time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        now = os.lseek(slate, 0, os.SEEK_CUR)
+        now = os.lseek(status_fd, 0, os.SEEK_CUR)
         if now == end > start:
             break
         end = now
-    return read_stack(os.pread(slate, min(end - start, _MOST_BYTES), start).decode(errors="replace"))
+    return read_stack(os.pread(status_fd, min(end - start, _MOST_BYTES), start).decode(errors="replace"))
 
 
 def read_stack(text: str) -> Stack:

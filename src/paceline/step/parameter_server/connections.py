@@ -71,7 +71,7 @@ class WorkerConnections:
 
     def _greet(self, connection: Connection, worker: int) -> None:
         hello = connection.receive().words
-        self._state.add_worker(worker, rank=hello["rank"], life=hello["life"], model=hello["model"])
+        self._state.add_worker(worker, rank=hello["rank"], start_number=hello["start_number"], model=hello["model"])
         while not self._state.wait_for_first_batch():
             if self._leads:  # a worker waits for the first server first
                 connection.send(Message(kind=MessageKind.WAIT))

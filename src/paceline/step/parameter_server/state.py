@@ -99,7 +99,7 @@ class ServerState:
             self.failure = error
             self.lock.notify_all()
 
-    def add_worker(self, worker: int, *, rank: int, life: int, model: str) -> None:
+    def add_worker(self, worker: int, *, rank: int, start_number: int, model: str) -> None:
         """Register a worker.
 
         Raises:
@@ -114,7 +114,7 @@ class ServerState:
                 )
             self._connected.add(worker)
             self.names[worker] = f"worker {rank}"
-            if life > 1:
+            if start_number > 1:
                 self.notes.append(f"rank {rank} is back, a worker as before")
             self.lock.notify_all()
 
