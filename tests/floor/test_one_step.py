@@ -12,7 +12,7 @@ MOST_IN_FETCH = 11
 OFF = [
     "faults.py",
     "parallel/data_parallel/module_buffers.py",
-    "parallel/gradients/build_reducer.py",
+    "parallel/gradients/partition.py",
     "step/loss/frozen_parameters.py",
     "step/shared_memory/rng_turns.py",
     "trainer/diagnostics/forecast_check.py",

@@ -21,10 +21,10 @@ from paceline.errors import ExitCode, PacelineError, Problems
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 from paceline.verification.compare_in_lockstep import Lockstep, feed_of
-from paceline.verification.finding import BITWISE, VERDICTS
 from paceline.verification.precision import built_in
 from paceline.verification.reference.float64_mode import in_double
 from paceline.verification.reference.reference import RunPosition
+from paceline.verification.rung_result import BITWISE, VERDICTS
 from paceline.verification.verify_worker import compared_steps, reference
 from tests.matrix.matrix_cases import Case
 from tests.zoo import JOBS, Rows
@@ -109,16 +109,16 @@ def _precisions(case: Case, ready: PreparedJob, world: World) -> list[str]:
 def _lockstep(case: Case, ready: PreparedJob, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
     built = built_in(ready, world, dtype)
     alone = reference(ready, dtype) if world.is_main else None
-    finding = Lockstep(built=built, reference=alone, say=_nothing).run(compared_steps(ready, case.steps))
+    rung_result = Lockstep(built=built, reference=alone, say=_nothing).run(compared_steps(ready, case.steps))
     _leave(built)
-    return vars(finding)
+    return vars(rung_result)
 
 
-def _merge(found: dict[str, Any], name: str, finding: dict[str, Any]) -> None:
-    found["parts"][name] = {key: finding[key] for key in ("verdict", "max_difference", "noise_floor", "compared")}
-    found["verdict"] = max(found["verdict"], finding["verdict"], key=VERDICTS.index)
-    if finding["first_difference"] is not None:
-        found.setdefault("first_difference", {"precision": name, **finding["first_difference"]})
+def _merge(found: dict[str, Any], name: str, rung_result: dict[str, Any]) -> None:
+    found["parts"][name] = {key: rung_result[key] for key in ("verdict", "max_difference", "noise_floor", "compared")}
+    found["verdict"] = max(found["verdict"], rung_result["verdict"], key=VERDICTS.index)
+    if rung_result["first_difference"] is not None:
+        found.setdefault("first_difference", {"precision": name, **rung_result["first_difference"]})
 
 
 def wholes(built: TrainingSetup) -> dict[str, torch.Tensor]:

@@ -213,7 +213,7 @@ def test_replicas_that_draw_nothing_run_at_the_same_time() -> None:
     busy["on"] = True
     made.step.run(next(given))
     assert len(calls) == 6
-    assert made.step._turns.draws is HostRandomness.NOBODY  # type: ignore[attr-defined]
+    assert made.step._turns.draws is HostRandomness.NONE  # type: ignore[attr-defined]
     made.close()
 
 

@@ -22,9 +22,9 @@ from paceline.trainer.setup.prepare import prepare
 from paceline.verification import verify_worker as worker
 from paceline.verification.compare_step import StepComparison
 from paceline.verification.diagnosis.observed_step import ObservedStep
-from paceline.verification.finding import RungResult
 from paceline.verification.noise_floor import is_rounding
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
+from paceline.verification.rung_result import RungResult
 
 WIDTH = 6
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52, torch.bfloat16: 2.0**-7}
@@ -98,13 +98,13 @@ def seen_with(dtype: torch.dtype, factor: float) -> tuple[RungResult, StepCompar
     """One step judged, with one parameter's gradient times a factor."""
     spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4)
     reference = Reference(job=job_of(dtype), spec=spec, cast=lambda batch: batch)
-    finding = RungResult()
-    judge = StepComparison(reference=reference, at=RunPosition(step=0, epoch=0, position=0), finding=finding)
+    rung_result = RungResult()
+    judge = StepComparison(reference=reference, at=RunPosition(step=0, epoch=0, position=0), rung_result=rung_result)
     gradients = {name: value.clone() for name, value in judge.right.items()}
     gradients["first.weight"] = (gradients["first.weight"].double() * factor).to(dtype)
     loss = judge._inquiry.gradient.loss
     judge.see(ObservedStep(gradients=[gradients], buffers=[{}], losses=[loss]))
-    return finding, judge
+    return rung_result, judge
 
 
 @pytest.mark.parametrize("dtype", EPS)
@@ -121,11 +121,11 @@ def test_a_gradient_is_rounding_below_four_units_and_different_from_a_thousand_o
 
 @pytest.mark.parametrize("told", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_told_as_no_number_is_different_from_a_number(told: float) -> None:
-    finding, judge = seen_with(torch.float32, 1.0)
-    assert finding.verdict == "bitwise"
+    rung_result, judge = seen_with(torch.float32, 1.0)
+    assert rung_result.verdict == "bitwise"
     judge.see(ObservedStep(gradients=[dict(judge.right)], buffers=[{}], losses=[told]))
-    assert finding.verdict == "different"
-    assert finding.first_difference is not None and finding.first_difference["parameter"] == "(loss)"
+    assert rung_result.verdict == "different"
+    assert rung_result.first_difference is not None and rung_result.first_difference["parameter"] == "(loss)"
 
 
 @pytest.mark.parametrize("dtype", EPS)
@@ -134,13 +134,13 @@ def test_an_update_is_rounding_to_one_unit_and_different_from_a_thousand_on(dtyp
     eps = EPS[dtype]
     for units, verdict in ((1.0, "rounding"), (1000.0 if eps < 1e-3 else 8.0, "different")):
         judge = seen_with(dtype, 1.0)[1]
-        reference, finding = judge._reference, judge._finding
+        reference, rung_result = judge._reference, judge._rung_result
         before = {name: weight.clone() for name, weight in reference.weights().items()}
         reference.update(judge.right)
         after = {name: weight.clone() for name, weight in reference.weights().items()}
         after["first.weight"] = (after["first.weight"].double() * (1.0 + units * eps)).to(dtype)
         judge.update(before=before, after=after)
-        assert finding.verdict == verdict, (units, finding)
+        assert rung_result.verdict == verdict, (units, rung_result)
 
 
 @pytest.mark.parametrize("dtype", EPS)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.job import Job
-from paceline.verification.finding import RungResult
 from paceline.verification.reference.reference import ReferenceConfig
+from paceline.verification.rung_result import RungResult
 from tests.verification.diagnosis.faulty_data_parallel import Bed, places
 
 RUNS = 220

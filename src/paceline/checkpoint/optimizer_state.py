@@ -22,7 +22,7 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 
 INNER = "+"  # before the number of a tensor that stands in a list or dict
-NOBODY = ""  # the name of what belongs to no parameter
+NO_PARAMETER = ""  # the name of what belongs to no parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def own_state(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Wri
         shared, inner = shared_state(optimizer, shares)
         tensors += [to_bytes(f"{index}//{key}", value) for key, value in inner.items() if shares.world.rank == 0]
         if shared:
-            scalars[-1][NOBODY] = shared
+            scalars[-1][NO_PARAMETER] = shared
     return tensors, scalars
 
 
@@ -177,11 +177,11 @@ def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[
         if job_created_kind(found[-1][1]):
             raise _unwritable(f"the state of {kind} under {key!r}", job_created_kind(found[-1][1]))
     if inner and not shares.kept.is_whole:
-        raise _nobody_s(kind, [pair[0] for pair in found])
+        raise _unassigned_state(kind, [pair[0] for pair in found])
     return found, inner
 
 
-def _nobody_s(kind: str, keys: Sequence[Any]) -> CheckpointError:
+def _unassigned_state(kind: str, keys: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
         f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter. The parameters "
         "are sharded: each rank would keep its own copy.",
@@ -220,9 +220,9 @@ def optimizer_scalars(
             for names, group in zip(groups, optimizer.param_groups, strict=True)
         ]
         all_scalars = first_value_per_key(each[index] for each in told)
-        shared = all_scalars.get(NOBODY, [])
-        if any(each[index].get(NOBODY, []) != shared for each in told):
-            raise _nobody_s(type(optimizer).__name__, [key for key, _ in shared])
+        shared = all_scalars.get(NO_PARAMETER, [])
+        if any(each[index].get(NO_PARAMETER, []) != shared for each in told):
+            raise _unassigned_state(type(optimizer).__name__, [key for key, _ in shared])
         found.append({"kind": type(optimizer).__name__, "scalars": all_scalars, "groups": said})
     return found
 
@@ -266,7 +266,7 @@ def load_state(
                 leaves = {key: key.rpartition("/")[2] for key in keys.get(name, [])}
                 own = {leaf: _loaded(stored, key, part) for key, leaf in leaves.items() if not leaf.startswith(INNER)}
                 optimizer.state[parameter] = {**state, **{k: _placed(k, v, parameter) for k, v in own.items()}}
-    for key, value in plain["scalars"].get(NOBODY, []):
+    for key, value in plain["scalars"].get(NO_PARAMETER, []):
         whole = from_plain(value, find=lambda inner: from_bytes(stored[f"{prefix}/{inner}"]))
         optimizer.state[from_plain(key)] = whole
 

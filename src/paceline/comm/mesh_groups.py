@@ -12,9 +12,9 @@ class MeshGroups:
     """The process groups of this rank, one per mesh axis; each includes the rank itself.
 
     `data` ranks have other samples of the same weights. `summed` is `data` combined with `cp`: their gradients are
-    summed. `mirrors` are the `summed` ranks that hold the same rows of sharded weights. `ep` splits `data` into groups
-    that divide the experts, and `peers` are the `summed` ranks that hold the same experts: the same position in every
-    group.
+    summed. `shard_replicas` are the `summed` ranks that hold the same rows of sharded weights. `ep` splits `data` into
+    groups that divide the experts, and `expert_replicas` are the `summed` ranks that hold the same experts: the same
+    position in every group.
     """
 
     mesh: Mesh
@@ -26,9 +26,9 @@ class MeshGroups:
     tp: World
     data: World
     summed: World
-    mirrors: World
+    shard_replicas: World
     ep: World
-    peers: World
+    expert_replicas: World
 
     @staticmethod
     def of(every: World, *, mesh: Mesh) -> "MeshGroups":
@@ -63,9 +63,9 @@ class MeshGroups:
             tp=among("tp"),
             data=data,
             summed=summed,
-            mirrors=among("dp_replicate", "cp") if mesh.cp > 1 else replicate,
+            shard_replicas=among("dp_replicate", "cp") if mesh.cp > 1 else replicate,
             ep=part(_experts(whole, mesh)),
-            peers=part(_peers(whole, mesh)) if mesh.ep > 1 else summed,
+            expert_replicas=part(_expert_replicas(whole, mesh)) if mesh.ep > 1 else summed,
         )
 
     @staticmethod
@@ -82,9 +82,9 @@ class MeshGroups:
             tp=alone,
             data=world,
             summed=world,
-            mirrors=world,
+            shard_replicas=world,
             ep=alone,
-            peers=world,
+            expert_replicas=world,
         )
 
 
@@ -94,7 +94,7 @@ def _experts(whole: Mesh, mesh: Mesh) -> list[list[int]]:
     return [list(part) for group in whole.groups(axes) for part in _cut(group, mesh.ep)]
 
 
-def _peers(whole: Mesh, mesh: Mesh) -> list[list[int]]:
+def _expert_replicas(whole: Mesh, mesh: Mesh) -> list[list[int]]:
     """Return the groups of ranks at the same position in each expert-parallel group, on all sequence slices."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(whole.ranks):

@@ -19,9 +19,9 @@ from paceline.reporting.run_comparison import (
     write_page,
 )
 from paceline.run_folder.run_folder import RunFolder
-from paceline.verification.finding import FLOOR
 from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings, ranks_part
 from paceline.verification.fingerprints.fingerprint import Recording, has_recording, num_ranks, read_recording
+from paceline.verification.rung_result import FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)

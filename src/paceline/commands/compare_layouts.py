@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer, with_run
 from paceline.config.job_reference import GIVEN, short_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.task import Task
@@ -17,7 +17,7 @@ from paceline.planner.layout.mesh import mesh_of
 from paceline.reporting.layout_comparison import Measured, text, write_layouts
 from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
-from paceline.verification.finding import FLOOR, verdict_of_distance
+from paceline.verification.rung_result import FLOOR, verdict_of_distance
 
 ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:measure"
 _REFUSED, _FAILED = "refused", "failed"
@@ -56,7 +56,7 @@ def compare_layouts(
     tasks, refused = _tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
         return _dry(tasks, refused, layouts)
-    found: dict[str, tuple[Task, CommandResult]] = {}
+    found: dict[str, tuple[Task, CommandOutcome]] = {}
     micro: int | None = None
     for name, task in sorted(tasks.items(), key=lambda item: -_replicas(item[1])):
         task = with_run(_with_micro(task, micro), resume=None)
@@ -174,7 +174,7 @@ def _with_micro(task: Task, micro: int | None) -> Task:
     )
 
 
-def _measured(name: str, task: Task, answer: CommandResult, steps: int) -> Measured:
+def _measured(name: str, task: Task, answer: CommandOutcome, steps: int) -> Measured:
     if answer.value is None:
         refused = answer.exit_code == ExitCode.REFUSED
         reason = str(answer.keys.get("what") or answer.screen or f"exit code {answer.exit_code}").splitlines()[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paceline.checkpoint.files.checkpoint_folder import BEST, pointed_checkpoint
 from paceline.commands.command_table import EvaluateOptions, Printed
-from paceline.commands.common.execution import CommandResult, RunOptions, execute, failure_result
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, failure_result
 from paceline.config.auto_layout_word import AUTO
 from paceline.config.job_reference import parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
@@ -28,7 +28,7 @@ ANSWER = "answer-evaluate.json"
 
 def evaluate(
     run: str | None = None, *, split: str = "eval", best: bool = False, common: RunOptions | None = None
-) -> CommandResult:
+) -> CommandOutcome:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
 
     Without `layout` the run's own is used, if the number of ranks is the same. The ranks' logs lie outside of the run;

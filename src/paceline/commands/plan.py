@@ -16,7 +16,7 @@ import tyro
 from paceline.commands.command_table import Printed
 from paceline.commands.common.config_as_job import as_job
 from paceline.commands.common.execution import (
-    CommandResult,
+    CommandOutcome,
     RunOptions,
     execute,
     failure_result,
@@ -77,7 +77,7 @@ class PlanOptions:
     """Print the plan as JSON."""
 
 
-def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandResult:
+def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandOutcome:
     """Run `plan` with the options of the command line."""
     common = RunOptions(
         ranks=options.ranks,
@@ -104,7 +104,7 @@ def plan(
     seconds: float | None = None,
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
-) -> CommandResult:
+) -> CommandOutcome:
     """Return the layouts of a job that fit a cluster, their predicted memory and time, and why the others do not fit.
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
@@ -131,7 +131,7 @@ def plan(
     task = make_task("plan", stands, own, words)
     _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
     if common.dry_run:
-        return CommandResult(exit_code=0, run=Path(task.run), value=task.as_json())
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:
@@ -168,7 +168,7 @@ def _say_what_comes(*, seconds: float) -> None:
     print_line(f"planning: profiling the model, searching, replaying the best layouts{more}", sys.stderr)
 
 
-def _executed(task: Task, common: RunOptions) -> CommandResult:
+def _executed(task: Task, common: RunOptions) -> CommandOutcome:
     with nullcontext() if common.quiet else signs_of_life(Path(task.run)):
         return execute(task, entry=ENTRY, common=replace(common, quiet=True))
 

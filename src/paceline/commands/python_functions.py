@@ -18,8 +18,8 @@ from paceline.commands import plan as plan_verb
 from paceline.commands import simulate as simulate_verb
 from paceline.commands import train as train_verb
 from paceline.commands import verify as verify_verb
-from paceline.commands.common.command_result import Result
-from paceline.commands.common.execution import CommandResult, RunOptions
+from paceline.commands.common.execution import CommandOutcome, RunOptions
+from paceline.commands.common.python_result import Result
 from paceline.commands.compare_layouts import LayoutComparison, compare_layouts
 from paceline.config.job_reference import GIVEN
 from paceline.config.loading import JOB, RequestedSettings, as_typed, flatten
@@ -372,7 +372,7 @@ def _resumed(resume: str | Path | bool) -> str | None:
     return str(resume)
 
 
-def _result(answer: CommandResult, *, is_found: bool = False) -> Result:
+def _result(answer: CommandOutcome, *, is_found: bool = False) -> Result:
     """Return what the verb found, or raise what ended it; with `is_found` return it even after an error.
 
     Raises:
@@ -388,7 +388,7 @@ def _result(answer: CommandResult, *, is_found: bool = False) -> Result:
     return Result({**started, **value}, text=answer.screen)
 
 
-def _error(answer: CommandResult) -> BaseException:
+def _error(answer: CommandOutcome) -> BaseException:
     """Return the error of the first failing rank, with its own type if that is one of ours."""
     said = answer.keys
     if answer.error is not None:

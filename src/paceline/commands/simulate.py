@@ -9,7 +9,7 @@ import tyro
 
 from paceline.commands.command_table import Printed
 from paceline.commands.common.config_as_job import as_job, is_config
-from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer, with_run
 from paceline.commands.compare_layouts import page_line
 from paceline.commands.plan import refuse_ranks
 from paceline.config.layout import parse_layout
@@ -141,7 +141,7 @@ def simulate(
     if _is_plan(Path(job)):
         if cluster is not None:
             raise UsageError(f"{job} is a plan, which has its own cluster.", hint=f"paceline simulate {job}")
-        found: _Found | CommandResult = _planned(Path(job), layout)
+        found: _Found | CommandOutcome = _planned(Path(job), layout)
     elif Path(job).is_dir() and not is_config(str(job)):
         raise UsageError(
             f"{job} is a folder without {NAME}, and it is not a model's folder.",
@@ -150,7 +150,7 @@ def simulate(
         )
     else:
         found = _of_job(str(job), cluster or "here", layout, common or RunOptions(), overrides)
-    if isinstance(found, CommandResult):
+    if isinstance(found, CommandOutcome):
         return Simulation(exit_code=found.exit_code, text=found.screen)
     return _simulation(Path(job), found, mean, checkpoints, None if page is None else Path(page))
 
@@ -209,7 +209,7 @@ def _planned(path: Path, layout: str | None) -> _Found:
 
 def _of_job(
     job: str, cluster: str, layout: str | None, common: RunOptions, overrides: Sequence[str]
-) -> _Found | CommandResult:
+) -> _Found | CommandOutcome:
     fleet: Cluster | None = None if cluster.strip() == "here" else read_fleet(cluster)
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)

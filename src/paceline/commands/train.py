@@ -9,7 +9,7 @@ from typing import Any
 from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of
 from paceline.commands.command_table import Printed, TrainOptions
 from paceline.commands.common.execution import (
-    CommandResult,
+    CommandOutcome,
     RunOptions,
     answer_of,
     execute,
@@ -36,7 +36,7 @@ def train(
     resume: str | None = None,
     allow: Sequence[str] = (),
     evaluate_first: bool = False,
-) -> CommandResult:
+) -> CommandOutcome:
     """Train `job`; `resume=""` resumes its newest run, a path resumes that run.
 
     With the layout `auto` the job is planned first; if memory runs out, it falls back to a layout that needs less.
@@ -51,7 +51,7 @@ def train(
     task = make_task("train", job, replace(common, layout=None) if chooses else common, overrides)
     if common.dry_run:
         task = replace(task, layout=AUTO) if chooses else task
-        return CommandResult(exit_code=0, run=Path(task.run), value=task.as_json())
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
     task = with_run(task, resume=resume)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
     if chooses:
@@ -65,7 +65,7 @@ def train(
     return answer
 
 
-def came_to(answer: CommandResult) -> dict[str, Any]:
+def came_to(answer: CommandOutcome) -> dict[str, Any]:
     """Return the last step, the last evaluation and (if written) the weights' digest of a run that ended whole."""
     run = RunFolder(answer.run)
     latest = pointed_checkpoint(run.checkpoints, LATEST)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.commands.command_table import Printed, VerifyOptions
 from paceline.commands.common.execution import (
-    CommandResult,
+    CommandOutcome,
     RunOptions,
     execute,
     failure_result,
@@ -33,7 +33,7 @@ def verify(
     overrides: Sequence[str] = (),
     steps: int = 3,
     against: str = "single",
-) -> CommandResult:
+) -> CommandOutcome:
     """Compare the layout with one process on this job; exit code 4 if they differ."""
     common = common or RunOptions()
     if steps < 1:
@@ -49,7 +49,7 @@ def verify(
     task = make_task("verify", job, common, overrides)
     _refuse_rounding(task)
     if common.dry_run:
-        return CommandResult(exit_code=0, run=Path(task.run), value=task.as_json())
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
     task = with_run(replace(task, options={"steps": steps}), resume=None)
     answer = execute(task, entry=ENTRY, common=common, one_thread=True)
     value = read_answer(task, "verify")

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.consolidate import consolidate
-from paceline.checkpoint.optimizer_state import INNER, NOBODY, Shares, optimizer_scalars, shared_state, split_state
+from paceline.checkpoint.optimizer_state import (
+    INNER,
+    NO_PARAMETER,
+    Shares,
+    optimizer_scalars,
+    shared_state,
+    split_state,
+)
 from paceline.checkpoint.state_dict_view import StateDictView, list_model
 from paceline.checkpoint.state_json import from_plain, without_job_created
 from paceline.checkpoint.state_outside_state_dict import tensors_of
@@ -120,7 +127,7 @@ def _states(
                 LocalTensor(name=f"{index}//{key}", part=ShardSpec.all_of(value.shape), dtype=value.dtype, find=find)
             )
         if shared:
-            scalars[-1][NOBODY] = shared
+            scalars[-1][NO_PARAMETER] = shared
     return held, scalars
 
 
@@ -224,7 +231,7 @@ def _load_optimizer(
             state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(INNER)}
             if state:
                 optimizer.state[parameter] = state
-    for key, value in plain["scalars"].get(NOBODY, []):
+    for key, value in plain["scalars"].get(NO_PARAMETER, []):
         optimizer.state[from_plain(key)] = from_plain(value, find=lambda inner: shelf.whole(f"{prefix}/{inner}"))
 
 

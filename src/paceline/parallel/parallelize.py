@@ -17,7 +17,7 @@ from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.data_parallel.thread_replicas import ThreadReducer
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
-from paceline.parallel.gradients.build_reducer import (
+from paceline.parallel.gradients.partition import (
     divide_fully,
     divide_rows,
     do_nothing,
@@ -295,7 +295,7 @@ class ExpertGradients:
 
     def apply(self, placement: Placement) -> None:
         """Add the experts to what the optimizer updates, and reduce their gradients."""
-        split, routed, peers = placement.partition, placement.routed, placement.request.worlds.peers
+        split, routed, peers = placement.partition, placement.routed, placement.request.worlds.expert_replicas
         assert split is not None
         if routed:
             placement.partition = with_experts(split, live=placement.current, peers=peers, routed=routed)

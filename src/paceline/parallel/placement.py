@@ -14,7 +14,7 @@ from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.expert_parallel.expert_parallel import PlacedExperts
-from paceline.parallel.gradients.build_reducer import Partition, Sharding
+from paceline.parallel.gradients.partition import Partition, Sharding
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.module_access.blocks import Block
@@ -107,7 +107,9 @@ class Placement:
         return Sharding(
             asked=request.asked,
             how=request.how,
-            data=DataGroups(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors, compress=request.compress),
+            data=DataGroups(
+                all=worlds.summed, shard=worlds.shard, replicas=worlds.shard_replicas, compress=request.compress
+            ),
             grid=self.grid,
             base=self.base,
             hollow=None if self.piped is None else self.piped.hollow,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, NonFiniteError
-from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.gradients.joint_grad_norm import joint_norm
+from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.step.result import StepResult
 from paceline.torch_internals.private_api import lerp_all

@@ -16,7 +16,7 @@ from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormWeights
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
-from paceline.parallel.gradients.build_reducer import do_nothing
+from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate

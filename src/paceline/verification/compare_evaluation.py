@@ -21,10 +21,10 @@ from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.torch_internals.rng import host_states, seed_all, stream_key
 from paceline.trainer.evaluation.evaluator import EvaluatedSplit, Evaluator
 from paceline.trainer.setup.build_training_setup import TrainingSetup
-from paceline.verification.finding import RungResult
 from paceline.verification.noise_floor import MARGIN, ModelSnapshot, nudge_weights
 from paceline.verification.reference.process_group_isolation import single_process
 from paceline.verification.reference.reference import Reference
+from paceline.verification.rung_result import RungResult
 
 _EVALUATED_BATCHES = 4
 _METRIC = 1e-6
@@ -43,7 +43,7 @@ def evaluated_by(built: TrainingSetup) -> EvaluatedSplit | None:
 
 
 def judge_evaluation(
-    finding: RungResult,
+    rung_result: RungResult,
     built: TrainingSetup,
     reference: Reference,
     evaluated: EvaluatedSplit,
@@ -59,16 +59,16 @@ def judge_evaluation(
     right = by_hand.metrics()
     if by_hand.samples != evaluated.samples:
         cause = f"evaluation saw {evaluated.samples} samples instead of {by_hand.samples}"
-        finding.blame(step=steps, parameter="(evaluation)", cause=cause)
+        rung_result.blame(step=steps, parameter="(evaluation)", cause=cause)
     apart = {name: _apart(evaluated.metrics.get(name, math.nan), value) for name, value in right.items()}
     floors = by_hand.floors() if any(apart.values()) and not by_hand.draws else {}
     for name, far in apart.items():
         if far and by_hand.draws:
-            finding.detail += (
+            rung_result.detail += (
                 f" {name} was not compared: its evaluation draws random numbers, which differ on each rank."
             )
             continue
-        finding.count("metrics", 1)
+        rung_result.count("metrics", 1)
         if far and not far <= floors[name]:
             found = evaluated.metrics.get(name, math.nan)
             cause = (
@@ -76,7 +76,7 @@ def judge_evaluation(
                 "different mean, or samples "
                 "left out"
             )
-            finding.blame(step=steps, parameter="(evaluation)", cause=cause)
+            rung_result.blame(step=steps, parameter="(evaluation)", cause=cause)
 
 
 class _ByHand:

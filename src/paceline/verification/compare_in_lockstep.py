@@ -21,11 +21,11 @@ from paceline.verification.diagnosis.module_outputs import first_apart, watch_la
 from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.rerun import linear_view
-from paceline.verification.finding import DIFFERENT, RungResult
 from paceline.verification.gather_copies import broadcast_tensor, differing_parts, gather_all_copies
 from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.reference.sample_reader import num_rows
+from paceline.verification.rung_result import DIFFERENT, RungResult
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ class Lockstep:
         self._last: Mapping[str, Tensor] = {}
         self._moved: dict[str, bool] = {}  # for parameters with a gradient: whether the rate was ever above 0
         self._has_stepped = self._has_moved = self._was_zero = False
-        self.finding = RungResult()
+        self.rung_result = RungResult()
 
     def run(self, cursors: Sequence[Cursor]) -> RungResult:
         """Compare one step at each cursor."""
@@ -51,11 +51,11 @@ class Lockstep:
             last = ", the epoch's short last batch" if at.number > done else ""
             self._say(f"step {at.number}{last} ({done} of the {len(cursors)} that are compared)")
             self._step(cursor, at)
-            if self._world.share_json(self.finding.first_difference is not None):
+            if self._world.share_json(self.rung_result.first_difference is not None):
                 break
-        if self._reference is not None and self.finding.first_difference is None:
-            self.finding.leave_out(self._untested(self._reference, steps=len(cursors)))
-        found: RungResult = RungResult(**self._world.share_json(vars(self.finding)))
+        if self._reference is not None and self.rung_result.first_difference is None:
+            self.rung_result.leave_out(self._untested(self._reference, steps=len(cursors)))
+        found: RungResult = RungResult(**self._world.share_json(vars(self.rung_result)))
         return found
 
     def _untested(self, reference: Reference, *, steps: int) -> str:
@@ -72,8 +72,8 @@ class Lockstep:
         wanted = {} if self._reference is None else _state(self._reference.model)
         found = differing_parts(self._mine(), wanted, holding=self._built.weights, world=self._world)
         for name, far in found.items() if self._reference is not None else ():
-            self.finding.note(DIFFERENT, difference=max(far.values()))
-            self.finding.blame(step=1, parameter=name, cause=self._unequal(name, list(far)))
+            self.rung_result.note(DIFFERENT, difference=max(far.values()))
+            self.rung_result.blame(step=1, parameter=name, cause=self._unequal(name, list(far)))
             return
 
     def _unequal(self, name: str, ranks: Sequence[int]) -> str:
@@ -92,7 +92,7 @@ class Lockstep:
         try:
             given = self._given(cursor)
         except DesyncError as error:  # on every rank
-            self.finding.blame(step=at.number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}")
+            self.rung_result.blame(step=at.number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}")
             return
         self._built.step.step = cursor.step
         judge, before = None, []
@@ -100,7 +100,7 @@ class Lockstep:
             before = self._reference.statistics()
             places = RankNames(mesh=self._built.worlds.mesh, holding=self._built.kept)
             judge = StepComparison(
-                reference=self._reference, at=at, finding=self.finding, last=self._last, places=places
+                reference=self._reference, at=at, rung_result=self.rung_result, last=self._last, places=places
             )
         self._see(given, judge)
         if self._world.share_json(judge is not None and judge.wants_quiet):
@@ -143,7 +143,7 @@ class Lockstep:
         for rank, (replica, rows) in enumerate(self._world.gather_json([self._built.worlds.data.rank, mine])):
             if found.setdefault(replica, rows) != rows:
                 cause = f"data order: rank {rank} read different samples than the other ranks of replica {replica}"
-                self.finding.blame(step=self._built.step.step + 1, parameter="(data)", cause=cause)
+                self.rung_result.blame(step=self._built.step.step + 1, parameter="(data)", cause=cause)
         return [row for rows in found.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
@@ -151,7 +151,7 @@ class Lockstep:
         try:
             result.agreed.check_counts()
         except JobError as error:
-            self.finding.blame(step=self._built.step.step + 1, parameter="(count)", cause=error.what.rstrip("."))
+            self.rung_result.blame(step=self._built.step.step + 1, parameter="(count)", cause=error.what.rstrip("."))
 
     def _see_own(
         self, given: StepInput, judge: StepComparison | None, gradients: Sequence[Mapping[str, Tensor]]

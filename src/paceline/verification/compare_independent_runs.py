@@ -19,9 +19,9 @@ from paceline.trainer.local_sgd_state import mean_in_place, sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
 from paceline.verification.compare_in_lockstep import Say, feed_of, unmoved_weights_note
-from paceline.verification.finding import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.noise_floor import can_disturb, disturb_reference, margin_of
 from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.tensor_distance import eps_of, euclidean_distance, euclidean_norm
 
 _RUNS = 6
@@ -40,7 +40,7 @@ def run_free(
     built: TrainingSetup, *, reference: Reference | None, steps: int, say: Say, drift: WeightDrift | None = None
 ) -> RungResult:
     """Compare the weights after `steps` steps, with the drift of a disturbed one-process run as the floor."""
-    finding, asked = RungResult(), steps
+    rung_result, asked = RungResult(), steps
     start: dict[str, Tensor] = {}
     right_losses: list[float] = []
     right_contents: Contents = {}
@@ -53,26 +53,26 @@ def run_free(
     results = [built.step.run(given) for given in first_batches(built, steps, contents)]
     built.step.settle()
     losses = [result.loss for result in results]
-    _see_contents(finding, built, contents, right_contents)
+    _see_contents(rung_result, built, contents, right_contents)
     apart = first_apart(built)
     if apart is not None:
-        finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
+        rung_result.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
     weights = of_layout(built) | buffers_of(built)
     with mean_in_place(built):
         evaluated, kept = evaluated_by(built), state_dict_tensors(built)
     if reference is not None and steps < asked:
         why = "one process has no finite gradient there, or a term without targets"
-        finding.leave_out(f"step {steps + 1} and later: {why}")
+        rung_result.leave_out(f"step {steps + 1} and later: {why}")
     if reference is not None and steps:
         judge_drift(
-            finding, weights, reference, partial(_disturbed, reference, steps), start, steps, drift or WeightDrift()
+            rung_result, weights, reference, partial(_disturbed, reference, steps), start, steps, drift or WeightDrift()
         )
-        finding.detail = f"Loss {losses[-1]:.6g} against {right_losses[-1]:.6g} after {plural(steps, 'step')}."
+        rung_result.detail = f"Loss {losses[-1]:.6g} against {right_losses[-1]:.6g} after {plural(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
-            finding.detail += " The evaluation was not compared: eval_data is a stream, or has its own sampler."
+            rung_result.detail += " The evaluation was not compared: eval_data is a stream, or has its own sampler."
         if evaluated is not None:
-            judge_evaluation(finding, built, reference, evaluated, steps, kept)
-    found: RungResult = RungResult(**built.world.share_json(vars(finding)))
+            judge_evaluation(rung_result, built, reference, evaluated, steps, kept)
+    found: RungResult = RungResult(**built.world.share_json(vars(rung_result)))
     return found
 
 
@@ -87,7 +87,7 @@ def first_batches(built: TrainingSetup, steps: int, contents: Contents) -> Any:
         feed.close()
 
 
-def _see_contents(finding: RungResult, built: TrainingSetup, mine: Contents, right: Contents) -> None:
+def _see_contents(rung_result: RungResult, built: TrainingSetup, mine: Contents, right: Contents) -> None:
     """Compare the data of consecutive batches. Only a free run exposes state that data workers keep between batches."""
     rows = built.world.gather_json([[*place, content] for place, content in mine.items()])
     found = {(step, index): content for row in rows for step, index, content in row}
@@ -98,7 +98,7 @@ def _see_contents(finding: RungResult, built: TrainingSetup, mine: Contents, rig
                 "right when read alone: "
                 "a dataset or collation that depends on the data worker, or keeps state between samples"
             )
-            finding.blame(step=step, parameter="(data)", cause=cause)
+            rung_result.blame(step=step, parameter="(data)", cause=cause)
             return
 
 
@@ -136,7 +136,7 @@ def _disturbed(reference: Reference, steps: int, seed: int) -> dict[str, Tensor]
 
 
 def judge_drift(
-    finding: RungResult,
+    rung_result: RungResult,
     found: Mapping[str, Tensor],
     reference: Reference,
     disturbed: Callable[[int], Mapping[str, Tensor]],
@@ -161,17 +161,17 @@ def judge_drift(
     bad: dict[str, float] = {}
     for name, floor in floors.items():
         verdict = verdict_of_distance(apart[name], floor)
-        finding.note(verdict, difference=apart[name], floor=floor)
+        rung_result.note(verdict, difference=apart[name], floor=floor)
         if verdict == DIFFERENT:
             bad[name] = apart[name] / max(floor, 1e-300)
     moved = {name: way > 0.0 for name, way in ways.items() if name in reference.weights()}
     averages, buffers = len(reference.average.tensors), len(found.keys() & _buffers(reference).keys())
-    finding.count("weights", len(found) - averages - buffers)
+    rung_result.count("weights", len(found) - averages - buffers)
     for kind, number in (("averages", averages), ("buffers", buffers)):
         if number:
-            finding.count(kind, number)
+            rung_result.count(kind, number)
     if not any(moved.values()):
-        finding.leave_out(unmoved_weights_note(moved, steps=steps, rises=False))
+        rung_result.leave_out(unmoved_weights_note(moved, steps=steps, rises=False))
     if bad:
         name = max(bad, key=lambda key: bad[key])
         weights = any(name in bad for name in reference.weights())
@@ -181,7 +181,7 @@ def judge_drift(
             "is written between steps"
         )
         cause = drift.cause if weights else buffer if name in _buffers(reference) else average
-        finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(found)})")
+        rung_result.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(found)})")
 
 
 def _rounded(tensor: Tensor, right: Tensor, steps: int) -> float:

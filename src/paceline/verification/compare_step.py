@@ -15,9 +15,9 @@ from paceline.verification.diagnosis.placement_cause import GradientCase, placin
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.rerun import ReferenceRerun, Tensors
 from paceline.verification.diagnosis.update_cause import norm_cause, update_cause
-from paceline.verification.finding import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.reference.dropout_isolation import has_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.tensor_distance import eps_of, euclidean_distance, euclidean_norm, to_double
 
 _UNITS, _UNITS_OF_HALF = 64.0, 2.0  # units in the last place by which two updates from one gradient may differ
@@ -31,14 +31,14 @@ class StepComparison:
         *,
         reference: Reference,
         at: RunPosition,
-        finding: RungResult,
+        rung_result: RungResult,
         last: Tensors | None = None,
         places: RankNames | None = None,
     ) -> None:
         self._reference = reference
         self._places = places
         self._at = at
-        self._finding = finding
+        self._rung_result = rung_result
         self._where = ""
         self._inquiry = ReferenceRerun(reference=reference, at=at, last=last or {}, places=places)
         self._losses: Sequence[float] = ()
@@ -63,13 +63,13 @@ class StepComparison:
         """Judge data, gradients, loss and buffers, and report the first that is wrong."""
         data = read_otherwise(seen, pieces=self._inquiry.pieces, places=self._places)
         if data is not None:
-            self._finding.blame(step=self._at.number, parameter="(data)", cause=data)
+            self._rung_result.blame(step=self._at.number, parameter="(data)", cause=data)
         if not self.is_finite:
             self._see_nothing(seen.gradients)
             return
         empty = ", ".join(self._inquiry.gradient.empty)
         if empty:
-            self._finding.detail += (
+            self._rung_result.detail += (
                 f" Step {self._at.number} has no target of {empty}: train stops there, or skips the step "
                 "(train.on_nonfinite)."
             )
@@ -80,7 +80,7 @@ class StepComparison:
         self._see_gradients(seen, is_data_right=data is None)
         self._see_losses(seen.losses)
         if self._inquiry.is_blurred:
-            self._finding.leave_out(
+            self._rung_result.leave_out(
                 f"gradients of step {self._at.number} in half precision: rounding alone changes them there"
             )
         self._see_buffers(seen.buffers, {name for name, _ in self._reference.model.named_buffers()} - kept)
@@ -92,9 +92,9 @@ class StepComparison:
                 of = of_copy(next(iter(self.right)), rank, places=self._places)
                 counts = self._inquiry.gradient.counts_in_words
                 cause = f"finite on {of}, but not in one process ({counts})"
-                self._finding.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
+                self._rung_result.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
                 return
-        self._finding.detail += (
+        self._rung_result.detail += (
             f" Step {self._at.number} has no finite gradient in one process nor here "
             f"({self._inquiry.gradient.counts_in_words}): train.on_nonfinite decides."
         )
@@ -113,7 +113,7 @@ class StepComparison:
         self, own: Mapping[int, torch.Tensor], gradients: Sequence[Tensors], *, replicas: int | None = None
     ) -> None:
         """Decide from every rank's separately computed gradients whether the fault arose there or in the reduction."""
-        names, first = self.unexplained, self._finding.first_difference
+        names, first = self.unexplained, self._rung_result.first_difference
         like = dict(self._reference.model.named_parameters())
         found = (
             flatten_gradients({name: gradients[0].get(name) for name in names}, like) * self._inquiry.gradient.divisor
@@ -130,7 +130,7 @@ class StepComparison:
 
     def see_forward(self, found: Mapping[str, Any] | None, *, remat: bool) -> None:
         """Report the first module whose output differs, or that none differs."""
-        first = self._finding.first_difference
+        first = self._rung_result.first_difference
         if first is None or found is None:
             return
         floor = self._inquiry.floors.loss
@@ -151,7 +151,7 @@ class StepComparison:
             and euclidean_distance(parts.get(name, torch.zeros_like(quiet[name])), quiet[name])
             > self._inquiry.floor(name)
         ]
-        first = self._finding.first_difference
+        first = self._rung_result.first_difference
         if not apart and first is not None:
             first["cause"] = (
                 "random streams: without dropout the gradients agree, so dropout draws different numbers than in one "
@@ -165,7 +165,7 @@ class StepComparison:
         shared = None if self._places is None else self._places.counted(self.right)
         cause = norm_cause(norms, largest, shared=shared)
         if cause is not None and self._reference.spec.max_grad_norm is not None:
-            self._finding.blame(step=self._at.number, parameter="(gradient norm)", cause=cause)
+            self._rung_result.blame(step=self._at.number, parameter="(gradient norm)", cause=cause)
 
     def update(
         self, *, before: Tensors, after: Tensors, where: str = "", weights: RankNames | None = None, copy: int = 0
@@ -178,10 +178,10 @@ class StepComparison:
             units = _UNITS_OF_HALF if weight.dtype.itemsize < 4 else _UNITS
             floor = units * eps_of(weight) * (euclidean_norm(wanted[name]) + moved)
             verdict = verdict_of_distance(apart, floor)
-            self._finding.note(verdict, difference=apart, floor=floor)
+            self._rung_result.note(verdict, difference=apart, floor=floor)
             if verdict == DIFFERENT:
                 bad[name] = apart / max(moved, 1e-300)
-        self._finding.count("weights", len(after))
+        self._rung_result.count("weights", len(after))
         if bad:
             name = max(bad, key=lambda key: bad[key])
             flat = {"before": before[name], "found": after[name], "wanted": wanted[name]}
@@ -189,10 +189,10 @@ class StepComparison:
             cause = update_cause(**values, num_bad=len(bad), num_parameters=len(after))
             if weights is not None and not weights.is_replicas:
                 where = of_weights(weights, name, after[name], wanted[name], copy=copy)
-            self._finding.blame(step=self._at.number, parameter=name, cause=cause + where)
+            self._rung_result.blame(step=self._at.number, parameter=name, cause=cause + where)
 
     def _see_gradients(self, seen: ObservedStep, *, is_data_right: bool) -> None:
-        self._finding.count("gradients", len(self.right) * len(seen.gradients))
+        self._rung_result.count("gradients", len(self.right) * len(seen.gradients))
         if all(_same(parts, self.right) for parts in seen.gradients):
             return
         bad = [self._differing(parts) for parts in seen.gradients]
@@ -202,15 +202,15 @@ class StepComparison:
             return
         names = self._bad = bad[wrong[0]]
         case = self._case(seen.gradients, worst_first(bad))
-        placed = None if case is None or self._finding.first_difference else placing_cause(case)
+        placed = None if case is None or self._rung_result.first_difference else placing_cause(case)
         if placed is not None:
-            self._finding.blame(step=self._at.number, parameter=placed[0], cause=placed[1])
+            self._rung_result.blame(step=self._at.number, parameter=placed[0], cause=placed[1])
             return
         where = of_gradients(case, names=names, wrong=wrong, copies=len(bad))
         cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right, seen.dealt)
-        if self._finding.first_difference is not None:
+        if self._rung_result.first_difference is not None:
             self._inquiry.unexplained = []  # what came before the gradients explains them
-        self._finding.blame(step=self._at.number, parameter=names[0], cause=cause + where)
+        self._rung_result.blame(step=self._at.number, parameter=names[0], cause=cause + where)
 
     def _case(self, copies: Sequence[Tensors], names: Sequence[str]) -> GradientCase | None:
         """Return the evidence about placement, or None if ranks are plain replicas."""
@@ -226,7 +226,7 @@ class StepComparison:
                 there, here = ("zeros", "none") if name in parts else ("none", "zeros")
                 of = of_copy(name, rank, places=self._places)
                 cause = f"its gradient is {there} on {of} but {here} in one process: the optimizer will differ"
-                self._finding.blame(step=self._at.number, parameter=name, cause=cause)
+                self._rung_result.blame(step=self._at.number, parameter=name, cause=cause)
                 return
 
     def _differing(self, parts: Tensors) -> list[str]:
@@ -243,7 +243,7 @@ class StepComparison:
                 apart = euclidean_distance(parts[name], self.right[name])
             floor = self._inquiry.floor(name) if apart else 0.0
             verdict = verdict_of_distance(apart, floor)
-            self._finding.note(verdict, difference=apart, floor=floor)
+            self._rung_result.note(verdict, difference=apart, floor=floor)
             if verdict == DIFFERENT:
                 worst[name] = apart / max(floor, 1e-300)
         return sorted(worst, key=lambda key: -worst[key])
@@ -257,7 +257,7 @@ class StepComparison:
             if verdict_of_distance(apart, floor) == DIFFERENT:
                 ratio = loss / self._inquiry.gradient.loss if self._inquiry.gradient.loss else float("inf")
                 cause = f"the reported loss is {ratio:.4g} times the one-process loss on rank {rank}: not global"
-                self._finding.blame(step=self._at.number, parameter="(loss)", cause=cause)
+                self._rung_result.blame(step=self._at.number, parameter="(loss)", cause=cause)
                 return
 
     def _see_buffers(self, everywhere: Sequence[Tensors], names: Collection[str]) -> None:
@@ -265,11 +265,11 @@ class StepComparison:
         for name, target in wanted.items():
             apart = [euclidean_distance(buffers[name], target) for buffers in everywhere]
             floor = self._inquiry.floors.buffers.get(name, 0.0) if any(apart) else 0.0
-            self._finding.count("buffers", len(apart))
+            self._rung_result.count("buffers", len(apart))
             for value in apart:
-                self._finding.note(verdict_of_distance(value, floor), difference=value, floor=floor)
+                self._rung_result.note(verdict_of_distance(value, floor), difference=value, floor=floor)
             if any(verdict_of_distance(value, floor) == DIFFERENT for value in apart):
-                self._finding.blame(
+                self._rung_result.blame(
                     step=self._at.number, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
                 )
 

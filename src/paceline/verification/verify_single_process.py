@@ -8,11 +8,11 @@ import torch
 
 from paceline.data.stream.iterable_loader import checksum
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
-from paceline.verification.finding import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.noise_floor import ModelSnapshot, is_rounding, measure_floors
 from paceline.verification.reference.dropout_isolation import NoDropout, without_dropout
 from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
 from paceline.verification.reference.sample_reader import num_rows
+from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, to_double
 
 _SUM = 1e-4
@@ -33,36 +33,36 @@ _START = RunPosition(step=0, epoch=0, position=0)
 
 def run_single(make: Callable[[], Reference]) -> RungResult:
     """Run the same batch twice, then in halves, to test that the job is deterministic and its loss a sum."""
-    finding = RungResult(by_micro=True)
-    _twice(make, finding)
-    _halves(make(), finding)
-    return finding
+    rung_result = RungResult(by_micro=True)
+    _twice(make, rung_result)
+    _halves(make(), rung_result)
+    return rung_result
 
 
-def _twice(make: Callable[[], Reference], finding: RungResult) -> None:
+def _twice(make: Callable[[], Reference], rung_result: RungResult) -> None:
     first, second = make(), make()
     for name, value in ModelSnapshot(first.model).tensors.items():
         if euclidean_distance(value, ModelSnapshot(second.model).tensors[name]):
-            finding.blame(
+            rung_result.blame(
                 step=1, parameter=name, cause="the job builds other weights each time, although the seed is the same"
             )
             return
     one, other = first.pieces(_START), second.pieces(_START)
     if [piece.samples for piece in one] != [piece.samples for piece in other]:
-        finding.blame(step=1, parameter="(data)", cause=_ORDER)
+        rung_result.blame(step=1, parameter="(data)", cause=_ORDER)
         return
     differing = _other_contents(one, other)
     if differing is not None:
         cause = f"the job: microbatch {differing} differs at the second read; train_data draws its own random numbers"
-        finding.blame(step=1, parameter="(data)", cause=cause)
+        rung_result.blame(step=1, parameter="(data)", cause=cause)
         return
     start = ModelSnapshot(first.model)
     gradient, again = first.gradient(_START, pieces=one), second.gradient(_START, pieces=other)
-    _compare(finding, first, gradient, again, one, start)
-    if finding.verdict != DIFFERENT:
-        finding.left_out = _untrained(first, one[0])
-        finding.detail = "Deterministic." if finding.max_difference == 0.0 else "Deterministic to rounding."
-        finding.detail += _fewer_rows(one)
+    _compare(rung_result, first, gradient, again, one, start)
+    if rung_result.verdict != DIFFERENT:
+        rung_result.left_out = _untrained(first, one[0])
+        rung_result.detail = "Deterministic." if rung_result.max_difference == 0.0 else "Deterministic to rounding."
+        rung_result.detail += _fewer_rows(one)
 
 
 def _untrained(reference: Reference, piece: Micro) -> str:
@@ -89,41 +89,46 @@ def _fewer_rows(pieces: Sequence[Micro]) -> str:
 
 
 def _compare(
-    finding: RungResult, first: Reference, one: Gradient, other: Gradient, pieces: Sequence[Micro], start: ModelSnapshot
+    rung_result: RungResult,
+    first: Reference,
+    one: Gradient,
+    other: Gradient,
+    pieces: Sequence[Micro],
+    start: ModelSnapshot,
 ) -> None:
     names = {**one.total, **other.total}
     zeros = {name: torch.zeros_like(value) for name, value in names.items()}
     apart = {n: euclidean_distance(one.total.get(n, zero), other.total.get(n, zero)) for n, zero in zeros.items()}
-    finding.count("gradients", len(apart))
+    rung_result.count("gradients", len(apart))
     if not any(apart.values()):
         return
     if not is_rounding(one, other, first):
         name = max(apart, key=lambda key: apart[key])
-        finding.blame(step=1, parameter=name, cause=_DRAWS)
+        rung_result.blame(step=1, parameter=name, cause=_DRAWS)
         return
     floor = measure_floors(first, one, at=_START, pieces=pieces, start=start).gradients
     for name in sorted(apart, key=lambda key: -apart[key] / max(floor.get(key, 0.0), 1e-300)):
         verdict = verdict_of_distance(apart[name], floor.get(name, 0.0))
-        finding.note(verdict, difference=apart[name], floor=floor.get(name, 0.0))
+        rung_result.note(verdict, difference=apart[name], floor=floor.get(name, 0.0))
         if verdict == DIFFERENT:
-            finding.blame(step=1, parameter=name, cause=_DRAWS)
+            rung_result.blame(step=1, parameter=name, cause=_DRAWS)
 
 
-def _halves(reference: Reference, finding: RungResult) -> None:
+def _halves(reference: Reference, rung_result: RungResult) -> None:
     """Check that parts of a microbatch add up to it, if samples do not see each other.
 
     Halves may hold equally many targets by chance, so one sample against the rest is tried too.
     """
-    if finding.verdict == DIFFERENT:
+    if rung_result.verdict == DIFFERENT:
         return
     if reference.spec.autocast is not None:  # half precision would hide the difference
         reference = reference.with_spec(autocast=None)
     if reference.job.loss_over == "batch":
-        finding.detail += " The loss is over the whole batch: parts need not add up to it."
-        finding.by_micro = False
+        rung_result.detail += " The loss is over the whole batch: parts need not add up to it."
+        rung_result.by_micro = False
         return
     if norms_with_statistics(reference.model):
-        finding.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
+        rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
         return
     pieces = [piece for piece in reference.pieces(_START) if len(piece.samples) > 1][:_MOST_CUT]
     cuts = [(piece, at) for piece in pieces for at in sorted({1, len(piece.samples) // 2})]
@@ -138,20 +143,20 @@ def _halves(reference: Reference, finding: RungResult) -> None:
         draws = apart > least and _again(reference, pieces[0], stream=1) > least
     factor = median(each for _, each, _ in found)
     if apart <= least:
-        finding.detail += " The loss is a sum over samples."
-        finding.by_micro = False
+        rung_result.detail += " The loss is a sum over samples."
+        rung_result.by_micro = False
         return
     if is_kept:
-        finding.detail += (
+        rung_result.detail += (
             " Halves were not compared: the model keeps state from one forward to the next (a hidden state, a "
             "cache, a counter, a buffer), so the same microbatch has a different gradient the second time."
         )
         return
     if draws:
-        finding.detail += " Halves were not compared: the forward draws random numbers other than dropout."
+        rung_result.detail += " Halves were not compared: the forward draws random numbers other than dropout."
         return
     why, hint = _reason(reference, pieces[0], factor=factor, divides_by_samples=divides_by_samples)
-    finding.warning = (
+    rung_result.warning = (
         f"the loss is not a sum over samples: parts of a microbatch do not add up to it ({apart:.1e} off"
         f"{f'; {why}' if why else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
     )

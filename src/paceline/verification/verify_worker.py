@@ -27,7 +27,6 @@ from paceline.trainer.setup.optimizers import lr_factor
 from paceline.trainer.setup.prepare import PreparedJob, is_gradient_worker, join_world, prepare
 from paceline.verification.compare_in_lockstep import Lockstep
 from paceline.verification.compare_independent_runs import WeightDrift
-from paceline.verification.finding import DIFFERENT, RungResult
 from paceline.verification.precision import LOSS_SCALE, built_in, cast_to, job_in
 from paceline.verification.reference.compressed import refuse_joined
 from paceline.verification.reference.dropout_isolation import has_dropout, without_dropout
@@ -35,7 +34,8 @@ from paceline.verification.reference.float64_mode import in_double
 from paceline.verification.reference.parameter_server import WorkerInstructions, run_errands
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 from paceline.verification.reference.select_reference import allowed_drift, rule_reference, select_reference
-from paceline.verification.verdict import Rung, verify_answer
+from paceline.verification.rung_result import DIFFERENT, RungResult
+from paceline.verification.verify_answer import Rung, verify_answer
 from paceline.verification.verify_single_process import run_single
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,17 +71,17 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
         _rung("one process", "a job that is not deterministic, a loss that is not a sum", lambda: _single(ready, world))
     ]
     verified = step_rule(ready.plan.rule).traits.verified
-    if rungs[0].finding.verdict != DIFFERENT and verified == "replayed":
-        rungs += _served(ready, world, steps, rungs[0].finding, errands)
-    elif rungs[0].finding.verdict != DIFFERENT and (verified == "freely" or ready.plan.wire.is_on):
-        rungs += _freely(ready, world, steps, rungs[0].finding, scale)
-    elif rungs[0].finding.verdict != DIFFERENT:
-        places = _places(ready, world, steps, rungs[0].finding)
-        for dtype, name in _precisions(ready, world, rungs[0].finding):
+    if rungs[0].result.verdict != DIFFERENT and verified == "replayed":
+        rungs += _served(ready, world, steps, rungs[0].result, errands)
+    elif rungs[0].result.verdict != DIFFERENT and (verified == "freely" or ready.plan.wire.is_on):
+        rungs += _freely(ready, world, steps, rungs[0].result, scale)
+    elif rungs[0].result.verdict != DIFFERENT:
+        places = _places(ready, world, steps, rungs[0].result)
+        for dtype, name in _precisions(ready, world, rungs[0].result):
             rules_out = "samples, gradients, loss, buffers or optimizer that differ"
             climb = _lockstep(ready, world, dtype, name, places, scale)
             rungs.append(_rung(f"lock-step in {name}", rules_out, climb))
-        if all(rung.finding.verdict != DIFFERENT for rung in rungs):
+        if all(rung.result.verdict != DIFFERENT for rung in rungs):
             rungs.append(
                 _rung(
                     "free running",
@@ -106,7 +106,7 @@ def _served(
     for dtype, name in _precisions(ready, world, single):
         rung = _rung(f"repeated in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
         yield rung
-        if rung.finding.verdict == DIFFERENT:
+        if rung.result.verdict == DIFFERENT:
             return
 
 
@@ -118,7 +118,7 @@ def _freely(ready: PreparedJob, world: World, steps: int, single: RungResult, sc
             f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift, scale=scale)
         )
         yield rung
-        if rung.finding.verdict == DIFFERENT:
+        if rung.result.verdict == DIFFERENT:
             return
 
 
@@ -224,8 +224,8 @@ def _first_line(error: Exception) -> str:
 
 def _rung(name: str, rules_out: str, climb: Callable[[], RungResult]) -> Rung:
     began = time.perf_counter()
-    finding = climb()
-    return Rung(name=name, rules_out=rules_out, finding=finding, seconds=time.perf_counter() - began)
+    rung_result = climb()
+    return Rung(name=name, rules_out=rules_out, result=rung_result, seconds=time.perf_counter() - began)
 
 
 def _say(world: World, what: str) -> Callable[[str], None]:
@@ -239,11 +239,11 @@ def _say(world: World, what: str) -> Callable[[str], None]:
 
 
 def _single(ready: PreparedJob, world: World) -> RungResult:
-    finding = RungResult()
+    rung_result = RungResult()
     _say(world, "one process")("the same batch twice, then in halves")
     if world.is_main:
-        finding = run_single(lambda: reference(ready, None))
-    found: RungResult = RungResult(**world.share_json(vars(finding)))
+        rung_result = run_single(lambda: reference(ready, None))
+    found: RungResult = RungResult(**world.share_json(vars(rung_result)))
     return found
 
 
@@ -276,7 +276,7 @@ def _lockstep(
         alone = reference(ready, dtype, scale=scale) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
-            lockstep.finding.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
+            lockstep.rung_result.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
             found = lockstep.run(places)
         built.close()
         return found

@@ -20,7 +20,7 @@ import paceline as pl
 import paceline.launch.failures.single_reporter as claim
 import paceline.launch.failures.uncaught_exceptions as uncaught_module
 from paceline.commands import python_functions as functions
-from paceline.commands.common.execution import CommandResult
+from paceline.commands.common.execution import CommandOutcome
 from paceline.console.output import with_no_reader
 from paceline.errors import PeerError, UsageError
 from paceline.launch.agent import worker_process as child
@@ -246,7 +246,9 @@ def test_what_ends_a_rank_of_another_launcher_is_raised_as_it_is(process: Proces
     process.be(0)
     mine = ValueError("my own mistake")
     with pytest.raises(ValueError, match="my own mistake") as caught:
-        functions._result(CommandResult(exit_code=1, run=tmp_path, error=mine, keys={"go_on": "paceline train job.py"}))
+        functions._result(
+            CommandOutcome(exit_code=1, run=tmp_path, error=mine, keys={"go_on": "paceline train job.py"})
+        )
     assert caught.value is mine and mine.__notes__ == ["paceline train job.py"]
 
 

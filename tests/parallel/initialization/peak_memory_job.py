@@ -16,7 +16,7 @@ import paceline as pl
 from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.task import Task
-from paceline.parallel.gradients import build_reducer as divide
+from paceline.parallel.gradients import partition as divide
 from paceline.parallel.sharding import fully_sharded as fsdp
 from paceline.parallel.sharding import shardability_check as tried
 from paceline.parallel.sharding import sharded_model as sharded

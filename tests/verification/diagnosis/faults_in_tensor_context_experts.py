@@ -251,7 +251,7 @@ Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.r
         should="Gradients are added over data ranks only, not over cp: each holds its part of the sequence's.",
         says=(r"\bcp\b", "not summed|not added|not reduced|a part|own part"),
         code="""
-from paceline.parallel.gradients import build_reducer as divide
+from paceline.parallel.gradients import partition as divide
 _reducer = divide.reducer_of
 divide.reducer_of = lambda named, world, grid, compress=None: _reducer(named, type(world).alone(), grid)
 """,

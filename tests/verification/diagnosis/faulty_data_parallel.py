@@ -17,9 +17,9 @@ from paceline.job import Job
 from paceline.torch_internals.rng import random_blocks, seed_all, seed_torch, stream_key
 from paceline.verification.compare_step import StepComparison
 from paceline.verification.diagnosis.observed_step import ObservedStep
-from paceline.verification.finding import RungResult
 from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
+from paceline.verification.rung_result import RungResult
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Bed:
         self.job, self.spec, self.fault, self.layer = job, spec, fault, layer
         self.reference = Reference(job=job, spec=spec, cast=cast)
         self.ranks = [self._rank(number) for number in range(ranks)]
-        self.finding = RungResult()
+        self.rung_result = RungResult()
         self._last: dict[str, Tensor] = {}
 
     def run(self, places: Sequence[RunPosition]) -> RungResult:
@@ -56,7 +56,7 @@ class Bed:
         self._compare_start()
         for at in places:
             self._take_over()
-            judge = StepComparison(reference=self.reference, at=at, finding=self.finding, last=self._last)
+            judge = StepComparison(reference=self.reference, at=at, rung_result=self.rung_result, last=self._last)
             judge.see(self._play(at))
             if judge.wants_quiet:
                 with without_dropout([self.reference.model, *(rank.model for rank in self.ranks)]):
@@ -66,9 +66,9 @@ class Bed:
             if judge.is_finite:
                 self._update(judge, judge.right)
                 self._last = dict(judge.right)
-            if self.finding.first_difference is not None:
+            if self.rung_result.first_difference is not None:
                 break
-        return self.finding
+        return self.rung_result
 
     # -- building
 
@@ -108,7 +108,7 @@ class Bed:
                 rank.model.named_parameters(), self.reference.model.parameters(), strict=True
             ):
                 if not torch.equal(mine, theirs):
-                    self.finding.blame(step=1, parameter=name, cause=f"unequal initial weights on rank {number}")
+                    self.rung_result.blame(step=1, parameter=name, cause=f"unequal initial weights on rank {number}")
 
     def _take_over(self) -> None:
         source = {**dict(self.reference.model.named_parameters()), **dict(self.reference.model.named_buffers())}

@@ -11,7 +11,7 @@ from torch import nn
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
 from paceline.verification.compare_in_lockstep import Lockstep
-from paceline.verification.finding import RungResult
+from paceline.verification.rung_result import RungResult
 
 
 def compared(model: nn.Module, right: nn.Module) -> RungResult:
@@ -20,7 +20,7 @@ def compared(model: nn.Module, right: nn.Module) -> RungResult:
     reference: Any = SimpleNamespace(model=right)
     lockstep = Lockstep(built=built, reference=reference, say=lambda _: None)
     lockstep._compare_start()
-    return lockstep.finding
+    return lockstep.rung_result
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ def play(fault: str, *, ranks: int = 3, seed: int = 1, **given: Any) -> Any:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_named(fault: str) -> None:
     cause, parameter, given = FAULTS[fault]
-    finding = play(fault, **given)
-    assert finding.verdict == "different"
-    first = finding.first_difference
+    rung_result = play(fault, **given)
+    assert rung_result.verdict == "different"
+    first = rung_result.first_difference
     assert re.search(cause, first["cause"]), first
     assert re.match(parameter, first["parameter"]), first
     assert first["step"] == (2 if fault == "not set to zero" else 1)
@@ -131,9 +131,9 @@ def test_planted_faults_are_named(fault: str) -> None:
 def test_planted_faults_are_named_whatever_the_ranks(fault: str, ranks: int, seed: int) -> None:
     """The number of ranks changes factors; the kind of cause stays."""
     cause, parameter, given = FAULTS[fault]
-    finding = play(fault, ranks=ranks, seed=seed, **given)
-    assert finding.verdict == "different"
-    first = finding.first_difference
+    rung_result = play(fault, ranks=ranks, seed=seed, **given)
+    assert rung_result.verdict == "different"
+    first = rung_result.first_difference
     kind = re.sub(r"\d/\d|\d+\.\d+|\d+", "N", cause)
     shown = re.sub(r"\d/\d+|\d+\.\d+|\d+", "N", first["cause"])
     assert re.search(kind.replace(r"\(N of N", r"\(N of N"), shown) or re.search(cause, first["cause"]), first
@@ -143,6 +143,6 @@ def test_planted_faults_are_named_whatever_the_ranks(fault: str, ranks: int, see
 @pytest.mark.parametrize("given", [{}, {"norm": True}, {"dropout": 0.3}, {"terms": True}, {"micro": 3}])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_same_loop_without_a_fault_is_equal(ranks: int, given: dict[str, Any]) -> None:
-    finding = play("", ranks=ranks, **given)
-    assert finding.first_difference is None, finding
-    assert finding.max_difference < 1e-13
+    rung_result = play("", ranks=ranks, **given)
+    assert rung_result.first_difference is None, rung_result
+    assert rung_result.max_difference < 1e-13

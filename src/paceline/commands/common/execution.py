@@ -92,7 +92,7 @@ def run_options(options: Starting) -> RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandResult:
+class CommandOutcome:
     """The result of a verb: how it ended."""
 
     exit_code: int
@@ -209,7 +209,7 @@ def with_run(task: Task, *, resume: str | None) -> Task:
 
 def execute(
     task: Task, *, entry: str, common: RunOptions, one_thread: bool = False, logs: Path | None = None
-) -> CommandResult:
+) -> CommandOutcome:
     """Run `entry` on every rank: in this process where a world exists already, else in new ones.
 
     With `logs`, the run folder is left alone and the ranks' logs go there instead.
@@ -258,7 +258,7 @@ def read_answer(task: Task, verb: str) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def answer_of(task: Task, outcome: LaunchOutcome) -> CommandResult:
+def answer_of(task: Task, outcome: LaunchOutcome) -> CommandOutcome:
     """Build the result of an outcome: the last lines and, if memory ran out, the layouts that need less."""
     go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
     more: tuple[str, ...] = ()
@@ -272,13 +272,13 @@ def answer_of(task: Task, outcome: LaunchOutcome) -> CommandResult:
         more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
     screen = last_words(outcome, go_on=go_on, more=more)
     keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(more)} if more else {})
-    return CommandResult(
+    return CommandOutcome(
         exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
         outcome=outcome,
     )  # fmt: skip
 
 
-def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_named: bool) -> CommandResult:
+def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_named: bool) -> CommandOutcome:
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     if exact and not choose_kernels() and settings.train.exact:
@@ -294,7 +294,7 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     here, began = Path.cwd(), time.monotonic()
     ended = child(entry, payload, threads=threads)
     os.chdir(here)  # the job may have changed the working directory
-    answer = CommandResult(
+    answer = CommandOutcome(
         exit_code=int(ended.code), run=Path(task.run), seconds=time.monotonic() - began, tells=joined.rank == 0,
         error=ended.error,
     )  # fmt: skip
@@ -307,7 +307,7 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     return replace(answer, screen=stopped)
 
 
-def failure_result(answer: CommandResult) -> CommandResult:
+def failure_result(answer: CommandOutcome) -> CommandOutcome:
     """Return what this rank of a joined world must print about a failure; without a failure, the answer unchanged."""
     if answer.error is None:
         return answer

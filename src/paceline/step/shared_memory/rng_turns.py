@@ -23,7 +23,7 @@ class HostRandomness(Enum):
     """The passes that draw random numbers on the host."""
 
     UNKNOWN = auto()
-    NOBODY = auto()
+    NONE = auto()
     FORWARD = auto()
     BACKWARD = auto()
 
@@ -46,7 +46,7 @@ class HostRngTurns:
     @contextmanager
     def forward(self, seed: Callable[[], None]) -> Iterator[None]:
         """Run a forward and its loss within the context, after `seed()`."""
-        if self.draws is HostRandomness.NOBODY:
+        if self.draws is HostRandomness.NONE:
             seed()
             yield
             return
@@ -61,7 +61,7 @@ class HostRngTurns:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run a backward within the context. Checkpoints restore the generators, so a detector watches for draws."""
-        if self.draws in (HostRandomness.NOBODY, HostRandomness.FORWARD):
+        if self.draws in (HostRandomness.NONE, HostRandomness.FORWARD):
             yield
             return
         with self._turn():
@@ -97,7 +97,7 @@ class HostRngTurns:
                 if drew["backward"]
                 else HostRandomness.FORWARD
                 if drew["forward"]
-                else HostRandomness.NOBODY
+                else HostRandomness.NONE
             )
 
     def watch_again(self) -> None:

@@ -37,7 +37,7 @@ class ThreadsStep(SynchronousStep):
         """Leave the global gradient in the first replica; run again in turns if a model that never drew now draws."""
         while True:
             self._mirror.refresh()
-            nobody = self._turns.draws is HostRandomness.NOBODY
+            nobody = self._turns.draws is HostRandomness.NONE
             undo = self._mirror.keep() if nobody else _nothing
             before = self._turns.states() if nobody else ()
             result = self._together(given, stop)
@@ -61,7 +61,7 @@ class ThreadsStep(SynchronousStep):
         count = 1 + len(self._others)
         shares = [split_over_replicas(given, replica=replica, replicas=count) for replica in range(count)]
         for step in (self, *self._others):
-            step.parts.streams.asleep = self._turns.draws is HostRandomness.NOBODY
+            step.parts.streams.asleep = self._turns.draws is HostRandomness.NONE
         for other in self._others:
             other.step = self.step
         first = super().gradients

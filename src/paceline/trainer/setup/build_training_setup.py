@@ -24,7 +24,7 @@ from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackRe
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, shared_gpu
-from paceline.parallel.gradients.build_reducer import do_nothing
+from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial

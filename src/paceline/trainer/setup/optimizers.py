@@ -14,8 +14,8 @@ from paceline.comm.process_group import World
 from paceline.config.settings import Settings
 from paceline.errors import raise_all
 from paceline.job import Job
-from paceline.parallel.gradients.build_reducer import do_nothing
 from paceline.parallel.gradients.joint_grad_norm import joint_norm
+from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.placement import ParallelizedModel

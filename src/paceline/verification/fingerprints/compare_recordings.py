@@ -6,9 +6,9 @@ from typing import Any
 
 from paceline.console.formatting import plural
 from paceline.errors import UsageError
-from paceline.verification.finding import FLOOR
 from paceline.verification.fingerprints.fingerprint import Fingerprint, Record
 from paceline.verification.fingerprints.ill_conditioned import SHAPE, IllConditionedCheck, factor_between
+from paceline.verification.rung_result import FLOOR
 
 _NAMED = 3
 

@@ -33,12 +33,12 @@ from paceline.verification.compare_independent_runs import (
     of_layout,
     state_dict_tensors,
 )
-from paceline.verification.finding import RungResult
 from paceline.verification.noise_floor import can_disturb, disturb_reference
 from paceline.verification.precision import built_in
 from paceline.verification.reference.float64_mode import in_double
 from paceline.verification.reference.loss_terms import counts_of_part
 from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.rung_result import RungResult
 
 _ERRAND = "paceline-verify/errand/{}"
 _OVER, _DOUBLE, _OWN = "over", "float64", "own"
@@ -178,7 +178,7 @@ def server_of_parameters(built: TrainingSetup) -> dict[str, int]:
 
 def run_served(built: TrainingSetup, *, reference: Reference | None, steps: int, say: Say) -> RungResult:
     """Run freely, then replay the run; the drift of a disturbed replay is the floor."""
-    finding, step = RungResult(), built.step
+    rung_result, step = RungResult(), built.step
     assert isinstance(step, ServerStep)
     step.record = []
     say(plural(steps, "step"))
@@ -190,13 +190,13 @@ def run_served(built: TrainingSetup, *, reference: Reference | None, steps: int,
         start = {name: tensor.clone() for name, tensor in kept_by(reference).items()}
         loss = reference.replay(step.record, backwards=False)
         again = partial(_disturbed, reference, step.record)
-        judge_drift(finding, weights, reference, again, start, steps, WeightDrift())
+        judge_drift(rung_result, weights, reference, again, start, steps, WeightDrift())
         late = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
-        finding.detail = (
+        rung_result.detail = (
             f"{plural(len(step.record), 'update')}, at most {late} late, repeated in their order; loss of the last "
             f"batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
         )
         if evaluated is not None:
-            judge_evaluation(finding, built, reference, evaluated, steps, kept)
-    found: RungResult = RungResult(**built.world.share_json(vars(finding)))
+            judge_evaluation(rung_result, built, reference, evaluated, steps, kept)
+    found: RungResult = RungResult(**built.world.share_json(vars(rung_result)))
     return found

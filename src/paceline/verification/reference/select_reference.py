@@ -10,12 +10,12 @@ from paceline.planner.layout.pipedream_checks import stash_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_in_lockstep import Say
 from paceline.verification.compare_independent_runs import WeightDrift, run_free
-from paceline.verification.finding import RungResult
 from paceline.verification.reference.compressed import CompressedReference
 from paceline.verification.reference.local_sgd import LocalReference, SyncRule
 from paceline.verification.reference.parameter_server import ServedReference, run_served
 from paceline.verification.reference.pipedream import PipeDreamRule, StashedReference, stages_of
 from paceline.verification.reference.reference import Reference
+from paceline.verification.rung_result import RungResult
 
 _TIGHT = 1e-6  # for float64, in which an element is seldom rounded differently
 _WIRE = "a different selection, scale or factor, error feedback lost or counted twice, samples, loss, evaluation"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.console.formatting import plural
-from paceline.verification.finding import DIFFERENT, VERDICTS, RungResult
+from paceline.verification.rung_result import DIFFERENT, VERDICTS, RungResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,12 +14,12 @@ class Rung:
 
     name: str
     rules_out: str
-    finding: RungResult
+    result: RungResult
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Return the rung as JSON for the answer."""
-        found = self.finding
+        found = self.result
         return {
             "name": self.name,
             "rules_out": self.rules_out,
@@ -46,8 +46,8 @@ def verify_answer(
     micro_batch_size: int = 0,
 ) -> dict[str, Any]:
     """Return the whole answer; its verdict is the worst of all rungs."""
-    findings = [rung.finding for rung in rungs]
-    worst = max(findings, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
+    results = [rung.result for rung in rungs]
+    worst = max(results, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""
     value = {
         "verdict": worst.verdict,
@@ -58,10 +58,10 @@ def verify_answer(
         "ranks": ranks,
         "steps": steps,
         "micro_batch_size": micro_batch_size,
-        "by_micro": any(f.by_micro for f in findings),
+        "by_micro": any(f.by_micro for f in results),
         "max_difference": worst.max_difference,
         "noise_floor": worst.noise_floor,
-        "first_difference": next((f.first_difference for f in findings if f.first_difference is not None), None),
+        "first_difference": next((f.first_difference for f in results if f.first_difference is not None), None),
         "rungs": [rung.as_json() for rung in rungs],
     }
     return {**value, "lines": verdict_table(value)}
