@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.commands.common.execution import CommandResult, RunOptions, execute, make_task, read_answer
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer
 
 ENTRY = "benchmarks.memory.worker:measure"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def _row(setting: Setting, rank: Mapping[str, Any], *, micro: int) -> dict[str, 
     return {**asked, **rank}
 
 
-def _words(answer: CommandResult) -> str:
+def _words(answer: CommandOutcome) -> str:
     return answer.screen or f"exit code {answer.exit_code}"
 
 

@@ -18,7 +18,7 @@ class MeshGroups:
     """
 
     mesh: Mesh
-    every: World
+    all_ranks: World
     pp: World
     replicate: World
     shard: World
@@ -31,21 +31,23 @@ class MeshGroups:
     expert_replicas: World
 
     @staticmethod
-    def of(every: World, *, mesh: Mesh) -> "MeshGroups":
+    def of(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
         """Return the groups of this rank; every rank calls this once."""
-        return MeshGroups._of(every, mesh, mesh, every.part)
+        return MeshGroups._of(all_ranks, mesh, mesh, all_ranks.part)
 
     @staticmethod
-    def for_local_sgd_site(every: World, *, mesh: Mesh) -> "MeshGroups":
-        """Return the groups of one replica as if it were alone: its `every` holds the ranks of this site.
+    def for_local_sgd_site(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
+        """Return the groups of one replica as if it were alone: its `all_ranks` holds the ranks of this site.
 
         Every rank calls this once.
         """
-        site = every.part(mesh.groups([axis for axis in ORDER if axis != "dp_replicate"]))
-        return MeshGroups._of(site, mesh, replace(mesh, dp_replicate=1), every.part)
+        site = all_ranks.part(mesh.groups([axis for axis in ORDER if axis != "dp_replicate"]))
+        return MeshGroups._of(site, mesh, replace(mesh, dp_replicate=1), all_ranks.part)
 
     @staticmethod
-    def _of(every: World, whole: Mesh, mesh: Mesh, part: Callable[[Sequence[Sequence[int]]], World]) -> "MeshGroups":
+    def _of(
+        all_ranks: World, whole: Mesh, mesh: Mesh, part: Callable[[Sequence[Sequence[int]]], World]
+    ) -> "MeshGroups":
         """Return the worlds of `mesh`; `part` identifies its ranks by their positions in the `whole` mesh."""
 
         def among(*axes: str) -> World:
@@ -55,7 +57,7 @@ class MeshGroups:
         summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else among(*SUMMED)
         return MeshGroups(
             mesh=mesh,
-            every=every,
+            all_ranks=all_ranks,
             pp=among("pp"),
             replicate=replicate,
             shard=shard,
@@ -74,7 +76,7 @@ class MeshGroups:
         alone = World(local_rank=world.local_rank, device=world.device)
         return MeshGroups(
             mesh=Mesh(dp_replicate=world.world_size),
-            every=world,
+            all_ranks=world,
             pp=alone,
             replicate=world,
             shard=alone,

@@ -43,7 +43,7 @@ class PlacedModel:
         every: Sequence[NamedParameter],
     ) -> None:
         self.model = model
-        self.world = worlds.every
+        self.world = worlds.all_ranks
         self.replica, self.replicas = worlds.data.rank, worlds.data.world_size
         self._placed, self._worlds, self._asked, self._every = placed, worlds, asked, every
         self._optimizers: list[Optimizer] = []

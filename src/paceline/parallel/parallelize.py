@@ -108,7 +108,7 @@ class PipelineStages:
             how=request.how,
             say=request.say,
             splits=worlds.mesh.zero != 3 and not parse_remat(request.asked.remat).is_on and not request.compiles,
-            seconds=seconds_of(placement.model, request.how, worlds.every, request.example, request.late),
+            seconds=seconds_of(placement.model, request.how, worlds.all_ranks, request.example, request.late),
             late=request.late,
         )
 
@@ -380,8 +380,10 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
     refuse_lost(hooked, model, without=hollow, layout=layout_label(request.asked, worlds.mesh))
     return ParallelizedModel(
         named=split.named,
-        weights=ShardedTensors(world=worlds.every, held=[held_now(one, split, hollow) for one in placement.tensors]),
-        kept=ShardedTensors(world=worlds.every, held=kept),
+        weights=ShardedTensors(
+            world=worlds.all_ranks, held=[held_now(one, split, hollow) for one in placement.tensors]
+        ),
+        kept=ShardedTensors(world=worlds.all_ranks, held=kept),
         reducer=split.reducer,
         spread=split.spread,
         settle=split.settle,

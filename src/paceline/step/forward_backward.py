@@ -127,7 +127,7 @@ class IdleReplica:
 
     def __init__(self, parts: StepContext, *, always: bool = False) -> None:
         self._parts = parts
-        self._meets = always or parts.meets
+        self._meets = always or parts.needs_equal_microbatches
         self._spare: LocalMicrobatch | None = None
 
     def missing(self, given: StepBatch) -> int:
@@ -183,7 +183,7 @@ class BatchForwardBackward:
         self._telling.send(joint)
         if terms is not None:
             backward(parts, mean_terms(terms), last=True)
-        elif parts.reducer.meets:  # gradients reduced during backward wait for this replica
+        elif parts.reducer.needs_equal_microbatches:  # gradients reduced during backward wait for this replica
             parts.reducer.before_backward(last=True, counts=False)
             parts.reducer.after_backward()
         return joint, False

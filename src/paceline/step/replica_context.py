@@ -89,12 +89,12 @@ class StepContext:
     @property
     def world(self) -> World:
         """The world of all ranks."""
-        return self.worlds.every
+        return self.worlds.all_ranks
 
     @property
-    def meets(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """True if a forward or backward waits for other replicas; all must then run equally many microbatches."""
-        return self.rounds is not None or self.reducer.meets
+        return self.rounds is not None or self.reducer.needs_equal_microbatches
 
     @cached_property
     def watched_buffers(self) -> Sequence[BufferPolicy]:

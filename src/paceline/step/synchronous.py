@@ -75,7 +75,7 @@ class SynchronousStep:
     def sent_bytes(self) -> float | None:
         """The bytes that this rank has sent to others; None under ZeRO-3, where torch gathers units by itself."""
         worlds = self.parts.worlds
-        return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.every.traffic.sent_bytes
+        return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.all_ranks.traffic.sent_bytes
 
     @property
     def kept_batches(self) -> int:

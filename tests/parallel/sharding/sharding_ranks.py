@@ -326,7 +326,16 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
     where = {name: tensor.data_ptr() for name, tensor in sharded.locals.items()}
     pairs = [(s.name, s.parameter) for s in sharded.shares]
     norms = _loop(
-        case, model, pairs, optimizers, sharded.reducer, rank, size, (data.shard,), sharded.spread, meets=sharded.meets
+        case,
+        model,
+        pairs,
+        optimizers,
+        sharded.reducer,
+        rank,
+        size,
+        (data.shard,),
+        sharded.spread,
+        meets=sharded.needs_equal_microbatches,
     )
     now = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in model.named_parameters()}
     assert {n: t.data_ptr() for n, t in now.items()} == where, "the storage has moved"
@@ -335,7 +344,7 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
         "gradients": [(s.name, s.part.as_json(), s.parameter.grad) for s in sharded.shares],
         "norms": norms,
         "bytes": held(model, sharded, optimizers),
-        "meets": sharded.meets,
+        "meets": sharded.needs_equal_microbatches,
     }
 
 

@@ -45,7 +45,7 @@ class HeldUnit(Protocol):
 class ErrorFeedbackReducer:
     """The reducer that adds the compressed gradients of all ranks; each rank keeps its own residual."""
 
-    meets = False
+    needs_equal_microbatches = False
 
     def __init__(
         self,

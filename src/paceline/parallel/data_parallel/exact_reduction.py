@@ -117,7 +117,7 @@ class ExactReducer:
     `finish` returns whether the grid held the gradients; if not, the sums are useless and the step runs again.
     """
 
-    meets = False
+    needs_equal_microbatches = False
 
     def __init__(self, *, named: Sequence[NamedParameter], world: World, grid: FixedPointGrid) -> None:
         self._world = world

@@ -21,7 +21,7 @@ class Reducer(Protocol):
     """A reducer turns the gradients of this process's microbatches into those of the global batch."""
 
     @property
-    def meets(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """Return whether forward or backward waits for other replicas; then all must run equally many microbatches."""
 
     def begin(self) -> None:
@@ -43,7 +43,7 @@ class Reducer(Protocol):
 class LocalReducer:
     """A reducer for one process, whose gradients are already global."""
 
-    meets = False
+    needs_equal_microbatches = False
 
     def __init__(self, *, named: Sequence[NamedParameter]) -> None:
         self._parameters = [member.parameter for member in named]
@@ -158,7 +158,7 @@ class _Unit:
 class BucketReducer:
     """A reducer that all-reduces gradients in buckets, overlapped with backward. `unit` creates each bucket."""
 
-    meets = False
+    needs_equal_microbatches = False
 
     def __init__(self, *, named: Sequence[NamedParameter], world: World, unit: Callable[..., Unit] = _Unit) -> None:
         self._world = world

@@ -71,7 +71,7 @@ class ThreadReplicas:
 class ThreadReducer:
     """A reducer that adds the replicas' gradients into the first one's, one thread per parameter, in replica order."""
 
-    meets = False
+    needs_equal_microbatches = False
 
     def __init__(self, *, named: Sequence[NamedParameter], home: Sequence[NamedParameter], world: ThreadWorld) -> None:
         self._parameters = [member.parameter for member in named]

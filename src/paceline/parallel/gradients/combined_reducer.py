@@ -8,16 +8,19 @@ from paceline.parallel.data_parallel.reducer import Reducer
 
 
 class ComposedReducer:
-    """A reducer that forwards every call to several. `meets`: whether the forward itself waits for other ranks."""
+    """A reducer that forwards every call to several.
 
-    def __init__(self, reducers: Sequence[Reducer], *, meets: bool) -> None:
+    `needs_equal_microbatches`: whether the forward itself waits for other ranks.
+    """
+
+    def __init__(self, reducers: Sequence[Reducer], *, needs_equal_microbatches: bool) -> None:
         self._reducers = list(reducers)
-        self._meets = meets
+        self._needs_equal_microbatches = needs_equal_microbatches
 
     @property
-    def meets(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """Return whether all ranks must run equally many microbatches."""
-        return self._meets or any(reducer.meets for reducer in self._reducers)
+        return self._needs_equal_microbatches or any(reducer.needs_equal_microbatches for reducer in self._reducers)
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""

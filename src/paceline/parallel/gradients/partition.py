@@ -146,7 +146,7 @@ def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: Wor
         leaves=[*split.leaves, *(member.parameter for member in theirs)],
         parts={**split.parts, **routed},
         tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
-        reducer=ComposedReducer([split.reducer, own], meets=True),
+        reducer=ComposedReducer([split.reducer, own], needs_equal_microbatches=True),
     )
 
 

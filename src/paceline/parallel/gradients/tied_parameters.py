@@ -42,9 +42,9 @@ class TiedReducer:
         self._tied = [(place, mine[name], ranks) for place, name, ranks in places if name in mine]
 
     @property
-    def meets(self) -> bool:
-        """Return the inner reducer's `meets`."""
-        return self._inner.meets
+    def needs_equal_microbatches(self) -> bool:
+        """Return the inner reducer's `needs_equal_microbatches`."""
+        return self._inner.needs_equal_microbatches
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""

@@ -71,8 +71,8 @@ class ScatterReducer:
     """A reducer that adds gradients over microbatches and ranks into the shares' `.grad`, each this rank's rows.
 
     `sources` are the parameters that autograd writes to, one per share; the rows are cut over the ranks of `shard`,
-    and the ranks of `replicas` hold the same rows. Every rank must run backward equally often (`meets`). `order`
-    checks the order in which the ranks gather units.
+    and the ranks of `replicas` hold the same rows. Every rank must run backward equally often. `order` checks the order
+    in which the ranks gather units.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ScatterReducer:
         ]
 
     @property
-    def meets(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """Return whether a rank without a sample must take part in a microbatch with `counts=False`."""
         return self._shard.world_size > 1
 

@@ -48,9 +48,9 @@ class Sharded:
     data: DataGroups
 
     @property
-    def meets(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """Return whether every rank must run forward and backward equally often."""
-        return bool(getattr(self.reducer, "meets", False))
+        return bool(getattr(self.reducer, "needs_equal_microbatches", False))
 
 
 def shard_zero12(

@@ -21,7 +21,7 @@ IN_FLIGHT = 2
 class RowsReducer:
     """The ZeRO-1 reducer: another reducer adds whole gradients, and each share gets a view of its rows."""
 
-    meets = False
+    needs_equal_microbatches = False
 
     def __init__(self, inner: Reducer, *, shares: Sequence[RowShard], cut: Mapping[str, RowSplit], place: int) -> None:
         self._inner = inner

@@ -41,7 +41,7 @@ class LocalSgdRule(StepRule):
 
     def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
         """Return the groups of this rank's site."""
-        return MeshGroups.for_local_sgd_site(worlds.every, mesh=plan.mesh)
+        return MeshGroups.for_local_sgd_site(worlds.all_ranks, mesh=plan.mesh)
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the optimizer that moves the weights all sites have agreed on."""

@@ -38,7 +38,7 @@ def context_of(
         return None
     sequence = _sequence(job, example)
     lengths: BatchLengthCheck | None = None
-    if can_be_tried(model) and not worlds.every.is_imagined:
+    if can_be_tried(model) and not worlds.all_ranks.is_imagined:
         tried = try_context(job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example)
         if _stays_whole(worlds):
             lengths = BatchLengthCheck(model, tried, first=batch_length(example.few, sequence=sequence))

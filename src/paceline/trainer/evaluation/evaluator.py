@@ -91,8 +91,8 @@ class Evaluator:
         self._seed = built.settings.seed
         self._data = built.data
         self._on_empty = built.settings.train.on_empty
-        self._meets = parts.meets
-        self._in_time = parts.meets or self._worlds.data.world_size < self._world.world_size
+        self._needs_equal_microbatches = parts.needs_equal_microbatches
+        self._in_time = parts.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
         self._tells = built.step.passes.tells
         self._passes = built.step.passes
 
@@ -163,7 +163,7 @@ class Evaluator:
             micro = next(feed, None)
             told = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
             votes.append((told, self._world.start_all_reduce(told)))
-            if len(votes) > (0 if self._meets else _VOTES_UNDER_WAY):
+            if len(votes) > (0 if self._needs_equal_microbatches else _VOTES_UNDER_WAY):
                 told, wait = votes.popleft()
                 wait()
                 stopped, going = told.tolist()
@@ -171,7 +171,7 @@ class Evaluator:
                     for _, wait in votes:
                         wait()
                     return
-            if micro is None and not self._meets:
+            if micro is None and not self._needs_equal_microbatches:
                 continue
             if micro is None and spare is None:
                 spare = self._first(source, batch_size, name)

@@ -85,7 +85,7 @@ class TrainingSetup:
     @property
     def world(self) -> World:
         """The world of all ranks."""
-        return self.worlds.every
+        return self.worlds.all_ranks
 
     @property
     def update(self) -> OptimizerUpdate:
@@ -171,9 +171,9 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     plan = rule.plan_of_group(plan, world_size=world.world_size)
     worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
     own = _own(plan, settings, rule.groups(worlds, plan=plan))
-    site = own[0].every if len(own) == 1 else world
+    site = own[0].all_ranks if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]
-    models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
+    models = [one.on(each.all_ranks.device) for one, each in zip(begun, own, strict=True)]
     check_job(job, models[0], takes_sparse=rule.traits.takes_sparse)
     refuse_foreign(models[0], plan)
     named = [trainable_parameters(model) for model in models]
@@ -230,9 +230,9 @@ def _placed_threads(
 ) -> list[ParallelizedModel]:
     """Return the placements of replicas that are threads of this process."""
     return [
-        parallelize_thread_replica(model, named=members, home=named[0], world=each.every, exact=exact)
+        parallelize_thread_replica(model, named=members, home=named[0], world=each.all_ranks, exact=exact)
         for model, members, each in zip(models, named, own, strict=True)
-        if isinstance(each.every, ThreadWorld)
+        if isinstance(each.all_ranks, ThreadWorld)
     ]
 
 
@@ -267,14 +267,14 @@ def _placed(
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
     if not step_rule(plan.rule).traits.divides_parameters:
         whole = [member.name for member in trainable_parameters(model)]
-    device = worlds.every.device
+    device = worlds.all_ranks.device
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
     if set(plan.mesh.split) - set(DATA):
         example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
-    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.every.is_imagined:
+    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.all_ranks.is_imagined:
         try_experts(model=model, contract=contract, example=example)
     untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
     for note in (UNTRIED.format(axis) for axis in untried):
@@ -338,7 +338,7 @@ def _parts(
 
 
 def _turns(settings: Settings, own: Sequence[MeshGroups]) -> HostRngTurns:
-    gpu = shared_gpu([each.every.device for each in own])
+    gpu = shared_gpu([each.all_ranks.device for each in own])
     return HostRngTurns(timeout_seconds=settings.train.timeout_seconds, gpu=gpu)
 
 
@@ -353,7 +353,7 @@ def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[Me
     if plan.processes > 1 or plan.replicas == 1:
         return [worlds]
     timeout = settings.train.timeout_seconds
-    found = thread_worlds(replicas=plan.replicas, world=worlds.every, timeout_seconds=timeout)
+    found = thread_worlds(replicas=plan.replicas, world=worlds.all_ranks, timeout_seconds=timeout)
     return [MeshGroups.of_replicas(each) for each in found]
 
 

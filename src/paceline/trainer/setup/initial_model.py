@@ -79,28 +79,28 @@ def build_initial_model(
     Raises:
         JobError, UsageError, DesyncError: no model, one that cannot be built so, or another one on other ranks.
     """
-    if worlds.every.is_imagined:
+    if worlds.all_ranks.is_imagined:
         return InitialModel(model=build())
     if not holds_parts(worlds.mesh):
         return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
     model = _built(build, most=min(SMALL_BYTES, limit_bytes))
     if model is not None and tensor_bytes(model) > limit_bytes:
         model = None
-    if not any(worlds.every.gather_json(model is None)):
+    if not any(worlds.all_ranks.gather_json(model is None)):
         assert model is not None
         return InitialModel(model=model)
     del model
     if not holds_rows(worlds.mesh):
-        found = defer_large_model(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+        found = defer_large_model(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, stored=stored)
         if found is None:
             return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
         return InitialModel(
-            model=found.model, late=DeferredModel(draft=found, device=worlds.every.device), notes=found.notes
+            model=found.model, late=DeferredModel(draft=found, device=worlds.all_ranks.device), notes=found.notes
         )
-    made = defer_init(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+    made = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, stored=stored)
     if made.source.apiece:
         return InitialModel(
-            model=made.model, late=DeferredModel(draft=made, device=worlds.every.device), notes=made.notes
+            model=made.model, late=DeferredModel(draft=made, device=worlds.all_ranks.device), notes=made.notes
         )
     parts = row_parts(made.model, world=worlds.shard)
     values, notes = made.values(parts)

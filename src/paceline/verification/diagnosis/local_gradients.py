@@ -30,7 +30,7 @@ def can_replay(built: TrainingSetup) -> bool:
     It can't if a forward meets or waits for other ranks, if ranks hold or see parts, or if the loss is scaled.
     """
     parts, everybody = built.step.parts, built.worlds.data.world_size == built.world.world_size
-    is_apart = not (parts.meets or parts.tape.waits)
+    is_apart = not (parts.needs_equal_microbatches or parts.tape.waits)
     return is_apart and built.update.scaler is None and built.kept.is_whole and everybody
 
 
