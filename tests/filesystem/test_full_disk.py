@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.failures.failure_record import failure_of, read_failure, write_failure
-from paceline.launch.failures.shared_status import make_failure_buffer
+from paceline.launch.failures.shared_status import make_status_buffer
 from tests.conftest import SMALL_JOB, Shop
 from tests.end_to_end.test_interrupted_runs import wait_for
 
@@ -88,13 +88,13 @@ def test_what_can_not_be_written_is_said_in_our_words(shop: Shop, name: str) -> 
 
 
 def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:
-    slate = make_failure_buffer()
+    status_fd = make_status_buffer()
     try:
-        write_failure(tmp_path / "gone", rank=2, error=ValueError("too much"), slate=slate)
-        write_failure(tmp_path / "gone", rank=1, error=ValueError("\u2028" * 10**6), slate=slate)
-        found = [read_failure(tmp_path / "gone", rank, slate=slate) for rank in range(4)]
+        write_failure(tmp_path / "gone", rank=2, error=ValueError("too much"), status_fd=status_fd)
+        write_failure(tmp_path / "gone", rank=1, error=ValueError("\u2028" * 10**6), status_fd=status_fd)
+        found = [read_failure(tmp_path / "gone", rank, status_fd=status_fd) for rank in range(4)]
     finally:
-        os.close(slate)
+        os.close(status_fd)
     assert [failure and failure.rank for failure in found] == [None, 1, 2, None]
     assert found[2] is not None and found[2].message == "too much"
 
