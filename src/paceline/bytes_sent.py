@@ -23,7 +23,3 @@ class Traffic:
     """The traffic of one process over all groups, without what torch sends by itself (the gathers of `fully_shard`)."""
 
     sent_bytes: float = 0.0
-
-    def add(self, kind: str, num_bytes: int, *, ranks: int) -> None:
-        """Count the bytes passed to a collective, or to a message (`send`)."""
-        self.sent_bytes += SHARES[kind](ranks) * num_bytes

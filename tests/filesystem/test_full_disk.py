@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.agent.shared_status import make_status_buffer
 from paceline.launch.failures.failure_record import failure_of, read_failure, write_failure
-from paceline.launch.failures.shared_status import make_status_buffer
 from tests.conftest import SMALL_JOB, Shop
 from tests.end_to_end.test_interrupted_runs import wait_for
 

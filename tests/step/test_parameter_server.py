@@ -20,7 +20,7 @@ from paceline.comm.process_group import LaunchInfo, WorkerEntrance
 from paceline.data.leased_loader import RandomAccessLoader
 from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import Order
-from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.agent.shared_status import read_pulse
 from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
 from paceline.step.parameter_server.state import ServedWeights, ServerState

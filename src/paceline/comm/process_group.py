@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal, Protocol
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from paceline.bytes_sent import Traffic
+from paceline.bytes_sent import SHARES, Traffic
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError
 from paceline.launch.environment_owner import LISTEN_FD, own_environ
@@ -177,8 +178,12 @@ class World:
         return self.rank == 0
 
     def sends(self, kind: str, tensor: torch.Tensor) -> None:
-        """Count the bytes that are sent in this group; `traffic.SHARES` lists the kinds."""
-        self.traffic.add(kind, tensor.nbytes, ranks=self.world_size)
+        """Count the bytes that are sent in this group; `bytes_sent.SHARES` lists the kinds."""
+        self.traffic.sent_bytes += self._shares[kind] * tensor.nbytes
+
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        return {kind: share(self.world_size) for kind, share in SHARES.items()}
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
         """Reduce in place over all ranks and return it."""

@@ -46,7 +46,7 @@ class DatasetSummary:
 class StepInput:
     """This replica's share of one global batch; `micro` may be empty. `spare` reads another replica's microbatch.
 
-    `summary` belongs to the batch's epoch.
+    `num_micro` and `num_samples` are counted over all replicas. `summary` belongs to the batch's epoch.
     """
 
     batch: Batch
@@ -55,6 +55,12 @@ class StepInput:
     notes: tuple[str, ...] = ()
     spare: Callable[[], Any] | None = field(default=None, repr=False)
     summary: DatasetSummary | None = None
+    num_micro: int = field(init=False, repr=False, compare=False)
+    num_samples: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_micro", len(self.batch.micro))
+        object.__setattr__(self, "num_samples", self.batch.num_samples)
 
     def __iter__(self) -> NoReturn:
         """Raise an error if the batch is unpacked like a DataLoader's.
@@ -79,13 +85,3 @@ class StepInput:
             AttributeError: always.
         """
         raise AttributeError(f"a batch of run.batches() has no {name!r}: {_INSTEAD}")
-
-    @property
-    def num_micro(self) -> int:
-        """The number of microbatches over all replicas."""
-        return len(self.batch.micro)
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples over all replicas."""
-        return self.batch.num_samples

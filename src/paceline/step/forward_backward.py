@@ -1,7 +1,7 @@
 """Forward and backward passes over one rank's microbatches, one after another."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
 
@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.step.generate import output_logits
 from paceline.step.loss.batch_loss import gather_rows, mean_terms
 from paceline.step.loss.loss_return_value import Terms
-from paceline.step.loss.reporting import LossReporter, own_counts
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import LocalMicrobatch, StepContext
-from paceline.step.step_reduction import StepReduction
+from paceline.step.step_reduction import StepReduction, own_counts
 from paceline.torch_internals.private_api import add_gradients
 from paceline.torch_internals.pytree import to_device
 
@@ -55,23 +53,22 @@ class MicrobatchForwardBackward:
         self._parts = parts
         self._alone = alone
         self.tells = parts.worlds.tp.rank == 0
-        self._telling = LossReporter(parts, tells=self.tells)
+        self._reporter = parts.loss_reporter(tells=self.tells)
         self._stand = IdleReplica(parts)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
         """Run each microbatch forward and backward."""
-        device = self._parts.world.device
-        data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        data = [self._parts.load(micro.data) for micro in given.micro]
         counts = self._counts([portion.data for portion in data])
         missing = self._stand.missing(given)
         joint: StepReduction | None = None
         for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
             last = position == len(data) - 1
             terms = forward(self._parts, batch, step=step, index=micro.index, num_samples=micro.num_samples)
-            joint = joint or self._telling.joint(given, terms, stop=stop)
-            self._telling.put(joint, micro.index, terms)
+            joint = joint or self._reporter.joint(given, terms, stop=stop)
+            self._reporter.put(joint, micro.index, terms)
             if last and not missing:
-                self._telling.send(joint)
+                self._reporter.send(joint)
             backward(self._parts, loss_for_backward(terms, counts), last=last and not missing, portion=batch)
         joint = self._stand_in(given, data, missing, joint, step=step, stop=stop)
         if not self._alone:
@@ -80,7 +77,7 @@ class MicrobatchForwardBackward:
 
     def _counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         if not (self._alone and self._parts.contract.counts_first):
-            return self._telling.counts(data)
+            return self._reporter.counts(data)
         own = own_counts(self._parts.contract, data)
         return {name: torch.as_tensor(count) for name, count in own.items()}
 
@@ -105,17 +102,17 @@ class MicrobatchForwardBackward:
         """Run the missing rounds with weight zero. As on every rank, the reduction vector is sent in the last round."""
         if not missing:
             if joint is None:
-                joint = self._telling.joint(given, None, stop=stop)
-                self._telling.send(joint)
+                joint = self._reporter.joint(given, None, stop=stop)
+                self._reporter.send(joint)
             return joint
         spare = self._stand.spare(given, data)
         for number in range(missing):
             last = number == missing - 1
             with self._parts.weightless():
                 terms = forward(self._parts, spare, step=step, index=given.num_micro, num_samples=0)
-                joint = joint or self._telling.joint(given, terms, stop=stop)
+                joint = joint or self._reporter.joint(given, terms, stop=stop)
                 if last:
-                    self._telling.send(joint)
+                    self._reporter.send(joint)
                 nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
                 backward(self._parts, nothing, last=last, counts=False, portion=spare)
         assert joint is not None
@@ -145,7 +142,7 @@ class IdleReplica:
         if data:
             self._spare = data[0]
         elif self._spare is None and given.spare is not None:
-            self._spare = self._parts.portion(to_device(given.spare(), self._parts.world.device))
+            self._spare = self._parts.load(given.spare())
         if self._spare is None:
             raise JobError(
                 f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
@@ -163,7 +160,7 @@ class BatchForwardBackward:
         self._parts = parts
         self.tells = parts.worlds.tp.rank == 0
         self._columns: dict[str, bool] = {}
-        self._telling = LossReporter(parts, tells=self.tells)
+        self._reporter = parts.loss_reporter(tells=self.tells)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
         """Run the forward, gather the outputs of all replicas, and compute the same loss everywhere."""
@@ -175,12 +172,12 @@ class BatchForwardBackward:
         own = sum(micro.num_samples for micro in given.micro)
         whole = gather_rows(output, batch, world=parts.worlds.data, num_samples=own, columns=self._columns)
         if whole is not None:
-            with forward_runs(), parts.autocast():
+            with open_all(parts.around_forward):
                 terms = parts.contract.terms(*whole, num_samples=given.num_samples)
-        joint = self._telling.joint(given, terms, stop=stop)
+        joint = self._reporter.joint(given, terms, stop=stop)
         if terms is not None and given.micro[0].index == 0:  # all replicas have the same loss: one reports it
-            self._telling.put(joint, 0, terms)
-        self._telling.send(joint)
+            self._reporter.put(joint, 0, terms)
+        self._reporter.send(joint)
         if terms is not None:
             backward(parts, mean_terms(terms), last=True)
         elif parts.reducer.needs_equal_microbatches:  # gradients reduced during backward wait for this replica
@@ -200,7 +197,7 @@ class BatchForwardBackward:
 def evaluate_microbatch(parts: StepContext, batch: Any, *, num_samples: int, see: See) -> None:
     """Run one microbatch forward as in an evaluation, and pass output, terms and data to `see`."""
     portion = parts.portion(batch)
-    with forward_runs(), parts.autocast():
+    with open_all(parts.around_forward):
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
         see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
@@ -208,23 +205,44 @@ def evaluate_microbatch(parts: StepContext, batch: Any, *, num_samples: int, see
 
 def forward(parts: StepContext, portion: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
     """Return one microbatch's loss terms, with its own random stream. Without samples, statistics are not updated."""
-    parts.tape.at(index, counts=num_samples > 0)
-    enter = partial(parts.streams.enter, step=step, microbatch=index)
-    with forward_runs(), parts.turns.forward(enter), parts.autocast(), parts.tape.watching():
+    for tape in parts.tapes:
+        tape.at(index, counts=num_samples > 0)
+    with open_all(parts.around_forward) as contexts:
+        _begin_draws(parts, contexts, step=step, index=index)
+        for tape in parts.tapes:
+            contexts.enter_context(tape.watching())
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
         terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
         parts.contract.answer_mean(output, portion.data, terms)
     if num_samples > 0:
-        parts.tape.left(index)
+        for tape in parts.tapes:
+            tape.left(index)
     return terms
 
 
 def _output(parts: StepContext, batch: Any, *, step: int, index: int) -> Any:
-    parts.tape.at(index)
-    enter = partial(parts.streams.enter, step=step, microbatch=index)
-    with forward_runs(), parts.turns.forward(enter), parts.autocast():
+    for tape in parts.tapes:
+        tape.at(index)
+    with open_all(parts.around_forward) as contexts:
+        _begin_draws(parts, contexts, step=step, index=index)
         return parts.contract.forward(parts.model, batch)
+
+
+def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
+    """Return a stack in which all contexts are open, for a `with`."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        return stack.pop_all()
+
+
+def _begin_draws(parts: StepContext, contexts: ExitStack, *, step: int, index: int) -> None:
+    """Start the microbatch's random stream; threads that share the host's generators wait for their turn first."""
+    if parts.turns is None:
+        parts.streams.enter(step=step, microbatch=index)
+    else:
+        contexts.enter_context(parts.turns.forward(partial(parts.streams.enter, step=step, microbatch=index)))
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
@@ -257,7 +275,9 @@ def backward(
     if not loss.requires_grad:
         raise no_gradient()
     parts.reducer.before_backward(last=last, counts=counts)
-    with parts.turns.backward(), parts.tape.watching(), nullcontext() if portion is None else portion.again():
+    turns = [] if parts.turns is None else [parts.turns.backward]
+    again = [] if portion is None else [portion.again]
+    with open_all([*turns, *(tape.watching for tape in parts.tapes), *again]):
         add_gradients([parts.update.scaled(loss)], [None])
     parts.reducer.after_backward()
 

@@ -13,7 +13,7 @@ from paceline.errors import JobError, NonFiniteError
 from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.step.result import StepResult
+from paceline.step.step_reduction import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
 Norm = Callable[[], Tensor]

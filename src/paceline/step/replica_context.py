@@ -1,4 +1,7 @@
-"""The components that one replica needs to run a step."""
+"""The components that one replica needs to run a step.
+
+A feature that is off leaves no component: it is None, or missing from a list that the step goes through.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,15 +14,17 @@ from torch import nn
 
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormWeights
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.tensor_access import copy_into
+from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
+from paceline.step.step_reduction import LossReporter
+from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import RandomStreams
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,21 +40,39 @@ class Turns(Protocol):
         """Return the context for a backward."""
 
 
-class _Alone:
-    """The turns of a single replica, which never waits."""
+class Tape(Protocol):
+    """A record of what forwards change besides gradients, which at the end of a step is that of one process."""
 
-    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
-        seed()
-        return nullcontext()
+    @property
+    def waits(self) -> bool:
+        """Return whether forwards run in the order of one process, each after the previous one."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def begin(self, *, num_micro: int = 0) -> None:
+        """Start a step of `num_micro` microbatches over all ranks, or start the same step again."""
+
+    def at(self, microbatch: int, *, counts: bool = True) -> None:
+        """Set the microbatch of the next forward or backward; without `counts` it is a stand-in."""
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return the context for a forward and its loss, or a backward."""
+
+    def left(self, microbatch: int) -> None:
+        """End this microbatch's forward."""
+
+    def fold(self, *, num_micro: int) -> bool:
+        """Make the changes those of one process; return False, on all ranks, if the step must be repeated."""
+
+    def undo(self) -> None:
+        """Restore what the step has changed, because it was skipped."""
+
+    def new_notes(self) -> list[str]:
+        """Return the notes for the user that were not returned before."""
+
+    def close(self) -> None:
+        """Remove the module hooks."""
 
 
-ALONE: Turns = _Alone()
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LocalMicrobatch:
     """A rank's part of a microbatch. The forward runs within `inside()`, the backward within `again()`."""
 
@@ -60,33 +83,57 @@ class LocalMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Everything one replica needs to run a step. `take_back()` undoes reducer state when a reduced step is skipped."""
+    """Everything one replica needs to run a step. `take_back()` undoes reducer state when a reduced step is skipped.
+
+    `turns` exists only if several replicas are threads of this process.
+    """
 
     model: nn.Module
     worlds: MeshGroups
     contract: LossContract
     reducer: Reducer
-    tape: MicrobatchStatistics
+    tapes: Sequence[Tape]
     buffers: BufferPolicy
     update: OptimizerUpdate
     streams: RandomStreams
     precision: str = "fp32"
     exact: bool = False
     rounds: SyncBatchNormWeights | None = None
-    turns: Turns = ALONE
+    turns: Turns | None = None
     context: ContextParallel | None = None
     take_back: Callable[[], None] = do_nothing
 
-    def portion(self, batch: Any) -> LocalMicrobatch:
-        """Return this rank's part of a microbatch that is on its device: all of it, or its slice of the sequence."""
-        if self.context is None:
-            return LocalMicrobatch(data=batch)
-        part = self.context.cut(batch)
-        return LocalMicrobatch(
-            data=part.data, inside=partial(self.context.forward, part), again=partial(self.context.backward, part)
+    @cached_property
+    def portion(self) -> Callable[[Any], LocalMicrobatch]:
+        """A function from a microbatch on this rank's device to its part of it: all, or a slice of the sequence."""
+        return LocalMicrobatch if self.context is None else partial(_slice, self.context)
+
+    @cached_property
+    def load(self) -> Callable[[Any], LocalMicrobatch]:
+        """The same function for a microbatch in host memory: on a GPU its tensors are moved first."""
+        return self.portion if self.world.device.type == "cpu" else self._moved
+
+    def _moved(self, batch: Any) -> LocalMicrobatch:
+        return self.portion(to_device(batch, self.world.device))
+
+    @cached_property
+    def around_forward(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
+        """The contexts that a forward and its loss run in: only those that this run needs."""
+        mesh = self.worlds.mesh
+        holds_parts = mesh.zero == 3 or mesh.tp > 1
+        return [*([forward_runs] if holds_parts else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
+
+    def loss_reporter(self, *, tells: bool) -> LossReporter:
+        """Return a reporter of loss terms to all ranks; `tells` if this rank reports the ones that it computes."""
+        return LossReporter(
+            world=self.world,
+            contract=self.contract,
+            buffers=self.watched_buffers,
+            tells=tells,
+            on_empty=self.update.on_empty,
         )
 
-    @property
+    @cached_property
     def world(self) -> World:
         """The world of all ranks."""
         return self.worlds.all_ranks
@@ -125,3 +172,8 @@ class StepContext:
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=dtype, cache_enabled=False)
+
+
+def _slice(context: ContextParallel, batch: Any) -> LocalMicrobatch:
+    part = context.cut(batch)
+    return LocalMicrobatch(part.data, inside=partial(context.forward, part), again=partial(context.backward, part))

@@ -1,8 +1,14 @@
-"""The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs."""
+"""The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs.
+
+`LossReporter` fills the vector with this rank's loss terms, counts and flags, `StepReduction` reduces it, and
+`StepResult` reads it: lazily, because reading waits for the device.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +16,10 @@ from torch import Tensor
 from paceline.comm.process_group import World
 from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
 from paceline.errors import DesyncError, JobError
+from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.step.local_sgd.message_batching import MessageBatcher
-from paceline.step.loss.loss_return_value import Terms, refuse_count
+from paceline.step.loss.loss_return_value import LossContract, Terms, refuse_count
+from paceline.step.microbatches import StepBatch
 
 STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
 _NUM_FLAGS = 4
@@ -190,6 +198,150 @@ class StepReduction:
                 slot = vector[_NUM_FLAGS + index * width + place]
                 slot.copy_(part.detach()) if isinstance(part, Tensor) else slot.fill_(part)
         return vector
+
+
+class AsyncScalars:
+    """Scalars that are copied from the device asynchronously; `values` waits only for that copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.detach()
+
+    def values(self) -> list[float]:
+        """Return the scalars as a flat list."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        values: list[float] = self._host.reshape(-1).tolist()
+        return values
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """The result of one optimizer step. `loss`, `terms` and `grad_norm` are global: the same on every rank."""
+
+    step: int
+    samples: int
+    joint: StepReduction
+    norm: AsyncScalars | None
+    compute_seconds: float
+    communication_seconds: float
+    skipped: bool = False
+    lr: float | None = None
+
+    @cached_property
+    def agreed(self) -> StepTotals:
+        """The values that the ranks have reduced."""
+        return self.joint.agreed()
+
+    @property
+    def loss(self) -> float:
+        """The sum of each term's quotient over the global batch."""
+        return self.agreed.loss
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Each term's sum divided by its count."""
+        return self.agreed.terms
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """The norm of the global gradient before clipping, or None if it was not measured."""
+        return None if self.norm is None else self.norm.values()[0]
+
+    @property
+    def finite(self) -> bool:
+        """True if the loss and the gradient norm are finite."""
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
+
+    @property
+    def committed(self) -> bool:
+        """True if the weights were updated by this step."""
+        return not self.skipped
+
+
+class LossReporter:
+    """A reporter of loss terms whose names are agreed once. `tells`: this rank alone reports these terms.
+
+    `buffers`: the policy of the model's buffers, if it watches any.
+    """
+
+    def __init__(
+        self, *, world: World, contract: LossContract, buffers: Sequence[BufferPolicy], tells: bool, on_empty: str
+    ) -> None:
+        self._world = world
+        self._contract = contract
+        self._buffers = buffers
+        self._tells = tells
+        self._on_empty = on_empty
+        self._names: tuple[str, ...] | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """True once the names of the terms are known."""
+        return self._names is not None
+
+    def agree(self, terms: Terms | None) -> None:
+        """Agree on the names of the terms; every rank calls this after the last stage has run a microbatch."""
+        self._agreed_names(terms)
+
+    def joint(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> StepReduction:
+        """Return this step's empty reduction vector."""
+        names = self._agreed_names(terms)
+        joint = StepReduction(world=self._world, names=names, num_micro=given.num_micro, on_empty=self._on_empty)
+        joint.flag(STOP, float(stop))
+        joint.flag(FINGERPRINT, float(given.fingerprint))
+        return joint
+
+    def put(self, joint: StepReduction, index: int, terms: Terms) -> None:
+        """Put a microbatch's terms into the vector, if this rank is the one that reports them."""
+        if self._tells:
+            joint.put(index, terms)
+
+    def send(self, joint: StepReduction) -> None:
+        """Start the all-reduce of the vector, with the flag for changed buffers."""
+        for buffers in self._buffers:
+            joint.flag(BUFFERS, float(buffers.changed()))
+        joint.start()
+
+    def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        """Return the counts of the whole batch if the job gives them before the forward, else None."""
+        if not self._contract.counts_first:
+            return None
+        local = own_counts(self._contract, data)
+        if self._names is None:
+            everybody = self._world.gather_json(list(local))
+            self._names = tuple(next(names for names in everybody if names))
+        return joint_counts(local if self._tells else {}, world=self._world, names=self._names)
+
+    def _agreed_names(self, terms: Terms | None) -> tuple[str, ...]:
+        """Return the agreed names of the terms, also on ranks whose first step holds no sample."""
+        if self._names is None:
+            everybody = self._world.gather_json(None if terms is None else list(terms))
+            first = next(names for names in everybody if names is not None)
+            if len(first) > 1 and not (self._contract.counts_first or self._contract.over_batch):
+                raise JobError(
+                    f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
+                    cause="their counts over all ranks must be known before the first backward",
+                    hint="count=lambda batch: {name: number for each term}",
+                )
+            self._names = tuple(first)
+        return self._names
+
+
+def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
+    """Return the counts of these microbatches alone; the job gives counts before the forward."""
+    local: dict[str, float | Tensor] = {}
+    for batch in data:
+        for name, count in contract.counts(batch).items():
+            local[name] = local.get(name, 0.0) + count
+    return local
 
 
 def joint_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:

@@ -14,8 +14,7 @@ from paceline.step.forward_backward import ForwardBackward, passes_of
 from paceline.step.microbatches import StepBatch
 from paceline.step.optimizer_update import DeferredFiniteCheck
 from paceline.step.replica_context import StepContext
-from paceline.step.result import AsyncScalars, StepResult
-from paceline.step.step_reduction import StepReduction
+from paceline.step.step_reduction import AsyncScalars, StepReduction, StepResult
 from paceline.torch_internals.private_api import tensor_version
 
 MOST_ATTEMPTS = 8
@@ -56,7 +55,8 @@ class SynchronousStep:
         broken = () if loss is None else result.agreed.broken
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts, broken=broken)
         if not taken:
-            self.parts.tape.undo()
+            for tape in self.parts.tapes:
+                tape.undo()
             self.parts.take_back()
         self.step += 1
         result.norm = None if norm is None else AsyncScalars(norm)
@@ -109,21 +109,20 @@ class SynchronousStep:
         """Leave the global gradient in every `.grad`; apart from gradients, only running statistics are updated."""
         started = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
-            self.parts.tape.begin(num_micro=given.num_micro)
+            for tape in self.parts.tapes:
+                tape.begin(num_micro=given.num_micro)
             self.parts.reducer.begin()
             before = self._versions()
             try:
-                with annotate_progress(self._told):
-                    joint, divide = self.passes.run(given, step=self.step, stop=stop)
-            except RuntimeError as error:
-                if "modified by an inplace operation" in str(error):
-                    self._refuse_writes(before)
+                joint, divide = self.passes.run(given, step=self.step, stop=stop)
+            except BaseException as error:
+                self._explain(error, before)
                 raise
             waiting = time.perf_counter()
             self._refuse_writes(before)
             if not self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
                 continue
-            if self.parts.tape.fold(num_micro=given.num_micro):
+            if all(tape.fold(num_micro=given.num_micro) for tape in self.parts.tapes):
                 break
             self.parts.take_back()
             self.parts.buffers.undo()
@@ -140,15 +139,19 @@ class SynchronousStep:
             communication_seconds=ended - waiting,
         )
 
-    def _told(self) -> str:
-        """Return how far this rank has come through the gathered units; empty if the reducer gathers no units."""
+    def _explain(self, error: BaseException, before: list[int]) -> None:
+        """Note how far this rank was, if it gathers units one by one; raise instead if a forward wrote to a weight."""
         order = getattr(self.parts.reducer, "order", None)
-        return "" if order is None else str(order.told())
+        if order is not None:
+            annotate_progress(error, order.told())
+        if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+            self._refuse_writes(before)
 
     def close(self) -> None:
         """Remove the hooks that the step installed in the model."""
         self.parts.reducer.close()
-        self.parts.tape.close()
+        for tape in self.parts.tapes:
+            tape.close()
 
     def _versions(self) -> list[int]:
         """Return the parameters' version counters in the first step of several replicas, to detect forward writes."""

@@ -8,12 +8,15 @@ from paceline.errors import RunError, UsageError
 
 
 class BatchGuard:
-    """A guard of a loader that gives the next batch only after the last was stepped, so none is lost or repeated."""
+    """A guard of a loader that gives the next batch only after the last was stepped, so none is lost or repeated.
+
+    `waiting` is the batch to step now. Who has stepped it sets it to None.
+    """
 
     def __init__(self, feed: BatchLoader) -> None:
         self._feed = feed
         self._batches: Iterator[StepInput] | None = None
-        self._waiting: StepInput | None = None
+        self.waiting: StepInput | None = None
         self._loops = 0
 
     def loop(self) -> Iterator[StepInput]:
@@ -24,8 +27,8 @@ class BatchGuard:
         """
         self._loops += 1
         mine = self._loops
-        if self._waiting is not None:
-            yield self._waiting
+        if self.waiting is not None:
+            yield self.waiting
         while True:
             if mine != self._loops:
                 raise UsageError(
@@ -33,14 +36,14 @@ class BatchGuard:
                     cause="two iterators of run.batches() in alternation; they share the samples",
                     hint="one at a time: leave the first with break, then use the second",
                 )
-            if self._waiting is not None:
+            if self.waiting is not None:
                 raise UsageError(
-                    f"the batch of step {self._waiting.batch.after.step} was taken from run.batches() but not stepped.",
+                    f"the batch of step {self.waiting.batch.after.step} was taken from run.batches() but not stepped.",
                     cause="a continue before run.step(batch), or list(run.batches())",
                     hint="for batch in run.batches(): run.step(batch); skip samples in train_data or order=",
                 )
-            self._waiting = self._next()
-            yield self._waiting
+            self.waiting = self._next()
+            yield self.waiting
 
     def check(self, given: StepInput) -> None:
         """Check that this is the batch to step now; the user may have changed the data in its microbatches.
@@ -48,10 +51,10 @@ class BatchGuard:
         Raises:
             UsageError: it was stepped already, or is not the one that was given last.
         """
-        if self._waiting is not None and given.batch.after == self._waiting.batch.after:
+        if self.waiting is not None and given.batch.after == self.waiting.batch.after:
             return
         step = given.batch.after.step
-        later = self._waiting is not None and step >= self._waiting.batch.after.step
+        later = self.waiting is not None and step >= self.waiting.batch.after.step
         raise UsageError(
             f"this batch is not the last one from run.batches(): it belongs to step {step}."
             if later
@@ -59,10 +62,6 @@ class BatchGuard:
             cause="run.step(batch) twice on one batch, or on a batch kept from an earlier step",
             hint="for batch in run.batches(): run.step(batch), once",
         )
-
-    def stepped(self) -> None:
-        """Record that the current batch was stepped."""
-        self._waiting = None
 
     def _next(self) -> StepInput:
         if self._batches is None:

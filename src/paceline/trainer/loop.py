@@ -13,10 +13,10 @@ from paceline.data.types import StepInput
 from paceline.errors import ExitCode, NonFiniteError, UsageError
 from paceline.events import EvalDone, EventBus, Note, Staleness
 from paceline.faults import Faults
-from paceline.launch.agent.heartbeat import Pulse
+from paceline.launch.agent.shared_status import Pulse
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import at_step
-from paceline.step.result import StepResult
+from paceline.step.step_reduction import StepResult
 from paceline.step.update_rules import step_rule
 from paceline.trainer.batch_guard import BatchGuard
 from paceline.trainer.checkpointer import Checkpointer
@@ -70,7 +70,7 @@ class Loop:
         self._faults = faults
         self._faults_before_step = [faults] if faults.has_any else []
         self._stop = stop
-        self._length = length
+        self._open_lengths = [length] if length.is_open else []
         self._before = before
         self.against = against
         self._forecast_checks = [against] if against.is_on else []
@@ -142,7 +142,8 @@ class Loop:
             raise
 
     def _step(self, given: StepInput) -> StepResult:
-        self._handout.check(given)
+        if given is not self._handout.waiting:
+            self._handout.check(given)
         self._stop.renew()
         for faults in self._faults_before_step:
             faults.fire("step", step=self.cursor.step + 1)
@@ -152,7 +153,7 @@ class Loop:
                 timing.enter_context(check.timing())
             result = self._run(given)
         self.cursor = given.batch.after
-        self._handout.stepped()
+        self._handout.waiting = None
         for note in [*given.notes, *self.built.step.new_notes()]:
             self.stream.emit(Note(text=note))
         self._heard.record(result, cursor=self.cursor)
@@ -332,9 +333,9 @@ class Loop:
 
     def is_over(self) -> bool:
         """Return True once the run has reached its length or early stopping has ended it."""
-        return self._is_ended_early or self._length.reached(
-            self.cursor, tokens=self.progress.tokens, total=self.total_steps
-        )
+        if self._is_ended_early or (self.total_steps is not None and self.cursor.step >= self.total_steps):
+            return True
+        return any(length.reached(self.cursor, tokens=self.progress.tokens) for length in self._open_lengths)
 
     def beat_over(self) -> None:
         """Report over the heartbeat that no more steps follow, so that the script may take as long as it needs."""

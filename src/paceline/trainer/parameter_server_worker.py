@@ -18,12 +18,11 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import DatasetSummary, StepInput
 from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
-from paceline.launch.agent.heartbeat import Pulse
+from paceline.launch.agent.shared_status import Pulse
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.environment_owner import START_NUMBER, attempt_folder
 from paceline.launch.failures.failure_record import at_step
 from paceline.step.forward_backward import backward, forward, loss_for_backward
-from paceline.step.loss.reporting import LossReporter, own_counts
 from paceline.step.parameter_server.flat_buffers import flat_of, kinds_of, pack_gradients
 from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
 from paceline.step.parameter_server.transport import (
@@ -34,9 +33,9 @@ from paceline.step.parameter_server.transport import (
     MessageKind,
     connect_to_server,
 )
+from paceline.step.step_reduction import own_counts
 from paceline.step.synchronous import writes_to
 from paceline.torch_internals.private_api import tensor_version
-from paceline.torch_internals.pytree import to_device
 from paceline.trainer.random_access_reading import leased_feed
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.prepare import PreparedJob
@@ -116,7 +115,7 @@ class ParameterServerWorker:
         self._named = list(built.update.named)
         self._servers: list[_ServerConnection] = []
         self.num_pushed = 0
-        self._reporter = LossReporter(self._parts, tells=True)
+        self._reporter = self._parts.loss_reporter(tells=True)
         self._seen = False
         self._faulted_step = 0
         self._sums_shares = ready.plan.rule.staleness == 0
@@ -226,7 +225,7 @@ class ParameterServerWorker:
         before = [] if self._seen else [tensor_version(parameter) for parameter in parts.model.parameters()]
         told: dict[int, dict[str, tuple[float, float]]] = {}
         for position, micro in enumerate(given.micro):
-            portion = parts.portion(to_device(micro.data, parts.world.device))
+            portion = parts.load(micro.data)
             terms = forward(parts, portion, step=step, index=micro.index, num_samples=micro.num_samples)
             self._reporter.agree(terms)
             told[micro.index] = {name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()}

@@ -26,7 +26,7 @@ from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json, write_json, write_text
 from paceline.filesystem.disk_full import as_checkpoint_error
-from paceline.launch.agent.heartbeat import Pulse
+from paceline.launch.agent.shared_status import Pulse
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.environment_owner import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics

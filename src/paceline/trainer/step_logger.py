@@ -6,7 +6,7 @@ from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.events import EventBus, Note, StepDone
 from paceline.parallel.data_parallel.reducer import unused_parameters_note
-from paceline.step.result import StepResult
+from paceline.step.step_reduction import StepResult
 from paceline.trainer.checks.evaluation_checks import refuse_unknown_metrics
 from paceline.trainer.diagnostics.parameter_statistics import statistics
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -112,7 +112,8 @@ class StepLogger:
         text = unused_parameters_note(self._built.named) if first else ""
         parts = self._built.step.parts
         mean = parts.contract.note if first else ""
-        for note in [*filter(None, (text, mean)), *parts.buffers.new_notes(), *parts.tape.new_notes()]:
+        notes = [*filter(None, (text, mean)), *parts.buffers.new_notes()]
+        for note in [*notes, *(note for tape in parts.tapes for note in tape.new_notes())]:
             self._stream.emit(Note(text=note, level="warning"))
 
     def _epoch(self, cursor: Cursor) -> float:

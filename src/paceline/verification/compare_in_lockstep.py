@@ -12,7 +12,7 @@ from paceline.data.stream.iterable_loader import checksum
 from paceline.data.types import StepInput
 from paceline.errors import DesyncError, JobError
 from paceline.parallel.module_access.tensor_access import copy_into
-from paceline.step.result import StepResult
+from paceline.step.step_reduction import StepResult
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.job_data import cut_for, feed_for
 from paceline.verification.compare_step import StepComparison

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.agent.supervisor import Agent
-from paceline.launch.failures.failure_record import Failure
-from paceline.launch.failures.shared_status import (
+from paceline.launch.agent.shared_status import (
     make_status_buffer,
     read_end,
     read_failure_text,
@@ -19,11 +17,13 @@ from paceline.launch.failures.shared_status import (
     write_failure_text,
     write_stop,
 )
+from paceline.launch.agent.supervisor import Agent
+from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.stack_dumps import has_signal_handler
 
 FORKSERVER = """
 import os, sys, time
-from paceline.launch.failures.shared_status import STATUS_FD, read_stop, write_end
+from paceline.launch.agent.shared_status import STATUS_FD, read_stop, write_end
 status_fd = int(os.environ[STATUS_FD])
 def say(line):
     os.write(1, (line + "\\n").encode())

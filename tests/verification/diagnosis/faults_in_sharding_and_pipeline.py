@@ -236,8 +236,8 @@ def stand_in(self, given, data, missing, joint, *, step, stop):
         return _stand_in(self, given, data, missing, joint, step=step, stop=stop)
     spare = self._stand.spare(given, data)
     terms = passes.forward(self._parts, spare, step=step, index=given.num_micro, num_samples=1)
-    joint = joint or self._telling.joint(given, terms, stop=stop)
-    self._telling.send(joint)
+    joint = joint or self._reporter.joint(given, terms, stop=stop)
+    self._reporter.send(joint)
     passes.backward(self._parts, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
     return joint
 

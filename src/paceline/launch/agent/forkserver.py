@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import start_cleanup_process
 from paceline.launch.agent.respawn import RespawningWorkers
+from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.agent.supervisor import INHERITED
 from paceline.launch.environment_owner import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_owner
-from paceline.launch.failures.shared_status import STATUS_FD
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError
-from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.agent.shared_status import STATUS_FD, make_status_buffer, read_end, read_pulse, write_stop
 from paceline.launch.agent.signals import GENTLE, is_main_thread, stops_here
 from paceline.launch.failures.failure_record import (
     Failure,
@@ -35,7 +35,6 @@ from paceline.launch.failures.hang_detection import (
     still_waiting,
 )
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.shared_status import STATUS_FD, make_status_buffer, read_end, write_stop
 from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS, Watcher
 from paceline.launch.failures.stack_dumps import begin_stacks, has_signal_handler, process_state
 

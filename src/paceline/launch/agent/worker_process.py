@@ -18,9 +18,9 @@ from paceline.errors import ExitCode, called_exit
 from paceline.launch.agent.launcher_death import die_with_launcher
 from paceline.launch.agent.malloc_settings import configure_malloc
 from paceline.launch.agent.process_exit import end_python, exit_now, run_finish
+from paceline.launch.agent.shared_status import read_stop, write_end
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
-from paceline.launch.failures.shared_status import read_stop, write_end
 from paceline.launch.failures.stack_dumps import answer_with_stack
 from paceline.plugins import resolve
 from paceline.user_code import script_words

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,9 +30,9 @@ from paceline.errors import (
 )
 from paceline.filesystem.atomic_files import write_text
 from paceline.filesystem.disk_full import explain_refusal, is_full
+from paceline.launch.agent.shared_status import read_failure_text, write_failure_text
 from paceline.launch.environment_owner import ATTEMPT_FOLDER, own_rank
 from paceline.launch.failures.oom_detection import explain_lack, is_out_of_memory, out_of_memory, own_of, tightest_room
-from paceline.launch.failures.shared_status import read_failure_text, write_failure_text
 from paceline.user_code import is_users_own
 
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -122,16 +122,10 @@ def at_step(number: int) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def annotate_progress(told: Callable[[], str]) -> Iterator[None]:
-    """Add to an exception that leaves this block how far this rank was, in case other ranks were elsewhere."""
-    try:
-        yield
-    except BaseException as error:
-        text = told()
-        if text:
-            error.add_note(f"{_DOING}{text}")
-        raise
+def annotate_progress(error: BaseException, told: str) -> None:
+    """Add to an exception how far this rank was, in case other ranks were elsewhere."""
+    if told:
+        error.add_note(f"{_DOING}{told}")
 
 
 def step_of(error: BaseException) -> int:

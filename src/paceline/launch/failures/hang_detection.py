@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, RunError
-from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.agent.shared_status import read_pulse
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.stack_dumps import Stack, ask_stack, forks_of, process_state

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.agent.shared_status import read_pulse
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.hang_detection import SilentRank, all_silent, find_silent, silence_notice
 

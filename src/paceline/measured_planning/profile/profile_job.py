@@ -182,7 +182,8 @@ def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: i
             tally = FlopCounter(built.model, blocks=blocks_of(built.model))
             built.model.train()
             parts = built.step.parts
-            parts.tape.begin()
+            for tape in parts.tapes:
+                tape.begin()
             parts.reducer.begin()
             with tally.running():
                 tallies.append(tally)

@@ -125,7 +125,8 @@ def _lives(
             blocks, batches = blocks_of(built.model), [_batch(job, settings, *size) for size in sizes]
             built.model.train()
             parts = built.step.parts
-            parts.tape.begin()
+            for tape in parts.tapes:
+                tape.begin()
             parts.reducer.begin()
             _pass(parts, batches[0], samples=FEW, lives=None, heard=heard)
             found = [ActivationTracker(blocks=blocks) for _ in sizes]

@@ -31,7 +31,7 @@ from paceline.parallel.batchnorm.norm_tape import (
 from paceline.parallel.batchnorm.order_dependence import OrderNeed
 from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
 from paceline.parallel.batchnorm.statistics_reads import AccessPlaces, StatisticsReads
-from paceline.parallel.module_access.forward_numbers import ForwardNumbers
+from paceline.parallel.module_access.forward_numbers import ForwardNumbers, NumberTape
 from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import NormBase, in_backward
 
@@ -56,7 +56,6 @@ class MicrobatchStatistics:
         *,
         model: nn.Module,
         world: World,
-        enabled: bool = True,
         exact: bool = False,
         in_order: bool = True,
         can_wait: bool = False,
@@ -72,7 +71,7 @@ class MicrobatchStatistics:
         self._has_new_place = False
         self._now, self._counts = 0, True
         self._has_run = self._is_checked = False
-        self._layers = [open_tape(name, module) for name, module in norms_with_statistics(model)] if enabled else []
+        self._layers = [open_tape(name, module) for name, module in norms_with_statistics(model)]
         self._records = world.world_size > 1 or exact or not in_order
         self._numbers = _numbers_of(model, world=world, layers=self._layers) if self._records else None
         self._reads: StatisticsReads | None = None
@@ -169,7 +168,7 @@ class MicrobatchStatistics:
             JobError: statistics were written or used in a way that a single rank can't reproduce.
         """
         self._accesses.is_armed = False
-        if self._numbers is not None and (self._layers or self._numbers.is_watched):
+        if self._numbers is not None:
             for layer in self._layers:
                 self._leave(layer, by_value=not self._is_checked)
                 layer.end_momentum()
@@ -178,7 +177,6 @@ class MicrobatchStatistics:
                 return False
             if not self._is_settled(calls, num_micro=num_micro):
                 return False
-        if self._numbers is not None:
             self._tell(self._numbers.end(relayed=self._is_relayed))
         self._has_run = False
         return True
@@ -374,6 +372,32 @@ class MicrobatchStatistics:
             layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
             if not torch.compiler.is_compiling():
                 layer.look()
+
+
+def build_tapes(
+    model: nn.Module,
+    *,
+    world: World,
+    enabled: bool,
+    exact: bool,
+    in_order: bool,
+    can_wait: bool,
+    over_batch: bool,
+    compiles: bool,
+) -> list[MicrobatchStatistics | NumberTape]:
+    """Return the tapes that this model's steps need: none if it has no norm and nothing can differ from one process."""
+    if enabled and any(norms_with_statistics(model)):
+        tape = MicrobatchStatistics(
+            model=model,
+            world=world,
+            exact=exact,
+            in_order=in_order,
+            can_wait=can_wait,
+            over_batch=over_batch,
+            compiles=compiles,
+        )
+        return [tape]
+    return [NumberTape(model, world=world, over_batch=over_batch)] if world.world_size > 1 or exact else []
 
 
 def _numbers_of(model: nn.Module, *, world: World, layers: Sequence[NormTape]) -> ForwardNumbers:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.console.output import fitting_print, with_no_reader
 from paceline.events import Note
-from paceline.launch.agent.heartbeat import read_pulse
+from paceline.launch.agent.shared_status import read_pulse
 from paceline.launch.failures.failure_record import END_OF_TALK
 from paceline.reporting.sinks.jsonl import JsonlSink
 from paceline.run_folder.run_folder import RunFolder

@@ -18,8 +18,7 @@ from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.message_batching import MessageBatcher
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import StepContext
-from paceline.step.result import StepResult
-from paceline.step.step_reduction import FINGERPRINT, STOP, StepReduction
+from paceline.step.step_reduction import FINGERPRINT, STOP, StepReduction, StepResult
 from paceline.step.synchronous import SynchronousStep
 
 LAG = 8

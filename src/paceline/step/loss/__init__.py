@@ -1,1 +1,1 @@
-"""The loss contract: the values a user's loss returns, how they are summed, and how they are reported."""
+"""The loss contract: the values a user's loss returns, and how they are checked and summed."""

@@ -203,7 +203,7 @@ def _count(name: str, value: Any) -> Number:
         if value.device.type == "cpu":
             refuse_count(name, float(value))
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
-    number = as_number(value)
+    number = value if isinstance(value, int | float) else as_number(value)
     if number is None:
         raise JobError(
             f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.", hint=COUNT_HINT

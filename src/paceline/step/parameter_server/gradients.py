@@ -10,8 +10,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.data.order.leases import BatchShare
-from paceline.step.result import StepResult
-from paceline.step.step_reduction import STOP, StepReduction, StepTotals
+from paceline.step.step_reduction import STOP, StepReduction, StepResult, StepTotals
 
 LossTerms = Mapping[int, Mapping[str, tuple[float, float]]]
 

@@ -37,7 +37,7 @@ from paceline.step.parameter_server.model_state import held_by, row_tables
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import CONNECT_SECONDS, ConnectionAcceptor
 from paceline.step.replica_context import StepContext
-from paceline.step.result import AsyncScalars, StepResult
+from paceline.step.step_reduction import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 

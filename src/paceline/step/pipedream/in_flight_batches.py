@@ -11,8 +11,7 @@ from paceline.comm.process_group import World
 from paceline.step.loss.loss_return_value import Terms
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import LocalMicrobatch
-from paceline.step.result import StepResult
-from paceline.step.step_reduction import StepReduction
+from paceline.step.step_reduction import StepReduction, StepResult
 
 Counts = dict[str, Tensor] | None
 

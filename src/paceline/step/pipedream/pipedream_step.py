@@ -16,23 +16,19 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
-from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.schedule.lowering import with_messages
 from paceline.schedule.program import Action, Op
 from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, continuous
-from paceline.step.forward_backward import IdleReplica, loss_for_backward
-from paceline.step.loss.reporting import LossReporter, own_counts
+from paceline.step.forward_backward import IdleReplica, loss_for_backward, open_all
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipedream.in_flight_batches import Batch, Counts, Micro, add_over_replicas
 from paceline.step.pipedream.weight_versions import Weights, WeightVersions
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.pipeline.schedule_interpreter import Pipeline
 from paceline.step.replica_context import StepContext
-from paceline.step.result import StepResult
-from paceline.step.step_reduction import joint_counts
+from paceline.step.step_reduction import StepResult, joint_counts, own_counts
 from paceline.step.synchronous import SynchronousStep, writes_to
 from paceline.torch_internals.private_api import divide_all
-from paceline.torch_internals.pytree import to_device
 
 
 class PipeDreamStep(SynchronousStep):
@@ -119,8 +115,7 @@ class PipeDreamStep(SynchronousStep):
         return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
 
     def _admit(self, given: StepBatch) -> Batch:
-        device = self.parts.world.device
-        data = [self.parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        data = [self.parts.load(micro.data) for micro in given.micro]
         missing = self._stand.missing(given)
         spares = [self._stand.spare(given, data)] * missing if missing else []
         counts = self._work.counts([portion.data for portion in data])
@@ -216,7 +211,7 @@ class _Work:
         self._piped = piped
         self._names: list[str] | None = None
         self.tells = tells
-        self.telling = LossReporter(parts, tells=tells)
+        self.telling = parts.loss_reporter(tells=tells)
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
@@ -249,9 +244,10 @@ class _Work:
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
         """Run the user's forward, and on the last stage the loss."""
         micro, parts = self.micro.pop(microbatch), self._parts
-        parts.tape.at(micro.index, counts=micro.num_samples > 0)
+        for tape in parts.tapes:
+            tape.at(micro.index, counts=micro.num_samples > 0)
         parts.streams.enter(step=micro.batch.number, microbatch=micro.index)
-        with forward_runs(), parts.autocast():
+        with open_all(parts.around_forward):
             if micro.num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
             with parts.weightless():

@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
-from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.schedule.program import Action, Op, Program
-from paceline.step.forward_backward import IdleReplica, See, loss_for_backward
+from paceline.step.forward_backward import IdleReplica, See, loss_for_backward, open_all
 from paceline.step.generate import output_logits
 from paceline.step.loss.loss_return_value import Terms
-from paceline.step.loss.reporting import LossReporter
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipeline.schedule_interpreter import Pipeline, Watch
 from paceline.step.replica_context import LocalMicrobatch, StepContext
 from paceline.step.step_reduction import StepReduction
-from paceline.torch_internals.pytree import to_device
 
 Counts = dict[str, Tensor] | None
 
@@ -32,7 +29,7 @@ class PipelineForwardBackward:
         self._parts = parts
         self._piped = piped
         self.tells = piped.has_loss and parts.worlds.tp.rank == 0
-        self._telling = LossReporter(parts, tells=self.tells)
+        self._reporter = parts.loss_reporter(tells=self.tells)
         self._stand = IdleReplica(parts)
         self._pipelines: dict[Program, Pipeline] = {}
         self._watch: Watch | None = None
@@ -60,9 +57,8 @@ class PipelineForwardBackward:
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
         """Run this replica's microbatches, with weightless stand-ins if layers need equally many on all replicas."""
-        device = self._parts.world.device
-        data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
-        counts = self._telling.counts([portion.data for portion in data])
+        data = [self._parts.load(micro.data) for micro in given.micro]
+        counts = self._reporter.counts([portion.data for portion in data])
         missing = self._stand.missing(given)
         spares = [self._stand.spare(given, data)] * missing if missing else []
         work = _Work(self._parts, piped=self._piped, step=step, counts=counts)
@@ -73,11 +69,11 @@ class PipelineForwardBackward:
             program = self._piped.program(len(work.data))
             work.last = _num_backwards(program, rank=self._piped.world.rank)
             self._pipeline(program).run(work)
-        joint = self._telling.joint(given, next(iter(work.terms.values()), None), stop=stop)
+        joint = self._reporter.joint(given, next(iter(work.terms.values()), None), stop=stop)
         for place, terms in work.terms.items():
             if place < len(given.micro):
-                self._telling.put(joint, given.micro[place].index, terms)
-        self._telling.send(joint)
+                self._reporter.put(joint, given.micro[place].index, terms)
+        self._reporter.send(joint)
         joint.expect(counts or {})
         return joint, counts is None
 
@@ -88,7 +84,7 @@ class PipelineForwardBackward:
         portion = parts.portion(batch)
 
         def call() -> None:
-            with forward_runs(), parts.autocast():
+            with open_all(parts.around_forward):
                 with portion.inside():
                     output = parts.contract.forward(parts.model, portion.data)
                 see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
@@ -131,9 +127,10 @@ class _Work:
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         """Run the user's forward, and on the last stage the loss."""
         parts, (index, num_samples) = self._parts, self.micro[microbatch]
-        parts.tape.at(index, counts=num_samples > 0)
+        for tape in parts.tapes:
+            tape.at(index, counts=num_samples > 0)
         parts.streams.enter(step=self._step, microbatch=index)
-        with forward_runs(), parts.autocast():
+        with open_all(parts.around_forward):
             if num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
             with parts.weightless():
@@ -146,7 +143,8 @@ class _Work:
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Prepare the reducer: `last` is True only for the step's last backward, after which no gradient changes."""
         index, num_samples = self.micro[microbatch]
-        self._parts.tape.at(index, counts=num_samples > 0)
+        for tape in self._parts.tapes:
+            tape.at(index, counts=num_samples > 0)
         self.last -= 1
         self._parts.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
 

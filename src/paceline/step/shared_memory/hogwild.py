@@ -8,13 +8,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.data_parallel.reducer import LocalReducer
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.step.forward_backward import MicrobatchForwardBackward
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import StepContext
-from paceline.step.result import StepResult
+from paceline.step.step_reduction import StepResult
 from paceline.step.synchronous import SynchronousStep
 
 LAG = 8
@@ -27,9 +26,9 @@ class HogwildStep(SynchronousStep):
 
     def __init__(self, parts: StepContext, *, shared: SharedModel) -> None:
         parts.reducer.close()
-        parts.tape.close()
-        tape = MicrobatchStatistics(model=parts.model, world=parts.world, enabled=False)
-        parts = replace(parts, reducer=LocalReducer(named=parts.update.named), tape=tape)
+        for tape in parts.tapes:
+            tape.close()
+        parts = replace(parts, reducer=LocalReducer(named=parts.update.named), tapes=())
         super().__init__(parts, passes=MicrobatchForwardBackward(parts, alone=True))
         self._shared = shared
         self._late: dict[int, int] = {}

@@ -12,9 +12,9 @@ from paceline.comm.rank_threads import ThreadWorld
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
 from paceline.step.microbatches import StepBatch, split_over_replicas
 from paceline.step.replica_context import StepContext
-from paceline.step.result import StepResult
 from paceline.step.shared_memory.rng_turns import HostRandomness, HostRngTurns
 from paceline.step.shared_memory.thread_pool import ReplicaThreads
+from paceline.step.step_reduction import StepResult
 from paceline.step.synchronous import SynchronousStep
 
 

@@ -17,7 +17,7 @@ from paceline.config.settings import Settings
 from paceline.console.output import print_line
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.running_statistics import build_tapes
 from paceline.parallel.batchnorm.sync_batchnorm import synchronise
 from paceline.parallel.compression.build_codec import compression_notes
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
@@ -37,7 +37,7 @@ from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import DATA, Mesh
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.replica_context import ALONE, StepContext
+from paceline.step.replica_context import StepContext
 from paceline.step.shared_memory.rng_turns import HostRngTurns
 from paceline.step.step_rule import StepRequest
 from paceline.step.synchronous import SynchronousStep
@@ -316,8 +316,8 @@ def _parts(
         contract=contract,
         reducer=placed.reducer,
         context=placed.context,
-        tape=MicrobatchStatistics(
-            model=model,
+        tapes=build_tapes(
+            model,
             world=worlds.data,
             enabled=train.buffers == "fold",
             exact=train.exact,
@@ -332,7 +332,7 @@ def _parts(
         precision=train.precision,
         exact=train.exact,
         rounds=rounds,
-        turns=turns or ALONE,
+        turns=turns,
         take_back=placed.reducer.undo if isinstance(placed.reducer, ErrorFeedbackReducer) else do_nothing,
     )
 

@@ -39,10 +39,14 @@ class Length:
             limits.append(max(1, whole * per_epoch + min(per_epoch, math.ceil(rest / batch))))
         return min(limits, default=None)
 
-    def reached(self, cursor: Cursor, *, tokens: float, total: int | None) -> bool:
-        """Return True if the run is over at this cursor."""
-        if total is not None and cursor.step >= total:
-            return True
+    @property
+    def is_open(self) -> bool:
+        """True if a limit may end the run before `total_steps`: tokens, or samples and epochs of a stream."""
+        is_stream = self.epoch_samples is None
+        return self.tokens is not None or (is_stream and (self.samples is not None or self.epochs is not None))
+
+    def reached(self, cursor: Cursor, *, tokens: float) -> bool:
+        """Return True if one of these limits is reached at this cursor."""
         if self.tokens is not None and tokens >= self.tokens:
             return True
         if self.samples is not None and self.epoch_samples is None and cursor.samples >= self.samples:

@@ -30,7 +30,7 @@ def can_replay(built: TrainingSetup) -> bool:
     It can't if a forward meets or waits for other ranks, if ranks hold or see parts, or if the loss is scaled.
     """
     parts, everybody = built.step.parts, built.worlds.data.world_size == built.world.world_size
-    is_apart = not (parts.needs_equal_microbatches or parts.tape.waits)
+    is_apart = not (parts.needs_equal_microbatches or any(tape.waits for tape in parts.tapes))
     return is_apart and built.update.scaler is None and built.kept.is_whole and everybody
 
 
@@ -43,10 +43,12 @@ def own_gradients(
     """
     parts, found = built.step.parts, {}
     targets = {member.name: member.parameter for member in built.named if member.name in names}
-    parts.tape.begin()
+    for tape in parts.tapes:
+        tape.begin()
     for micro in given.micro:
         parts.streams.enter(step=built.step.step, microbatch=micro.index)
-        parts.tape.at(micro.index)
+        for tape in parts.tapes:
+            tape.at(micro.index)
         batch = to_device(micro.data, parts.world.device)
         with built.step.autocast():
             output = parts.contract.forward(parts.model, batch)
@@ -59,7 +61,8 @@ def own_gradients(
                 raise
             return None
         found[micro.index] = flatten_gradients(dict(zip(names, gradients, strict=True)), targets)
-    parts.tape.begin()
+    for tape in parts.tapes:
+        tape.begin()
     return found
 
 
