@@ -70,7 +70,7 @@ BucketReducer.finish = finish
         should="Each rank's loss was divided by its own count of targets, not the joint one: a mean of means.",
         says=("count",),
         code="""
-from paceline.step.loss import reporting as telling
+from paceline.step import step_reduction as telling
 _joint_counts = telling.joint_counts
 SPACE = 32
 
