@@ -200,7 +200,7 @@ def send(self, message):
     counts = message.kind is MessageKind.PUSH and os.environ["RANK"] == "3" and os.environ.get("PACELINE_START_NUMBER", "1") == "1"
     pushes.extend([1] if counts else [])
     if counts and len(pushes) == int(os.environ["NTH"]):
-        left, through = int(os.environ["PARTS"]), self._done  # of a message: its head, its words, the gradient
+        left, through = int(os.environ["PARTS"]), self._complete  # of a message: its head, its words, the gradient
 
         def done(move, tensor):
             nonlocal left
@@ -209,7 +209,7 @@ def send(self, message):
             left -= 1
             through(move, tensor)
 
-        self._done = done
+        self._complete = done
     plain(self, message)
 
 Connection.send = send
@@ -590,7 +590,7 @@ def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
         for one in found:
             assert one is not None
             books.push(one[0])
-        books.take(books.ready())
+        books.record_update(books.ready())
         state.version += step % 2
 
 
