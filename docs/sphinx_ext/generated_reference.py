@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from paceline.commands.command_table import VERBS
+from paceline.commands.help_page import EXAMPLES, help_page
 from paceline.config.loading import default_of, known_settings, range_of
 from paceline.config.settings import Settings
 
@@ -28,14 +29,13 @@ def _command(name: str) -> str:
     texts, hints = _field_docstrings(verb.option_class()), get_type_hints(verb.option_class(), include_extras=True)
     positional = [field for field in fields(verb.option_class()) if _is_positional(hints[field.name])]
     named = [field for field in fields(verb.option_class()) if field not in positional]
-    words = [field.name.upper() if field.default is MISSING else f"[{field.name.upper()}]" for field in positional]
-    usage = ["paceline", name, *words, "[options]", *(["[--train.steps 100 ...]"] if verb.takes_settings else [])]
+    usage = help_page(name, verb.option_class(), takes_settings=verb.takes_settings).partition("\n")[0]
     lines = [f"### `paceline {name}`", "", _cell(inspect.getdoc(verb.option_class()) or ""), ""]
-    lines += ["```text", " ".join(usage), "```", ""]
+    lines += ["```text", usage.removeprefix("usage: "), EXAMPLES[name], "```", ""]
     lines += ["| option | meaning | value | default |", "| --- | --- | --- | --- |"]
     for field in [*positional, *named]:
         flag = field.name.upper() if field in positional else f"--{field.name.replace('_', '-')}"
-        kind = "flag" if hints[field.name] is bool else _kind(hints[field.name])
+        kind = "flag" if bool in (hints[field.name], *get_args(hints[field.name])) else _kind(hints[field.name])
         cells = (f"`{flag}`", _cell(texts.get(field.name, "")), kind, _default(field))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

@@ -35,14 +35,17 @@ class Starting:
     """The options shared by the verbs that start processes."""
 
     job: _Job
+    """job.py, job.py:NAME or pkg.module:NAME."""
     ranks: int | None = None
     """Number of processes on this machine; default: one per GPU, or 1."""
     layout: str | None = None
-    """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp, ep, axes: pp=2,dp_shard=2, or auto; default: ddp."""
+    """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp or ep; several axes: pp=2,dp_shard=2; or auto;
+    default: ddp, or what `--update` needs."""
     update: str = "sync"
-    """sync; a pipeline: pipedream, or 2bw; ddp: hogwild, or ps; sites: local,every=8, or diloco,every=500."""
+    """The update rule: sync; with pp: pipedream or 2bw; with ddp: hogwild or ps; with replicas as sites:
+    local,every=8 or diloco,every=500."""
     compress: str = "none"
-    """How ddp sends gradients: none, bf16, fp16, int8,block=256, powersgd,rank=4, topk,ratio=0.01."""
+    """How ddp sends gradients: none, bf16, fp16, int8,block=256, powersgd,rank=4 or topk,ratio=0.01."""
     device: str = "auto"
     """auto, cpu or cuda."""
     config: Path | None = None
@@ -50,7 +53,7 @@ class Starting:
     run_dir: str | None = None
     """The run folder. If it holds a checkpoint, the run is resumed."""
     faults: str = ""
-    """Break the run on purpose: "kill rank=1 step=50"."""
+    """Faults to inject, to test a run: "kill rank=1 step=50"."""
     dry_run: bool = False
     """Check everything that can be checked, and start nothing."""
     json: bool = False
@@ -64,7 +67,7 @@ class TrainOptions(Starting):
     resume: str | None = None
     """Resume this run or checkpoint; `--resume` alone (or `newest`) resumes the job's newest run."""
     allow: str = ""
-    """Differences to accept on resume, by name: model,data,seed,..."""
+    """Names of the differences to accept when the run is resumed: model,data,seed,..."""
     evaluate_first: bool = False
     """Evaluate before the first step."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
@@ -75,10 +78,12 @@ class TrainOptions(Starting):
 class VerifyOptions(Starting):
     """Check a layout, an update rule or compressed gradients against one process."""
 
+    run_dir: str | None = None
+    """The folder for the result and the logs."""
     steps: int = 3
     """Number of steps to compare."""
     against: str = "single"
-    """The reference: one process, written naively."""
+    """The reference: single, one process written naively."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,7 @@ class NewOptions:
     """Write an example job."""
 
     name: _Job
-    """text, digits or hf."""
+    """The example: text, digits or hf."""
     json: bool = False
     """Print the file's path as JSON."""
 
@@ -114,6 +119,7 @@ class ConfigOptions:
     """Print every setting of a job, its value, and where the value comes from."""
 
     job: _Job
+    """job.py, job.py:NAME or pkg.module:NAME."""
     config: Path | None = None
     """A TOML file of settings."""
     json: bool = False
@@ -137,9 +143,9 @@ class CompareOptions:
     """Compare runs side by side, or layouts of one job."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """RUN RUN, or JOB with --layouts."""
+    """Two runs or recordings; with --layouts: one job, as job.py."""
     layouts: tuple[str, ...] = ()
-    """Run the job in each: --layouts single ddp."""
+    """Train the job for a few steps in each: --layouts single ddp."""
     ranks: int | None = None
     """With --layouts: number of processes on this machine."""
     steps: int = 8
@@ -149,7 +155,7 @@ class CompareOptions:
     config: Path | None = None
     """With --layouts: a TOML file of settings."""
     run_dir: str | None = None
-    """With --layouts: a folder for the runs."""
+    """With --layouts: the folder for the runs."""
     dry_run: bool = False
     """Check everything that can be checked, and start nothing."""
     page: Path = Path("compare.html")
@@ -163,7 +169,7 @@ class CkptOptions:
     """List, verify, compare, consolidate or prune checkpoints."""
 
     what: _Job
-    """ls, verify, diff, consolidate or prune."""
+    """What to do: ls, verify, diff, consolidate or prune."""
     run: _Run = None
     """A run, or a checkpoint in it; default: the newest run."""
     other: _Run = None

@@ -1,4 +1,4 @@
-"""The page that `paceline VERB --help` prints: usage, an example, options in three groups, and common settings."""
+"""The page that `paceline VERB --help` prints: usage, an example, options in four groups, and common settings."""
 
 import ast
 import sys
@@ -33,8 +33,13 @@ SETTINGS = {
     "checkpoint.every": ("N", "save every N steps"),
     "job.NAME": ("VALUE", "a parameter of make_job, such as --job.lr 1e-3"),
 }
-_WHERE = ("ranks", "layout", "layouts", "device", "cluster", "run_dir", "page", "to")
-_CHECK = ("dry_run", "faults", "verbose", "json")
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "where": ("ranks", "layout", "layouts", "device", "cluster", "run_dir"),
+    "what": (),  # all that no other group names
+    "check": ("dry_run", "faults"),
+    "output": ("page", "to", "verbose", "json"),
+}
+_NAMED = {name for names in _GROUPS.values() for name in names}
 _COLUMN, _WIDTH = 32, 110
 _SHORT = {"verbose": "-v, "}
 _VALUES = {
@@ -44,6 +49,7 @@ _VALUES = {
     "to": "FOLDER",
     "resume": "RUN",
     "allow": "NAMES",
+    "failures": "TIME",
 }
 _POSITIONAL = ("name", "job", "what", "run", "runs", "other")
 
@@ -58,10 +64,10 @@ def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
     lines += [*textwrap.wrap(" ".join((options.__doc__ or "").split()), _WIDTH), f"  {EXAMPLES[verb]}"]
     if any(told.get(field.name) for field in positional):
         lines += ["", *(line for field in positional for line in _row(_place(field), told.get(field.name, "")))]
-    for title, names in (("where", _WHERE), ("what", ()), ("check", _CHECK)):
-        group = [f for f in named if (f.name in names if names else f.name not in (*_WHERE, *_CHECK))]
+    for title, names in _GROUPS.items():
+        group = [field for field in named if (field.name in names if names else field.name not in _NAMED)]
         rows = [line for field in group for line in _option(field, kinds[field.name], told.get(field.name, ""))]
-        rows += _row("-h, --help", "Print this page.") if title == "check" else []
+        rows += _row("-h, --help", "Print this page.") if title == "output" else []
         lines += ["", title, *rows] if rows else []
     if takes_settings:
         lines += ["", "settings: the ten most used; `paceline config JOB` prints all"]
@@ -72,7 +78,7 @@ def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
 def _place(field: "Field[object]") -> str:
     word = field.name.removesuffix("s").upper()
     if field.name == "runs":
-        return f"{word} [{word}]"
+        return f"{word} {word} | JOB --layouts A B"
     return word if field.default is MISSING else f"[{word}]"
 
 
@@ -80,8 +86,9 @@ def _option(field: "Field[object]", kind: Any, text: str) -> Iterator[str]:
     flag = f"{_SHORT.get(field.name, '')}--{field.name.replace('_', '-')}"
     default = field.default
     is_said = "default:" in text or default in (None, False, "", (), MISSING)
+    shown = f"{default:g}" if isinstance(default, float) else default
     yield from _row(
-        f"{flag} {_value(field.name, kind)}".rstrip(), text if is_said else f"{text.rstrip('.')}; default: {default}."
+        f"{flag} {_value(field.name, kind)}".rstrip(), text if is_said else f"{text.rstrip('.')}; default: {shown}."
     )
 
 
@@ -90,7 +97,13 @@ def _value(name: str, kind: Any) -> str:
     inner = [one for one in get_args(kind) if one is not type(None)]
     if get_origin(kind) is tuple:
         return "A B ..."
-    known: dict[Any, str] = {bool: "", int: "N", float: "X", Path: "FILE", str: name.upper()}
+    known: dict[Any, str] = {
+        bool: "",
+        int: "N",
+        float: "X",
+        Path: "FILE",
+        str: "REFERENCE" if name == "against" else name.upper(),
+    }
     return _VALUES.get(name, known.get(inner[0] if inner else kind, ""))
 
 

@@ -51,6 +51,7 @@ class PlanOptions:
     """Find which layouts of a job fit, how fast they are, and why the others do not fit."""
 
     job: Annotated[str, tyro.conf.Positional]
+    """A job, or a Hugging Face config: config.json, its folder, or transformers:LlamaConfig."""
     cluster: str = "here"
     """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
     layout: str | None = None
@@ -60,13 +61,13 @@ class PlanOptions:
     against: Path | None = None
     """A plan.json or its folder: compare with its recommended layout."""
     page: Path | None = None
-    """An HTML page to write, with pictures."""
+    """An HTML page to write, with pictures of the layouts."""
     ranks: int | None = None
     """With --cluster here: number of processes on this machine."""
     device: str = "auto"
     """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
-    """With --cluster here: time limit for timing layouts; 0 times nothing; default: 60 with the probe."""
+    """With --cluster here: seconds for timing layouts; 0 times none; default: 60, machine benchmark included."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
