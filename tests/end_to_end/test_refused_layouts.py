@@ -78,7 +78,7 @@ EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "offload to nowhere": ("fsdp,offload=disk", 2, (), "'disk' is not known"),
     "no stages a rank": ("pp,virtual=0", 2, (), "virtual=0 is not a number"),
     "more stages a rank than 1f1b has": ("pp,virtual=2", 2, (), "'1f1b' has 1 stage on each rank, but 2 are requested"),
-    "more stages a rank than a V has": ("pp,schedule=zb_v,virtual=3", 2, (), "'zbv' has 2 stages on each rank"),
+    "more stages a rank than a V has": ("pp,schedule=zbv,virtual=3", 2, (), "'zbv' has 2 stages on each rank"),
     "unknown remat": ("ddp,remat=half", 2, (), "remat=half is not a policy"),
     "remat of every none": ("ddp,remat=every", 2, (), "every needs a count of blocks"),
     "remat that says too much": ("ddp,remat=full:mm", 2, (), "full takes no option 'mm'"),

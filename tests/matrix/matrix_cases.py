@@ -7,14 +7,14 @@ from typing import Any
 from paceline.config.layout import LayoutKind, parse_layout
 
 MODELS = ("text", "digits", "llama", "gpt2", "bert", "t5", "vit", "mixtral", "nano")
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "zb_h1", "zb_v")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model of the zoo with its arguments, a layout, and the settings. `micro` is the microbatch's size.
 
-    `checks`: `start` (digest of what was built), `float64` and `fp32` (lock-step), `final` (digest after `steps`).
+    `checks`: `start` (digest of what was built), `float64` and `fp32` (lockstep), `final` (digest after `steps`).
     """
 
     model: str
@@ -74,13 +74,13 @@ MIXTURES: dict[int, list[str]] = {
         "pp=2,dp_shard=2,zero=1",
         "pp=2,dp_shard=2,zero=2,schedule=zb_h1",
         "pp=2,dp_shard=2",
-        "pp=2,dp_shard=2,schedule=interleaved_1f1b,remat=full",
+        "pp=2,dp_shard=2,schedule=interleaved,remat=full",
         "dp_replicate=2,tp=2",
         "dp_shard=2,tp=2",
         "dp_shard=2,tp=2,zero=1",
         "dp_shard=2,tp=2,sequence=true,remat=full",
         "pp=2,tp=2",
-        "pp=2,tp=2,schedule=zb_v",
+        "pp=2,tp=2,schedule=zbv",
         "dp_replicate=2,cp=2",
         "dp_shard=2,cp=2",
         "dp_shard=2,cp=2,zero=1",

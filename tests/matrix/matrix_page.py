@@ -32,6 +32,11 @@ The models from `transformers` are unmodified and built from their configs (four
 `{command}` writes this page. `make soak` runs all of it.
 
 """
+_SUMMARY = """Each row stands for one kind of layout: all its rows in the table of single layouts below, with any number of ranks and,
+for `pp`, any schedule. A cell shows the weakest result of these rows: *rounding* if one of them is rounding, *bitwise* if
+all are bitwise, *refused* if all are refused. The last row counts the rows of the table of mixtures, which combine
+several axes or options: *n of m* means that n of m mixtures train and equal one process, and the others are refused.
+"""
 
 
 def patterns() -> list[str]:
@@ -60,7 +65,7 @@ def matrix(results: Sequence[dict[str, Any]], *, command: str, versions: str) ->
     single = [row for row in _rows(results) if is_single(row[0])]
     mixed = [row for row in _rows(results) if not is_single(row[0])]
     parts = [
-        "## Summary\n",
+        f"## Summary\n\n{_SUMMARY}",
         short(results),
         "## Single layouts\n",
         _table(single, results, models, reasons),

@@ -20,10 +20,10 @@ TEXT = (
     *("dp_replicate=2,tp=4", "dp_replicate=4,tp=2", "dp_shard=4,tp=2", "dp_shard=2,tp=4,zero=1", "pp=2,tp=4"),
     *("dp_replicate=4,cp=2", "dp_shard=4,cp=2", "dp_shard=2,cp=4,zero=1", "pp=2,cp=4"),
     *("cp=4,tp=2", "pp=2,cp=2,tp=2", "dp_shard=2,tp=4,sequence=true"),
-    *("pp=2,dp_replicate=4", "pp=2,dp_shard=4", "pp=2,dp_shard=4,zero=1", "pp=4,dp_replicate=2,schedule=zb_v"),
-    *("pp=4,dp_shard=2,zero=2,schedule=zb_h1", "pp=2,dp_replicate=2,dp_shard=2,schedule=interleaved_1f1b"),
+    *("pp=2,dp_replicate=4", "pp=2,dp_shard=4", "pp=2,dp_shard=4,zero=1", "pp=4,dp_replicate=2,schedule=zbv"),
+    *("pp=4,dp_shard=2,zero=2,schedule=zb_h1", "pp=2,dp_replicate=2,dp_shard=2,schedule=interleaved"),
 )
-DEEP = ("pp,schedule=interleaved_1f1b", "pp,schedule=breadth_first", "pp,schedule=zb_v")
+DEEP = ("pp,schedule=interleaved", "pp,schedule=breadth_first", "pp,schedule=zbv")
 EXPERTS = (
     *("ep", "dp_shard=8,ep=8", "dp_shard=8,ep=8,zero=1", "dp_replicate=8,ep=4", "dp_shard=8,ep=2"),
     *("dp_replicate=2,dp_shard=4,ep=4", "pp=2,dp_replicate=4,ep=4", "pp=2,dp_shard=4,ep=2"),

@@ -18,7 +18,7 @@ from tests.matrix.matrix_cases import MODELS, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 COVERING = (
-    "gpt2:zero1:2", "bert:pp,schedule=zb_h1:2", "digits:zero2:2", "vit:tp:2", "nano:pp,schedule=interleaved_1f1b:2",
+    "gpt2:zero1:2", "bert:pp,schedule=zb_h1:2", "digits:zero2:2", "vit:tp:2", "nano:pp,schedule=interleaved:2",
     "digits:pp,schedule=1f1b:2", "llama:cp,remat=full:2", "t5:tp:2", "text:pp=2,dp_shard=2:4", "mixtral:dp_shard=2,ep=2,cp=2:4",
 )  # fmt: skip
 _EQUAL = ("bitwise", "rounding")

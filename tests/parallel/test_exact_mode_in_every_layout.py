@@ -15,7 +15,7 @@ ABOVE = (
     "single:1",
     "ddp:2",
     "fsdp:2",
-    "pp,schedule=zb_v:2",
+    "pp,schedule=zbv:2",
     "tp:2",
     "cp:2",
     "ep:2",
@@ -24,22 +24,22 @@ ABOVE = (
 )
 EXACT = ("text", "llama")
 SHORT = (
-    "single:1", "ddp:2", "fsdp:2", "pp,schedule=zb_v:2", "pp=2,dp_shard=2:4",
+    "single:1", "ddp:2", "fsdp:2", "pp,schedule=zbv:2", "pp=2,dp_shard=2:4",
 )  # fmt: skip
-TIED = ("single:1", "pp,schedule=zb_v:2", "pp=2,dp_shard=2:4")
+TIED = ("single:1", "pp,schedule=zbv:2", "pp=2,dp_shard=2:4")
 TIED_LONG = (
     *("single:1", "threads:2", "ddp:2", "zero1:2", "zero2:2", "pp:3"),
     *(f"pp,schedule={schedule}:2" for schedule in SCHEDULES),
     *("pp=2,dp_replicate=2:4", "pp=2,dp_shard=2,zero=1:4", "pp=2,dp_shard=2,zero=2,schedule=zb_h1:4"),
 )  # fmt: skip
-FULLY = ("fsdp:2", "hsdp:4", "pp=2,dp_shard=2:4", "pp=2,dp_shard=2,schedule=zb_v:4")
+FULLY = ("fsdp:2", "hsdp:4", "pp=2,dp_shard=2:4", "pp=2,dp_shard=2,schedule=zbv:4")
 LONG = (
     *("single:1", "threads:2", "ddp:2", "ddp:3", "ddp:8", "zero1:2", "zero1:4", "zero2:2", "zero2:3", "fsdp:2"),
     *("fsdp:3", "fsdp:8", "fsdp,remat=full:4", "hsdp:4", "hsdp,zero=1:4", "hsdp,zero=2:4", "pp:3", "pp:4"),
     *(f"pp,schedule={schedule}:2" for schedule in SCHEDULES),
     *("pp,schedule=gpipe:4", "pp,schedule=zb_h1:4", "pp=2,dp_replicate=2:4", "pp=2,dp_shard=2,zero=1:4"),
-    *("pp=2,dp_shard=2,zero=2,schedule=zb_h1:4", "pp=2,dp_shard=2:4", "pp=2,dp_shard=2,schedule=zb_v:4"),
-    *("pp=2,dp_shard=2,schedule=interleaved_1f1b,remat=full:4", "pp=2,dp_replicate=2,remat=full:4"),
+    *("pp=2,dp_shard=2,zero=2,schedule=zb_h1:4", "pp=2,dp_shard=2:4", "pp=2,dp_shard=2,schedule=zbv:4"),
+    *("pp=2,dp_shard=2,schedule=interleaved,remat=full:4", "pp=2,dp_replicate=2,remat=full:4"),
     *("pp=2,dp_replicate=2,dp_shard=2:8", "pp=4,dp_shard=2,zero=1:8", "pp=2,dp_shard=4,schedule=breadth_first:8"),
     *("hsdp,dp_shard=2:8", "pp=2,dp_replicate=2,dp_shard=2,zero=2:8"),
     *("zero1:3", "ddp:5", "zero1:6", "hsdp,dp_shard=3:6", "pp=3,dp_shard=2:6", "pp=3,dp_replicate=2,schedule=1f1b:6"),
@@ -47,7 +47,7 @@ LONG = (
     *("pp=4,dp_shard=2,zero=2,schedule=naive:8",),
 )
 START = (
-    *("zero2:3", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4", "pp=2,tp=2,schedule=zb_v:4", "dp_shard=2,cp=2:4"),
+    *("zero2:3", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4", "pp=2,tp=2,schedule=zbv:4", "dp_shard=2,cp=2:4"),
     *("dp_replicate=2,dp_shard=2,ep=2:4", "fsdp:8", "pp=2,dp_replicate=2,dp_shard=2:8"),
 )
 

@@ -269,7 +269,7 @@ job = pl.Job(
 """
 
 
-@pytest.mark.parametrize("layout", ["pp", pytest.param("pp,schedule=zb_v", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layout", ["pp", pytest.param("pp,schedule=zbv", marks=pytest.mark.soak)])
 def test_an_overflow_on_one_stage_is_every_stage_s(shop: Shop, layout: str) -> None:
     """The first steps overflow at torch's first scale: skipped on all stages, and the rest is one process's training."""
     shop.write("job.py", JOB)
