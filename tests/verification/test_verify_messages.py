@@ -116,7 +116,7 @@ def test_a_state_is_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_complex_tables_are_compared_in_both_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(job_of(), model=Turned)
     answer = verify(job, None, monkeypatch)
-    assert said(answer) and [rung["name"] for rung in answer["rungs"]][1] == "lock-step in float64"
+    assert said(answer) and [rung["name"] for rung in answer["rungs"]][1] == "lockstep in float64"
 
     def spoil(built: Any) -> None:
         built.model.turns.imag.mul_(1.001)
@@ -136,7 +136,7 @@ def test_parameters_of_the_loss_are_named(is_closure: bool, monkeypatch: pytest.
 
 def test_class_weights_are_in_float64_too(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [rung["name"] for rung in verify(job_of(loss=Weighted()), None, monkeypatch)["rungs"]]
-    assert "lock-step in float64" in names
+    assert "lockstep in float64" in names
 
 
 def two_terms(mark: float) -> Any:

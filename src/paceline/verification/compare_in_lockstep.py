@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Lockstep:
-    """A lock-step comparison that runs on every rank; rank 0 holds the reference and judges."""
+    """A lockstep comparison that runs on every rank; rank 0 holds the reference and judges."""
 
     def __init__(self, *, built: TrainingSetup, reference: Reference | None, say: Say) -> None:
         self._built = built

@@ -80,7 +80,7 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
         for dtype, name in _precisions(ready, world, rungs[0].result):
             rules_out = "samples, gradients, loss, buffers or optimizer that differ"
             climb = _lockstep(ready, world, dtype, name, places, scale)
-            rungs.append(_rung(f"lock-step in {name}", rules_out, climb))
+            rungs.append(_rung(f"lockstep in {name}", rules_out, climb))
         if all(rung.result.verdict != DIFFERENT for rung in rungs):
             rungs.append(
                 _rung(

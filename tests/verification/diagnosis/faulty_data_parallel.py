@@ -52,7 +52,7 @@ class Bed:
         self._last: dict[str, Tensor] = {}
 
     def run(self, places: Sequence[RunPosition]) -> RungResult:
-        """Lock-step over these places, as `verify` does it."""
+        """Lockstep over these places, as `verify` does it."""
         self._compare_start()
         for at in places:
             self._take_over()
