@@ -102,14 +102,14 @@ class RunError(PacelineError):
 
 
 class DataError(RunError):
-    """The data broke its promise while it was read."""
+    """Reading the data failed, or gave something else than before."""
 
 
 class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run was set to stop then. `step` is the step it happened in.
 
-    `no_target`: a loss term had none, which is the cause whatever the inputs hold. `broken`: the microbatches and terms
-    whose loss was not finite, if the step knows them.
+    `no_target`: a loss term had no target; this is the cause, and the inputs are not checked. `broken`: the
+    microbatches and terms whose loss was not finite, if the step knows them.
     """
 
     step: int | None = None

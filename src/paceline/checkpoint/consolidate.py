@@ -36,12 +36,12 @@ def consolidate(
                 raise SaveError(f"the run folder {folder.parent} was moved or removed.", where=str(folder))
             with as_checkpoint_error("the consolidated weights", folder):
                 if folder.exists() and not folder.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # it is the user's, and stays
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # the user's own file
                 write_folder(folder, _tensors(listing, wholes), config=_as_json(config), most_bytes=most_bytes)
         except CheckpointError as error:
             problem = error
     for _ in wholes if not listing.weights.is_whole else ():
-        pass  # the others take part in putting each together, and so does a first rank that can't write it
+        pass  # a collective call for each tensor: also on the other ranks, and on a first rank that can't write
     if not listing.weights.is_whole:
         raise_for_all(world, problem)
     elif problem is not None:

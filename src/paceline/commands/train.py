@@ -66,7 +66,7 @@ def train(
 
 
 def came_to(answer: CommandOutcome) -> dict[str, Any]:
-    """Return the last step, the last evaluation and (if written) the weights' digest of a run that ended whole."""
+    """Return the last step, the last evaluation and (if written) the weights' digest of a run that completed."""
     run = RunFolder(answer.run)
     latest = pointed_checkpoint(run.checkpoints, LATEST)
     if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:

@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` are the requested axes; `REST` stands for what the number of ranks leaves.
+    """A layout. `sizes` are the requested axes; `REST` stands for the size that follows from the number of ranks.
 
     `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: replicas as threads, None if the ranks decide.
     """
@@ -111,7 +111,7 @@ def parse_layout(text: str) -> Layout:
     """Parse `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 
     Raises:
-        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` make a layout of.
+        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` accept.
     """
     problems: list[PacelineError] = []
     kind, sizes, options = LayoutKind.AXES, dict[str, int](), dict[str, str]()

@@ -23,7 +23,7 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.profiling.model_tracing.fake_execution import FakeStorages
 from paceline.torch_internals.dispatch_modes import hide_from_modes
 
-_COPIED_BYTES = 1 << 16  # of a message: what describes it is there, the numbers of what it brings are not
+_COPIED_BYTES = 1 << 16  # of a message: enough for its description; its values do not exist here
 _TIMEOUT_SECONDS = 3600.0
 _LOOK_SECONDS = 0.2
 

@@ -125,7 +125,7 @@ def zbv(*, ranks: int, micro: int, virtual: int) -> list[Order]:
     """Run zero-bubble V, after the figure of Qi et al. 2024 (arXiv 2405.15362): a fixed pattern, no search.
 
     No rank holds more than `2 * ranks` activations of its half-size stages, each until its weight gradients are done:
-    as much as 1F1B's first rank. The paper frees part of an activation after I; that is not counted on here. If F, I
+    as much as 1F1B's first rank. The paper frees part of an activation after I; this bound does not use it. If F, I
     and W take equal time and `micro >= 2 * (ranks - 1)`, each rank is idle for `ranks - 1` of them only.
     """
     return [_zbv_order(rank, ranks=ranks, micro=micro) for rank in range(ranks)]

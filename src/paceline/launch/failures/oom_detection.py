@@ -27,7 +27,7 @@ _PARTS = (  # by where the outermost of torch's own frames is
 _GROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _PROCESS = {"address space": "VmSize", "data": "VmData"}
-_NO_LIMIT = 1 << 60  # what the first version of control groups says for none is near 2^63
+_NO_LIMIT = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _groups(group: Path = _GROUP, own: Path = _OWN_GROUPS) -> list[Path]:
 def explain_lack(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    The argument is the text of an error. Return None if it has, or may have, another reason: a bus error names none.
+    The argument is the text of an error. Return None for any other reason, and for a bus error, which gives none.
     """
     words = text.lower()
     if any(word in words for word in _NO_FILES):

@@ -69,7 +69,7 @@ class OrderNeed:
         if self.is_bypassed:
             raise JobError(
                 f"{self.why}.",
-                cause="F.batch_norm(x, layer.running_mean, ...), code that assigns to them, a layer with its own rule",
+                cause="F.batch_norm(x, layer.running_mean, ...), code that assigns to statistics, or a custom layer",
                 hint=f"call the layer itself; or {way}; or --train.buffers broadcast",
             )
 

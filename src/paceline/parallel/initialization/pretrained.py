@@ -41,7 +41,7 @@ class FromFiles:
     apiece: bool = False
 
     def apart(self) -> "FromFiles":
-        """Return the same source for a model that will be sharded; it reads names and shapes from an uncut copy."""
+        """Return the same source for a model that will be sharded; it reads names and shapes from an unsharded copy."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:

@@ -161,7 +161,7 @@ def load_into(
 
     Args:
         parts: by first name; a missing tensor is wanted whole.
-        new: prefixes of tensors that the files need not have.
+        new: prefixes of tensors that may be missing in the files.
         ignored: tells which tensors of the files the model may lack.
 
     Raises:

@@ -11,7 +11,7 @@ from paceline.verification.diagnosis.hypotheses import GradientFacts
 
 
 def explain_swapped(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
-    """Return which pairs of equal size have swapped gradients, on one rank or all; None unless that explains all."""
+    """Return which pairs of equal size have swapped gradients, on one rank or all; None if other differences remain."""
     left = list(range(len(evidence)))
     said: list[str] = []
     for one, other in combinations(range(len(evidence)), 2):

@@ -1,8 +1,8 @@
 """A one-process reference that compresses as several replicas do, for `--compress`.
 
 It runs the replicas in turn, each with its own error-feedback memory, and compresses one parameter and one block at a
-time, as the papers describe it. From the package it takes the numbers that define a method, and the start of a power
-iteration; nothing of how gradients are packed and sent.
+time, as the papers describe it. From the package it uses the numbers that define a method, and the start of a power
+iteration, but no code that packs or sends gradients.
 """
 
 from collections.abc import Iterator, Sequence

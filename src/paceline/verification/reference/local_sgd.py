@@ -1,7 +1,7 @@
-"""A one-process reference for local SGD: sites that train separately and meet now and then, run in turn.
+"""A one-process reference for local SGD: sites that train separately and synchronise at intervals, run in turn.
 
 It is the reference of `--update local` and `diloco`, written naively: whole models in dictionaries, the outer step by
-its formula. From the package it takes only when each fragment is sent, as numbers.
+its formula. From the package it uses only the steps at which each fragment is sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

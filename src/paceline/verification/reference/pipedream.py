@@ -1,7 +1,7 @@
 """A one-process reference for pipelines without flush, which run each microbatch on weights of several versions.
 
 It is the reference of `--update pipedream` and `2bw`, written naively: it keeps the whole model after every update and
-assembles, before each microbatch, what its stages would hold. From the package it takes only the rule, as numbers.
+assembles, before each microbatch, what its stages would hold. From the package it uses only the numbers of the rule.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

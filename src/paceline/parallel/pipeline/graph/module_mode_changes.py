@@ -76,9 +76,9 @@ class ModeChangeCheck:
 
     @contextmanager
     def only_hearing(self) -> Iterator[None]:
-        """Check during the next forward that the hooks added by this one only observe inputs and outputs.
+        """Check that the hooks that the last forward added only observe, while a second forward runs in this context.
 
-        A graph contains the flow of what they observe; on a stage the hooks don't exist.
+        The exported graph contains the values that such hooks pass on, and a stage has no hooks.
 
         Raises:
             LayoutError: a hook changes something, or is a backward hook.
