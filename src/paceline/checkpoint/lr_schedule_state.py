@@ -28,9 +28,7 @@ from paceline.errors import CheckpointError
 from paceline.step.optimizer_update import move_on, schedule_error
 
 _PLACE = frozenset({"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"})
-_MOVES = frozenset(
-    {"last_epoch", "T_cur", "T_i"}
-)  # of torch's own, where a run goes on that did not record its schedule
+_MOVES = frozenset({"last_epoch", "T_cur", "T_i"})  # of torch's schedules, for runs that did not record theirs
 _INNER = "_schedulers"
 _RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"})
 _DEEPEST = 3

@@ -20,7 +20,7 @@ class RematKind(StrEnum):
 class Remat:
     """An activation checkpointing policy.
 
-    `every`: one of so many blocks keeps only its input; `keep`: operations whose outputs are kept, () our own.
+    `every`: of this many blocks, one keeps only its input. `keep`: operations whose outputs are kept; () is our list.
     """
 
     kind: RematKind = RematKind.NONE

@@ -12,7 +12,7 @@ _MASK = re.compile(r"[*•●·]{2,}|[\[(<{]?(redacted|masked|hidden|secret)[\])
 
 
 def is_mask(name: str, value: Any) -> bool:
-    """Return whether the value is a mask: the dots that we print, or for a secret one that logs and services print."""
+    """Return whether the value is a mask: our dots, or, for a secret, a placeholder that other tools print."""
     if not isinstance(value, str):
         return False
     return value == HIDDEN or bool(_SECRET.search(name) and _MASK.fullmatch(value))

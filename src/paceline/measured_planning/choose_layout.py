@@ -18,9 +18,9 @@ from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.search_space import FAMILY, SearchSpace, is_lost, is_refused, words_of
 from paceline.planner.search.shortlist import RejectedLayout, as_timed, usual_ratio
 
-_SEEN = 3  # samples of a microbatch, which learning has tried
-_SHORTLIST = 3  # of a family that are replayed; of two that are refused in the same words no third
-_MOST_REFUSED = 12  # after which, once time is over, the next is recommended as it is forecast
+_SEEN = 3  # samples: the profiler has tried microbatches up to this size
+_SHORTLIST = 3  # replays of one family at most; two equal refusals end it
+_MOST_REFUSED = 12  # refusals: after these, once time is over, the next is recommended on its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def decide(
     """
     known = _Known(rehearsal, forecast, grid, options)
     for candidate, own in sorted((lost or {}).items(), key=lambda one: _has_model_axes(one[0])):
-        if _is_left(candidate, known.forecast):  # after what was learnt of one before it
+        if _is_left(candidate, known.forecast):  # an earlier refusal may have removed it
             known.lose(candidate, own)
     case = None
     while True:
@@ -168,7 +168,7 @@ class _Known:
     def lose(self, candidate: Candidate, why: RejectedLayout) -> None:
         """Remove a candidate that was refused when it was to be timed."""
         self._families.add(candidate.family)
-        if why.is_jobs and not _has_model_axes(candidate):  # a replica's code is as in one process
+        if why.is_jobs and not _has_model_axes(candidate):  # a replica runs the same code as one process
             self._learn({_micro(candidate): why.why})
         elif why.is_jobs and (sizes := self._alone_refused(candidate)):
             self._learn(sizes)
@@ -184,7 +184,7 @@ class _Known:
             raise LayoutError(error, hint="--layout single shows the full error")
         axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
         if len(axes) == 1 and self._rehearsal.is_of_parts(candidate, error):
-            refused = dict.fromkeys(axes, error)  # whatever else it has
+            refused = dict.fromkeys(axes, error)  # in every layout that has this axis
         else:
             refused = self._refused_alone(axes, parts) or self._refused_alone(parts, parts)
         for word, why in refused.items():

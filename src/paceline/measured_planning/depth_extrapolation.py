@@ -18,8 +18,8 @@ from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, ext
 from paceline.profiling.model_tracing.memory_tracker import MemoryByKind
 from paceline.schedule.registry import schedule_named
 
-_KEPT = 4  # blocks of a stage: two at each end see what comes before and after the chain
-_WORTH = 0.7  # of the blocks of a whole replay
+_KEPT = 4  # blocks of a stage: the two at each end may depend on what is before and after the chain
+_WORTH = 0.7  # share of all blocks: above this, a whole replay is as fast
 _Run = tuple[list[MemoryTimeline], list[StageMemory]]
 
 
@@ -51,7 +51,7 @@ class DepthExtrapolation:
         """Return whether few of its blocks represent all of them."""
         try:
             return tells_of_all(self.job, self.settings)
-        except Exception as error:  # the whole replay says what there is to say
+        except Exception as error:  # the whole replay reports the error
             if is_out_of_memory(error):
                 raise
             return False
@@ -120,7 +120,7 @@ def _way(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way
     ranks, how = plan.mesh.pp, settings.place
     if not plan.rule.has_cost_model or how.blocks or how.cut == "export" or is_file(plan.asked.schedule):
         return None
-    if plan.asked.remat.startswith("every"):  # of so few blocks, none or all
+    if plan.asked.remat.startswith("every"):  # among so few blocks, none or all might be recomputed
         return None
     owners: tuple[int, ...] = (0,)
     if ranks > 1:

@@ -86,7 +86,7 @@ class CandidateChecker:
             raise
         except PacelineError as error:
             return CheckedCandidate(layout=candidate.layout, error=error.what)
-        except Exception as error:  # of the job's own code, which goes on without this layout
+        except Exception as error:  # of the job's own code: the plan continues without this layout
             if is_out_of_memory(error):
                 raise
             return CheckedCandidate(layout=candidate.layout, error=as_refused(error), is_jobs=True)

@@ -38,7 +38,7 @@ from paceline.trainer.loop import kept_batches
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.job_data import cut_for, read_first
 
-_MOST_MICRO = 2  # beside the stages of a pipeline: from the second one on all are alike
+_MOST_MICRO = 2  # microbatches without a pipeline: all after the first are alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _stage(
         if warm:
             built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])
         left_out = _left_out_bytes(given, whole, plan)
-        gc.collect()  # what is in cycles goes sooner or later, and is no part of the step
+        gc.collect()  # garbage in cycles is not part of the step
         watch = MemoryTracker(
             model=built.model,
             optimizers=optimizers,
@@ -181,7 +181,7 @@ def _of_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
 
 def _filled(plan: ExecutionPlan, rounds: int) -> int:
     """Return how many microbatches fill the pipeline: with more, every rank's peak stays the same."""
-    if is_file(plan.asked.schedule) or plan.backend == "gloo":  # which keeps what it sent to the end of the step
+    if is_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo keeps sent tensors until the step ends
         return rounds
     rule, ranks = schedule_named(plan.asked.schedule), plan.mesh.pp
     virtual = plan.asked.virtual or rule.virtual

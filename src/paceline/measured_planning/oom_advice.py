@@ -31,9 +31,9 @@ from paceline.profiling.machine_benchmarks.this_machine import kept_here
 from paceline.run_folder.run_folder import RunFolder
 
 LEARN = "paceline.measured_planning.auto_worker:write_model_profile"
-_PART = 0.9  # of what was too much, to be worth another start
-_LIBRARIES_BYTES = 64 << 20  # what a process comes to need once it trains: threads' stacks, buffers of libraries
-_USUAL = Device(  # of a core: only relations between its rates are used, and the page says so
+_PART = 0.9  # share of the memory that was too much: a restart may need at most this
+_LIBRARIES_BYTES = 64 << 20  # needed once training begins: stacks of threads, buffers of libraries
+_USUAL = Device(  # one core: only the ratios of its rates are used, and the page says so
     name="a typical processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
 _LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)

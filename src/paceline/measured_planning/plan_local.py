@@ -31,7 +31,7 @@ from paceline.trainer.setup.prepare import PreparedJob, join_world
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachineRequest:
-    """Seconds to time layouts; and the machines, as a `Cluster`'s JSON, or the probe that is still needed.
+    """The time limit for timing layouts, and the machines: a `Cluster` as JSON, or the probe that is still needed.
 
     The probe is described by the seconds it may take on all ranks, `ranks_per_node` of them on a node, and the bytes
     that a node or each GPU has.
@@ -62,7 +62,7 @@ class ProfiledJob:
 class PlannedLayouts:
     """The forecast of a job, and the layouts to choose from, each of which should fit.
 
-    `lost` are those that were refused when they were to be timed, with reasons; `others` is the share of the cores that
+    `lost` are those that were refused during timing, with reasons; `others` is the share of the cores that
     other programs used meanwhile.
     """
 
@@ -79,7 +79,7 @@ def profile_for_plan(ready: PreparedJob, *, most_ranks: int) -> ProfiledJob:
     """Return the job's profile, found without a device and without the model's memory.
 
     Raises:
-        PacelineError: the job can't be run even so.
+        PacelineError: the job can't be traced.
     """
     real = ready
     try:
@@ -108,12 +108,12 @@ def _unplanned(error: Exception) -> JobError:
 def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Sequence[str] = ()) -> PlannedLayouts | None:
     """Return the profile and the layouts that all ranks time, on rank 0; None elsewhere. Every rank calls this.
 
-    Rank 0 chooses them, or takes those that were named. Ranks with numbers and ranks without are never in one process
-    group: so profiling comes first.
+    Rank 0 chooses them, or takes those that were named. Profiling runs on tensors without memory, so it comes
+    before the process group is created.
     """
     place, grid = LaunchInfo.read(os.environ), grid_of(ready.settings, asked="paceline plan")
     learnt = profile_for_plan(ready, most_ranks=place.world_size) if place.rank == 0 else None
-    world = join_world(ready)  # closed at the end alone: after an error others would see its end before they hear why
+    world = join_world(ready)  # not closed after an error: other ranks would see that before its message
     fleet = _fleet(ready, here, world)
     found = None
     if learnt is None:

@@ -28,8 +28,8 @@ from paceline.run_folder.plan_file import write_advice, write_doing
 from paceline.trainer.checks.parallel_checks import is_small
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
-_MOST_SECONDS = 30.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
-_OF_NAMED = 15.0  # at least, of replays: they were asked for
+_MOST_SECONDS = 30.0  # for the profile and replays; a replay of the recommended layout that has begun is finished
+_OF_NAMED = 15.0  # at least this long for replays of named layouts
 
 
 def plan(payload: Mapping[str, Any]) -> int:
@@ -46,7 +46,7 @@ def _plan(task: Task, ready: PreparedJob) -> None:
     write_doing(Path(task.run), "profiling the model's compute and memory, and finding the layouts it supports")
     if "here" in task.options:
         found = chosen_here(ready, LocalMachineRequest(**task.options["here"]), layouts=names)
-        began = time.monotonic()  # what it has taken was given for it
+        began = time.monotonic()  # timing has its own limit, so it does not count here
     else:
         fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
         learnt = profile_for_plan(ready, most_ranks=fleet.ranks)
@@ -118,7 +118,7 @@ def _answer(
 ) -> dict[str, Any]:
     forecast, facts, fleet = chosen.forecast, chosen.forecast.facts, chosen.forecast.fleet
     rows = [row_seen(row, seen, fleet.device) for row in advice.rows]
-    if isinstance(advice, Advice):  # what was named stays in its order
+    if isinstance(advice, Advice):  # named layouts keep their order
         rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
     advice = replace(advice, rows=tuple(rows))
     lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}"]

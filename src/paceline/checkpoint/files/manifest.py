@@ -94,7 +94,7 @@ def read_body(path: Path) -> ManifestForm:
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format.
-        MachineError: it is there, and can't be read now.
+        MachineError: it exists, but can't be read now.
     """
     try:
         text = _body_text(read_regular(path / MANIFEST, most_bytes=_MOST_BYTES))

@@ -21,8 +21,8 @@ from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.prepare import PreparedJob
 
-_LOOKED = 32  # samples
-_MOST = 1 << 20  # of them in an epoch that nobody reads to its end
+_LOOKED = 32  # samples whose sizes are read
+_MOST = 1 << 20  # indices of an epoch, which is never read to its end
 _NORMS = (
     "BatchNorm: the samples of a microbatch interact, so a different microbatch size changes the training; "
     "--train.micro_batch_size keeps it"

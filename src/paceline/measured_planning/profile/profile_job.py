@@ -63,7 +63,7 @@ def profile_model(job: Job, settings: Settings, *, most_ranks: int) -> ModelProf
     """Return the profile that the planner needs. Three of a list of equal blocks are traced, none of them compiled.
 
     Raises:
-        PacelineError: the job can't be run even so.
+        PacelineError: the job can't be traced.
     """
     plain = replace(settings, train=replace(settings.train, compile=False))
     found = _learnt_shortly(job, plain, most_ranks=most_ranks)
@@ -128,7 +128,7 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
         return call()
     except PacelineError as error:
         refused[axis] = error.what
-    except Exception as error:  # of the job's own code: others may go
+    except Exception as error:  # of the job's own code: other axes may work
         if is_out_of_memory(error):
             raise
         refused[axis] = as_refused(error)
@@ -153,7 +153,7 @@ def _powers(most: int) -> tuple[int, ...]:
 def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None) -> _Run:
     """Trace one forward of a few samples."""
     found = _looked(job, settings, layout, ranks, samples=samples, length=length)
-    gc.collect()  # a graph stands in circles, and what it keeps of whole numbers is there for real
+    gc.collect()  # a graph has reference cycles, and its integer tensors are real memory
     trim_heap()
     return found
 

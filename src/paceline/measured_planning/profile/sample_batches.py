@@ -15,8 +15,8 @@ from paceline.planner.model_costs.model_profile import BatchScaling
 from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.job_data import JobData, read_first
 
-FEW, MORE = 2, 3  # samples: one alone may go another way
-_SMALLEST = 1e-3  # of a number, what of it is rounding
+FEW, MORE = 2, 3  # samples: one alone may take another path through the model
+_SMALLEST = 1e-3  # relative size below which a term is rounding
 _TOKENS = "input_ids"
 
 
@@ -65,7 +65,7 @@ def amount_through(values: Sequence[float], length: int | None) -> BatchScaling:
     fixed = values[0] - FEW * each
     if abs(fixed) < _SMALLEST * abs(values[0]):
         each, fixed = values[0] / FEW, 0.0
-    if each < 0 or fixed < 0:  # fewer than all of what is there, be it of fewer samples or of more
+    if each < 0 or fixed < 0:  # a negative term would forecast less than was measured
         each, fixed = max(value / count for value, count in zip(values, (FEW, MORE), strict=False)), 0.0
     if length is None or len(values) < 4:
         return BatchScaling(fixed=fixed, token=each / length) if length else BatchScaling(fixed=fixed, sample=each)

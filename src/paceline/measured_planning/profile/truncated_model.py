@@ -16,7 +16,7 @@ from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.build_training_setup import build_model
 
-KEPT = 3  # of like blocks
+KEPT = 3  # blocks of a list of equal ones
 
 
 def built_once(job: Job, *, seed: int) -> Job:

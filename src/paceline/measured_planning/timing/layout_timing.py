@@ -29,17 +29,17 @@ from paceline.trainer.setup.job_data import cut_for, feed_for
 from paceline.trainer.setup.prepare import PreparedJob, make_plan
 
 Clock = Callable[[], float]
-_ROOM = 0.5  # of a rank's memory, for all that is timed together
-_BUILD_SHARE = 0.5  # of the seconds, to make what is timed
-_OVER = 2  # times the seconds, after which nothing more is begun
+_ROOM = 0.5  # share of a rank's memory that the layouts timed together may use
+_BUILD_SHARE = 0.5  # share of the time limit for building the layouts
+_OVER = 2  # times the time limit: after this, no group of layouts is started
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
-_LONG = 0.2  # seconds of a step to which it is all one what the caches hold
-_ON_END = 4  # steps without a word between, over a link: stages of a pipeline are in two steps at once
-_FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
-_FAR = (4.0, 2.5)  # times as long as another, in its first steps: no further one
-_SOON, _MANY = 2 / 3, 24  # of the seconds, after which so many steps of each that is not hopeless are enough
-_HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
-_LIKELY = 1.2  # times as long as what is not hopeless, by the forecast: a second look at what was so the first time
+_LONG = 0.2  # seconds: a longer step does not depend on warm caches
+_ON_END = 4  # steps run back to back over a link, because pipeline stages overlap two steps
+_FEW, _MORE = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
+_FAR = (4.0, 2.5)  # times the fastest step: a slower first or second step is the last one
+_SOON, _MANY = 2 / 3, 24  # timing may stop after this share of the limit, if all that remain have this many steps
+_HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times the fastest, by rounds: a slower layout gets no more turns
+_LIKELY = 1.2  # times the best forecast of the rest: a slow layout below this gets a second turn
 
 
 @dataclass(kw_only=True)
@@ -147,16 +147,18 @@ def _timed_together(
     clock: Clock,
 ) -> dict[str, MeasuredTime | RejectedLayout]:
     began, trials = clock(), list[_Trial]()
-    epoch = time.time() - began  # by which `between` is told
+    epoch = time.time() - began  # the clock's zero, as time of day
     errors: dict[str, MeasuredTime | RejectedLayout] = {}
     for one in tries:
         if trials and world.share_json(clock() - began > _BUILD_SHARE * seconds):
             break
         try:
-            trials += list(_made(ready, one, depths, world=world, before=trials, clock=clock))  # both depths or none
-        except DataError:  # of one rank alone, and no word about the layout
+            trials += list(
+                _made(ready, one, depths, world=world, before=trials, clock=clock)
+            )  # both depths are built, or neither
+        except DataError:  # an error of one rank that says nothing about the layout
             raise
-        except PacelineError as error:  # of every rank, which sees the same words
+        except PacelineError as error:  # every rank raises the same error
             errors[one.candidate] = RejectedLayout(why=error.what)
         except Exception as error:
             errors[one.candidate] = _refused(error, one.candidate, world)
@@ -167,7 +169,7 @@ def _timed_together(
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
     looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(kept, steps, strict=True)]
     since, until = {trial.candidate: epoch + trial.since for trial in reversed(trials)}, epoch + clock()
-    for trial in trials:  # not after an error: the others would see connections end before they hear of it
+    for trial in trials:  # not after an error: other ranks would see closed connections before its message
         trial.close()
     gc.collect()
     found = summarize_timings(looked, depths)

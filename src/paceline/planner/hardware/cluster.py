@@ -135,7 +135,7 @@ class Group:
         return 2 * self.all_gather(num_bytes, calls=calls)
 
     def all_to_all(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of an all-to-all of each rank's `num_bytes`, in equal shares; no ranks share a link."""
+        """Return the seconds of an all-to-all of each rank's `num_bytes` in equal shares; each has its own link."""
         if self.size == 1:
             return 0.0
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.hop_bytes_per_second
