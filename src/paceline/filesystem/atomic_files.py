@@ -113,7 +113,7 @@ def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise ValueError(f"{path.name} has more than {most_bytes} bytes")
-        return file.read(size)  # memory for so many bytes is taken at once
+        return file.read(size)  # allocates memory for all of them at once
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:

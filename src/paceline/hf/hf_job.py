@@ -39,17 +39,17 @@ def job(
     Args:
         source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
         train_data: rows that the model's forward takes (`input_ids`, `pixel_values`, `labels`, ...), or rows of text.
-        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default what
-            the config names, or else its kind: encoder-decoders seq2seq (of text or of speech), encoders masked,
-            decoders causal.
+        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default the
+            class that the config names. If it names none: seq2seq for an encoder-decoder (of text or of speech),
+            masked-lm for an encoder, causal-lm for a decoder.
         optimizer: as in `Job`; by default AdamW at `lr`, with `weight_decay` on matrices only.
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.
-        length: cut texts to so many ids.
-        mask_rate: of the ids that masked-lm hides, drawn again at each reading.
-        new: prefixes of tensors that the folder need not have, as a new head: `("classifier",)`.
-        dtype: of the parameters, whatever the folder has.
-        fields: any other field of `Job`; those given here go over what this makes.
+        length: the number of ids to which texts are cut.
+        mask_rate: the fraction of ids that masked-lm hides, drawn again at each reading.
+        new: prefixes of tensors that may be missing in the folder, such as a new head: `("classifier",)`.
+        dtype: the dtype of the parameters, whatever the folder has.
+        fields: any other field of `Job`; they override those that this function sets.
 
     Raises:
         JobError, CheckpointError: no such task, no config, or a model that can't train.

@@ -349,5 +349,5 @@ class Loop:
 
 
 def kept_batches(built: TrainingSetup) -> int:
-    """Return for how many steps the loop keeps the batch: until none of its gradients can still prove non-finite."""
+    """Return for how many steps the loop keeps the batch: until no later check can find its gradients non-finite."""
     return built.step.kept_batches

@@ -2,7 +2,7 @@
 
 In one process a count such as `self.calls += 1` goes through all microbatches in order. A rank that runs every second
 one would count half of them, and whatever a forward derives from the count would differ: a warm-up factor, a layer that
-is frozen after so many calls. If each microbatch adds the same integer to a number, its value before microbatch j is
+is frozen after some calls. If each microbatch adds the same integer to a number, its value before microbatch j is
 that before the step plus j times the integer, so each rank sets it before each forward. Every step checks that this
 held; the step in which it is found, or no longer holds, is repeated.
 

@@ -17,7 +17,7 @@ HEADING = """\
 # Which weights are cut over the tensor-parallel ranks. A name is a module's (or a parameter's); * is one name between
 # dots, ** any number of them. What is not named stays whole.
 # column: outputs cut. row: inputs cut. embedding, head: the vocabulary cut. whole. local: runs on its pieces (experts).
-# fused: so many projections behind one another, sections: of these sizes, heads: must divide by the ranks.
+# fused: this number of projections one after another, sections: of these sizes, heads: must divide by the ranks.
 """
 FIELDS = {"role": str, "fused": int, "heads": int, "dim": int, "sections": list}
 

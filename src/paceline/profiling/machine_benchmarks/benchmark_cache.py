@@ -36,7 +36,7 @@ def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -
 def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
     """Return `$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME is ignored.
 
-    A user without a home, such as a number in a container, gets a folder among the temporary files.
+    A user without a home folder, such as a bare user id in a container, gets a folder in the temporary directory.
     """
     asked = Path(environ.get("XDG_CACHE_HOME", ""))
     if asked.is_absolute():

@@ -21,7 +21,7 @@ from paceline.profiling.machine_benchmarks.compute_benchmarks import measure_com
 from paceline.profiling.machine_benchmarks.disk_benchmark import measure_disk
 
 TIMEOUT_SECONDS = 120.0
-_LINKS, _COPIES, _DISK = 0.25, 0.1, 0.05  # of the seconds that there are; the rest is for what ranks compute
+_LINKS, _COPIES, _DISK = 0.25, 0.1, 0.05  # shares of the time limit; the rest is for the compute rates
 _LEAST_SECONDS = 0.2
 
 

@@ -13,7 +13,7 @@ from paceline.planner.hardware.benchmark_results import Disk
 
 _CHUNK = 8 * 2**20
 _MOST_CHUNKS = 16
-_LEFT_FREE = 8  # of the free space, no more than one part in so many is written
+_LEFT_FREE = 8  # at most this fraction (1/8) of the free space is written
 
 
 def measure_disk(world: World, *, folder: Path, seconds: float) -> Disk | None:

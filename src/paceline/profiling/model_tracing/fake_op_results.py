@@ -36,13 +36,13 @@ def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, holds: bool) 
     """Fill integers and booleans that were computed from unknown numbers.
 
     Everything is finite; each position is chosen as often as any other, so that experts get equally many tokens.
-    `holds` is the result of comparisons: in a step they hold, while a model is built they don't, or draws that are
-    repeated until all are within bounds would never end.
+    `holds` is the result of every comparison: true in a step, false while a model is built. With true, a constructor
+    that draws again while a value is out of bounds would never end.
     """
     name = func._schema.name
     if name in _POSITIONS and tensor.dtype is torch.int64:
         _in_turn(tensor, args)
-    elif name in ("aten::eq", "aten::ne"):  # with itself it is equal, with infinity it is not: it is finite
+    elif name in ("aten::eq", "aten::ne"):  # a finite number equals itself, and no infinity
         tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
     elif holds and name in COMPARES:
         tensor.fill_(1)

@@ -115,7 +115,9 @@ def _turns(few: Part, more: Part) -> list[Turn] | None:
         if not rounds:
             return None
         runs = {n: _alike(names, others, stop, stop + added + n) for n in rounds}
-        once = max(rounds, key=lambda n: (runs[n], n == left))  # what goes on to the end is all that is left
+        once = max(
+            rounds, key=lambda n: (runs[n], n == left)
+        )  # a loop that lasts to the end takes all remaining operations
         start = stop
         while start > known and others[start - 1 + added] == others[start - 1 + added + once]:
             start -= 1

@@ -37,7 +37,7 @@ def compare_recordings(
     If `same_ranks` is false, a rank's own batch rightly differs and is not compared.
 
     Raises:
-        UsageError: they are equal at the start, or do not have it, and no later step is in both.
+        UsageError: no step is in both, except for a start that is equal.
     """
     by_step = {(record.step, record.optimizer): record for record in b}
     pairs = [(r, by_step[r.step, r.optimizer]) for r in a if (r.step, r.optimizer) in by_step]
