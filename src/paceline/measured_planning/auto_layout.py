@@ -34,7 +34,7 @@ ENTRY = "paceline.measured_planning.auto_worker:write_choice"
 ANSWER = "auto.json"
 SECONDS = 20.0
 ORIGIN = "auto"
-CUT = "micro_batch_size"  # what a checkpoint has to be told that it may change
+CUT = "micro_batch_size"  # the name to pass to `--allow`
 _MICRO = f"train.{CUT}"
 
 

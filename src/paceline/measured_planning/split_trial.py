@@ -17,7 +17,7 @@ def refuse_parts(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None
     """Check in this process, on few samples, what a run's start would check; large models are not checked.
 
     Raises:
-        LayoutError: it gives something else.
+        LayoutError: the split model gives another result.
     """
     if not is_small(elements):
         return

@@ -11,8 +11,8 @@ import psutil
 
 from paceline.comm.process_group import World
 
-_MUCH, _IDLE = 0.1, 0.2  # of the cores: what others had, and what may be left where they disturb
-_TELLS = 0.2  # seconds of all cores: the kernel counts in hundredths
+_MUCH, _IDLE = 0.1, 0.2  # shares of the cores: used by others at least, and idle at most, if they disturb
+_TELLS = 0.2  # seconds over all cores: shorter readings are too coarse, the kernel counts hundredths
 _WORK = ("user", "nice", "system", "steal")  # not the interrupts: those of messages are the ranks' own
 
 

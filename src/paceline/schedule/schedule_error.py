@@ -11,7 +11,7 @@ from paceline.schedule.text_timeline import marked_panel
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFault:
-    """A fault in a program; `place` counts the rank's actions from 0, and is past them if the line's end is meant."""
+    """A fault in a program; `place` is the action's index on the rank; the number of actions means the end."""
 
     rank: int
     place: int

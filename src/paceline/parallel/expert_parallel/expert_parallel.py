@@ -190,6 +190,6 @@ def _refuse_tied(model: nn.Module, found: list[Experts]) -> None:
         if id(parameter) in mine and id(parameter) in seen:
             raise LayoutError(
                 f"{name} and {seen[id(parameter)]} are one parameter: experts that are tied can't be split.",
-                hint="parameters of their own for each block, or leave ep out",
+                hint="separate parameters for each block, or leave ep out",
             )
         seen[id(parameter)] = name

@@ -1,8 +1,8 @@
 """Separate gradients for each use of a tied weight: exact mode adds one summand per use, wherever the uses run.
 
 In one process autograd would add the gradients of both uses in floats first; the stages of a pipeline see one each.
-So while a module runs, a weight with several names is replaced by a view, whose gradient is kept here, and zeros pass
-on to the weight itself: its hook still reports when all gradients have come.
+So while a module runs, a weight with several names is replaced by a view. The view's gradient is kept here. The weight
+itself gets zeros, so that its hook still reports when all gradients have come.
 """
 
 from collections.abc import Collection
@@ -49,7 +49,7 @@ class TiedUses:
         """Return a weight's gradients, one per use; `rest` is that of reads outside the modules that hold the weight.
 
         Raises:
-            LayoutError: such a read exists of a weight that crosses stages: `rest` could be the sum of several.
+            LayoutError: a weight on several stages has such reads: `rest` could be the sum of several.
         """
         found = self._apart.pop(name, [])
         if not found or bool(rest.any()):

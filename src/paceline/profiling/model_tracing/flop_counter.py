@@ -22,8 +22,8 @@ class LayerCounts:
     """The counts of one part.
 
     FLOPs (a multiply-add is two); bytes moved, saved, made by matmuls, passed on, reduced, exchanged; `masked` are
-    FLOPs that attention skips by a causal mask, `fused_bytes` what a compiler leaves of the moved ones, `largest_bytes`
-    is the largest result of one operation.
+    FLOPs that attention skips by a causal mask. `fused_bytes` are the moved bytes that remain after a compiler fuses
+    operations, `largest_bytes` is the largest result of one operation.
     """
 
     products: float = 0.0
@@ -52,7 +52,7 @@ class FlopCounter:
         self._blocks = blocks
         self._last = list(blocks)[-1] if blocks else ""
         self._part = FIRST
-        self._held: list[Tensor] = []  # so that no other memory gets the number of one that was counted
+        self._held: list[Tensor] = []  # keeps counted storages alive, so that no new one gets the same id
         self._known = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
         self._fusion = Fusion()
         self.costs = {name: LayerCounts() for name in (FIRST, *blocks, LAST)}

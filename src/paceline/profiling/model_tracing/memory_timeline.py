@@ -115,9 +115,8 @@ def _turns(few: Part, more: Part) -> list[Turn] | None:
         if not rounds:
             return None
         runs = {n: _alike(names, others, stop, stop + added + n) for n in rounds}
-        once = max(
-            rounds, key=lambda n: (runs[n], n == left)
-        )  # a loop that lasts to the end takes all remaining operations
+        # a loop that lasts to the end takes all remaining operations
+        once = max(rounds, key=lambda n: (runs[n], n == left))
         start = stop
         while start > known and others[start - 1 + added] == others[start - 1 + added + once]:
             start -= 1
