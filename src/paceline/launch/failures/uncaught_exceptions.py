@@ -69,14 +69,14 @@ class UncaughtHook:
             sys.excepthook = self._before
 
     def remove_but_for(self, error: BaseException) -> None:
-        """Report only this error, and errors that follow from it, from here on: whether it is caught shows later."""
+        """From now on, report only this error and errors that follow from it: the script may still catch it."""
         vars(error)[_LEFT] = True
         self.is_on = False
 
 
 @contextmanager
 def told_while_open(hook: UncaughtHook | None) -> Iterator[None]:
-    """Remove the hook at the end of a block; an error that leaves the block is still told."""
+    """Remove the hook at the end of a block; an error that leaves the block is still reported."""
     try:
         yield
     except BaseException as error:
@@ -166,7 +166,7 @@ def write_error_file(failure: Failure, turn: ReportTurn, *, whole: str) -> None:
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    later = int(is_echo(failure)) + 2 * int(not turn.tells_all)  # they come in the same second as who tells it
+    later = int(is_echo(failure)) + 2 * int(not turn.tells_all)  # a later second than that of the rank that reports it
     second = int(time.time()) + later
     extra = {"timestamp": str(second), "py_callstack": failure_sentence(failure, turn), "traceback": whole}
     message = {"message": failure_sentence(failure, turn), "errorCode": failure.exit_code, "extraInfo": extra}

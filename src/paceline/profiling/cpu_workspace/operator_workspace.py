@@ -71,7 +71,7 @@ def _is_channels_last(source: Tensor) -> bool:
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
     """Return the bytes that gloo copies for a gather or a reduction, and the tensors that it keeps.
 
-    It keeps all that it is given, except for what is reduced, of which it keeps only the copy.
+    It keeps every tensor that it is given; of a tensor that is reduced it keeps only the copy.
     """
     name = name_of(func)
     if name == "c10d::_allgather_base_":
