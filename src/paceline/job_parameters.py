@@ -46,7 +46,7 @@ def typed_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> d
     parameters = inspect.signature(factory).parameters
     try:
         hints = get_type_hints(factory)
-    except Exception:  # an annotation that is there for a type checker alone
+    except Exception:  # an annotation that only a type checker can evaluate
         hints = {}
     found: dict[str, Any] = {}
     problems: list[PacelineError] = []

@@ -251,7 +251,7 @@ class World:
         self.let_go()
 
     def let_go(self) -> None:
-        """Release the group now, though another owner may end it: its threads must end before the interpreter does."""
+        """Drop this reference to the group; the group's threads have to end before the interpreter does."""
         if self.group is not None:
             for world in (self, *self.parts.values()):
                 object.__setattr__(world, "group", None)

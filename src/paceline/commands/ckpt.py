@@ -224,7 +224,7 @@ def consolidate(
 ) -> Consolidated:
     """Write a checkpoint's weights as a plain folder: `model.safetensors`, every name, no Paceline needed.
 
-    They are those that its metric was measured on: the average, where the job has one. `raw` takes the weights in
+    They are those that its metric was measured on: the average, if the job has one. `raw` takes the weights in
     training instead, `average` insists on the average. `best` takes the checkpoint marked so.
 
     Raises:

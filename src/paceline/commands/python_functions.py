@@ -53,26 +53,26 @@ def train(
 
     Args:
         job: a `Job`, or `"job.py"`, `"job.py:name"`, `"package.module:name"`.
-        ranks: processes on this machine; all GPUs, else 1, if not given.
+        ranks: number of processes on this machine; default: one per GPU, or 1.
         layout: `ddp`, `fsdp`, `pp=2,tp=2`, `auto`, ...
         update: how a batch becomes an update: `sync`, `pipedream`, `ps`, `local,every=8`, ...
-        compress: what is sent instead of gradients: `none`, `bf16`, `powersgd,rank=4`, ...
+        compress: how `ddp` sends gradients: `none`, `bf16`, `powersgd,rank=4`, ...
         device: `auto`, `cpu` or `cuda`.
         config: a TOML file of settings.
-        run_dir: the run folder; one that holds a checkpoint is resumed.
-        resume: True resumes the job's newest run, a path that run or checkpoint.
+        run_dir: the run folder; if it holds a checkpoint, the run is resumed.
+        resume: True to resume the job's newest run, or the path of a run or checkpoint.
         allow: differences to accept on resume, by name.
         evaluate_first: evaluate before the first step.
-        faults: faults to inject, as `"kill rank=1 step=50"`.
-        settings: dotted names, as `{"train.steps": 100, "job.lr": 1e-3}`.
+        faults: faults to inject, such as `"kill rank=1 step=50"`.
+        settings: values by dotted name, such as `{"train.steps": 100, "job.lr": 1e-3}`.
         dry_run: check what can be checked and start nothing.
 
     Returns:
-        `exit_code` (0, or 75 where it was stopped and saved), `run`, `seconds`, `step`, `evaluation`, `digest`.
+        `exit_code` (0, or 75 if it was stopped and saved), `run`, `seconds`, `step`, `evaluation`, `digest`.
 
     Raises:
-        PacelineError: the run was refused or failed; the error is that of the first failing rank. In a process of
-            torchrun, mpirun or srun it is this rank's own, of whatever type.
+        PacelineError: the run was refused or failed; the error is that of the first failing rank. Under torchrun,
+            mpirun or srun it is the error of this rank, of any type.
     """
     with _common(
         job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
@@ -112,7 +112,7 @@ def verify(
     Args are those of `train`, and `steps`: how many steps are compared.
 
     Returns:
-        `verdict` (`bitwise`, `rounding` or `different`), `exit_code` (4 where it is different), `reference`, `layout`,
+        `verdict` (`bitwise`, `rounding` or `different`), `exit_code` (4 if it is different), `reference`, `layout`,
         `update`, `ranks`, `steps`, `max_difference`, `noise_floor`, `first_difference` (`step`, `parameter`, `cause`).
 
     Raises:
@@ -146,19 +146,19 @@ def plan(
     """Return which layouts of a job fit a cluster, their predicted memory and time, and why the others do not fit.
 
     Args:
-        job: a `Job`, where one is, or a Hugging Face config: a folder, or `"transformers:LlamaConfig"`.
+        job: a `Job` or its file, or a Hugging Face config: a folder, or `"transformers:LlamaConfig"`.
         cluster: `here`, `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file.
-        ranks: processes on this machine, where the cluster is `here`.
-        layout: judge this layout in place of a search.
-        layouts: judge these, and say what is different between them.
+        ranks: number of processes on this machine, if the cluster is `here`.
+        layout: judge this layout instead of searching.
+        layouts: judge these layouts and compare them.
         against: another plan.json, or its folder, to compare with.
         page: an HTML file to write.
-        seconds: for timing layouts, where the cluster is `here`; 0 times nothing.
-        settings: dotted names, as in `train`.
+        seconds: time limit for timing layouts, if the cluster is `here`; 0 times none.
+        settings: values by dotted name, as in `train`.
 
     Returns:
         `case` (1, 2 or 3), `recommended`, `plans` (each `layout`, `fits`, `peak_bytes`, `step_seconds`, `why`), and
-        `exit_code`, 2 where no layout that was named is sure to fit.
+        `exit_code`: 2 if none of the named layouts is sure to fit.
 
     Raises:
         PacelineError: the plan was refused or failed.
@@ -201,10 +201,10 @@ def simulate(
 
     Args:
         job: as in `plan`, or a plan.json.
-        failures: the mean time between two failures of one device, as `"50000 h"`.
-        every: steps between two checkpoints; the best distance is found as well.
-        checkpoint_seconds, write_seconds, restart_seconds: what a checkpoint costs training, until it is safe, and
-            from a failure until training continues.
+        failures: the mean time between two failures of one device, such as `"50000 h"`.
+        every: steps between two checkpoints; the best number is reported too.
+        checkpoint_seconds, write_seconds, restart_seconds: how long training stops for a checkpoint, how long after
+        that the checkpoint is safe, and how long a failure stops training.
 
     Raises:
         PacelineError: the simulation was refused or failed.
@@ -237,14 +237,14 @@ def evaluate(
     layout: str | None = None,
     job: JobOrPath | None = None,
 ) -> Result:
-    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
+    """Return the exact metrics of a run's newest good checkpoint, of its best, or of a given checkpoint.
 
     Args:
-        run: a run folder or a checkpoint in it; the newest run if not given.
+        run: a run folder or a checkpoint in it; default: the newest run.
         split: `eval` or `test`.
-        best: the checkpoint that is marked as the best.
-        ranks: processes; as many as the run had if not given.
-        layout: how the model is placed, as `fsdp` or `pp=2,tp=2`; the run's own if not given.
+        best: evaluate the checkpoint that is marked best.
+        ranks: number of processes; default: as in the run.
+        layout: how the model is placed, such as `fsdp` or `pp=2,tp=2`; default: as in the run.
         job: the `Job` of a run that was started with an object.
 
     Returns:
@@ -278,11 +278,11 @@ def compare(
 
     Args:
         what: two or more run folders or recordings; with `layouts`, one job.
-        layouts: run the job in each for a few `steps`, on the same samples.
+        layouts: train the job in each of these for a few `steps`, on the same samples.
         page: an HTML file to write.
 
     Returns:
-        Of runs `runs`, `settings`, `losses`, `recordings`, `first_difference`; of layouts `layouts`; of both `page`,
+        For runs: `runs`, `settings`, `losses`, `recordings`, `first_difference`. For layouts: `layouts`. For both: `page`,
         `text` and `exit_code`.
 
     Raises:

@@ -59,8 +59,8 @@ def place(
         world: the ranks; by default torch's default group if there is one, else what torchrun, srun or mpirun
             started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
-        example: runs the model it is given on a small batch: what a tensor plan is derived from.
-        device: `cpu`, `cuda`, or `auto`, where no world is given.
+        example: calls the given model on a small batch; the tensor plan is derived from this call.
+        device: `cpu`, `cuda` or `auto`, if no world is given.
 
     Raises:
         LayoutError, UsageError, Problems: a layout, setting or model that can't be combined.

@@ -16,7 +16,7 @@ DEFAULT_SECONDS = 600.0
 
 
 class Watcher:
-    """Counts for each rank how long its heartbeat has not changed, by the agent's own looks.
+    """A watch that adds up, for each rank, the time between the agent's checks in which its heartbeat did not change.
 
     A clock would also count time in which the whole machine, and the agent with it, was stopped.
     """

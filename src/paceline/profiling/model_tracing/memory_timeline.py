@@ -103,7 +103,7 @@ def _pairs(few: Part, more: Part, turns: Sequence[Turn]) -> list[tuple[Bytes, By
 def _turns(few: Part, more: Part) -> list[Turn] | None:
     """Return where loops over blocks have one more iteration in `more`, and its number of operations.
 
-    Each is as far from what comes before its loop as from what comes after it. None if there is another difference.
+    The place is the middle of the loop. None if there is another difference.
     """
     names, others = [name for name, _ in few], [name for name, _ in more]
     found: list[Turn] = []

@@ -93,7 +93,7 @@ class TrainingSetup:
         return self.step.parts.update
 
     def as_evaluated(self) -> AbstractContextManager[None]:
-        """Return a context with the weights that metrics use: the average, where the job has one."""
+        """Return a context with the weights that metrics use: the average, if the job has one."""
         return nullcontext() if self.update.ema is None else self.update.ema.in_place()
 
     def refuse_training(self) -> None:

@@ -147,7 +147,7 @@ class _Watch:
 def record(model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> Recorder:
     """Write fingerprints of every step of any loop to the folder `path`; compare with `paceline compare A B`.
 
-    `optimizer` is one or several; wrappers of Accelerate or Lightning around them are looked through.
+    `optimizer` is one or several; they may be wrapped by Accelerate or Lightning.
     """
     return Recorder(model, optimizer, path, every=every)
 
