@@ -282,8 +282,8 @@ def compare(
         page: an HTML file to write.
 
     Returns:
-        For runs: `runs`, `settings`, `losses`, `recordings`, `first_difference`. For layouts: `layouts`. For both: `page`,
-        `text` and `exit_code`.
+        For runs: `runs`, `settings`, `losses`, `recordings`, `first_difference`. For layouts: `layouts`. For both:
+        `page`, `text` and `exit_code`.
 
     Raises:
         UsageError: fewer than two runs, or a folder that is neither a run nor a recording; settings that are wrong.

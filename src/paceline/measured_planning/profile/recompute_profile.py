@@ -41,7 +41,7 @@ def recompute_profiles(
     """Return the profiles by part, then by `remat`; policies that the model does not support are left out."""
     length, found = length_of(job, settings), dict[str, dict[str, RecomputeProfile]]()
     for remat in REMATS:
-        with skip_unsupported():  # what can't be had is refused where it is asked for
+        with skip_unsupported():  # an unsupported policy is refused when it is requested
             alone = "single" if remat == "none" else f"dp=1,remat={remat}"
             sizes = [(FEW, None), (MORE, None), *((FEW, short) for short in lengths_of(length))]
             each = _lives(job, settings, alone, 1, sizes=sizes)
@@ -105,7 +105,7 @@ def _parts(left: Mapping[int, float]) -> tuple[float, float]:
 def _lives(
     job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
 ) -> list[_Seen]:
-    """Trace a microbatch of each number of samples and length, after one that has left gradients to accumulate into."""
+    """Trace a microbatch of each number of samples and length, after one that creates the gradients."""
     plan = plan_of(settings, layout, ranks, samples=FEW)
     scene = SimulatedRanks(mesh=plan.mesh)
     heard: list[ActivationTracker] = []
