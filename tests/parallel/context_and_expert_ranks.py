@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.comm.played_ranks import ProcessExchange
 from paceline.comm.process_group import World
-from paceline.parallel.context_parallel.context_parallel import ContextParallel, split_context
+from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.context_parallel.context_parallel_check import InDouble
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from tests.parallel.one_process_reference import (
@@ -116,18 +116,15 @@ def product(world: World) -> None:
 
 
 def faces(world: World) -> None:
-    """`split_context` by hand, and outputs joined."""
+    """Outputs are joined."""
     case = text(length=13)
     model, ids = case.model(), case.batches[0][0]
     placed = ContextParallel(model=model, sequence=case.sequence, world=world)
     part = placed.cut(case.batches[0])
     mine = part.data
-    with torch.no_grad(), split_context(world=world, model=model, length=13):
-        by_hand = model(mine[0])
     with torch.no_grad(), placed.forward(part):
         found = placed.join(model(mine[0]), part=part)
     assert torch.allclose(found, model(ids), atol=1e-5)
-    assert torch.allclose(placed.join(by_hand, part=part), found)
 
 
 def one_rank(rank: int, ranks: int, folder: str) -> None:

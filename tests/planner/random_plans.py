@@ -17,6 +17,8 @@ from paceline.planner.search.search_space import (
     recompute_choices,
     schedule_choices,
 )
+from paceline.schedule import Costs, build, simulate
+from paceline.schedule.timeline import Timeline
 
 
 def decoder(draw: random.Random) -> ModelProfile:
@@ -108,3 +110,18 @@ def _one(draw: random.Random, made: CostModel, tried: SearchSpace) -> Candidate 
             ways = list(level(draw.choice(ways), facts, tried))
     ways = list(data_parallel_choices(draw.choice(ways), facts, made.fleet, tried)) if ways else []
     return draw.choice(ways) if ways else None
+
+
+def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
+    """The pipeline in virtual time, from the first forward to the last backward: its schedule's program alone."""
+    program = build(
+        candidate.schedule, ranks=candidate.pp, micro=forecast.num_micro(candidate), virtual=candidate.virtual
+    )
+    stages = forecast.all_stages(candidate)
+    costs = Costs(
+        forward=[stage.forward for stage in stages],
+        input=[stage.input for stage in stages],
+        weight=[stage.weight for stage in stages],
+        transfer=forecast.hop_seconds(candidate),
+    )
+    return simulate(program, costs=costs)

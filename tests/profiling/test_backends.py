@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,36 @@ import torch
 
 from paceline.launch.launcher import LaunchRequest, start
 from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
-from paceline.profiling.backends import ABILITIES, built_in
+from paceline.profiling.backends import built_in
 from paceline.run_folder.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ability:
+    """An operation, with the device types on which each backend supports it."""
+
+    operation: str
+    gloo: frozenset[str]
+    nccl: frozenset[str]
+
+
+CPU, GPU, BOTH = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"cpu", "cuda"})
+ABILITIES = (
+    Ability(operation="send and receive", gloo=CPU, nccl=GPU),
+    Ability(operation="broadcast", gloo=BOTH, nccl=GPU),
+    Ability(operation="all_reduce", gloo=BOTH, nccl=GPU),
+    Ability(operation="all_reduce of int64", gloo=BOTH, nccl=GPU),
+    Ability(operation="all_reduce of bf16", gloo=BOTH, nccl=GPU),
+    Ability(operation="all_reduce, maximum", gloo=BOTH, nccl=GPU),
+    Ability(operation="all_reduce, average", gloo=CPU, nccl=GPU),
+    Ability(operation="reduce", gloo=CPU, nccl=GPU),
+    Ability(operation="all_gather", gloo=CPU, nccl=GPU),
+    Ability(operation="gather", gloo=CPU, nccl=GPU),
+    Ability(operation="scatter", gloo=CPU, nccl=GPU),
+    Ability(operation="reduce_scatter", gloo=CPU, nccl=GPU),
+    Ability(operation="all_to_all", gloo=CPU, nccl=GPU),
+    Ability(operation="barrier", gloo=CPU, nccl=GPU),
+)
 
 WORKER = """
 import json, os

@@ -162,31 +162,6 @@ def test_json_there_and_back() -> None:
         assert read_probe(json.loads(json.dumps(each.as_json()))) == each
 
 
-def test_a_product_is_timed_by_its_work_and_its_narrowest_side() -> None:
-    own = rates()
-    square = own.product_seconds(rows=512, inner=512, columns=512)
-    assert square == pytest.approx(law(2 * 512**3))
-    assert own.product_seconds(rows=16, inner=512, columns=512) == pytest.approx(2 * law(2 * 16 * 512**2))
-    between = own.product_seconds(rows=512, inner=8, columns=512) / law(2 * 8 * 512**2)
-    assert between == pytest.approx(8**0.5)
-    one, four = (own.products["fp32"].longer(least) for least in (1, 4))
-    assert one == pytest.approx(4 * four)
-    with pytest.raises(MachineError, match="no matmuls in fp8"):
-        own.product_seconds(rows=1, inner=1, columns=1, precision="fp8")
-
-
-def test_the_other_parts_of_a_step() -> None:
-    own = rates()
-    flops = 4.0 * 6 * 128**2 * 64
-    assert own.attention_seconds(flops=flops, length=128) == pytest.approx(6 * law(flops / 6))
-    backward = own.attention_seconds(flops=2 * flops, length=128, trained=True)
-    assert backward == pytest.approx(12 * (1e-4 + EACH * 3.5 * flops / 6))
-    assert own.stream_seconds(num_bytes=1e7) == pytest.approx(law(1e7))
-    assert own.optimizer_seconds(tensors=10, num_bytes=1e7) == pytest.approx(10 * FIXED + EACH * 1e7)
-    with pytest.raises(MachineError, match="no stream softmax"):
-        own.stream_seconds(num_bytes=1, kind="softmax")
-
-
 def test_collectives_of_measured_groups_and_of_others() -> None:
     found = probe()
     for ranks in (2, 4):
@@ -201,9 +176,6 @@ def test_collectives_of_measured_groups_and_of_others() -> None:
     assert few == pytest.approx(found.collective_seconds("send", num_bytes=1e6, ranks=4))
     with pytest.raises(MachineError, match="no gather"):
         found.collective_seconds("gather", num_bytes=1, ranks=2)
-    assert found.copy_seconds("to_device", num_bytes=1e6) == pytest.approx(law(1e6))
-    with pytest.raises(MachineError, match="no copy to_host"):
-        found.copy_seconds("to_host", num_bytes=1)
 
 
 def test_as_many_busy_as_asked_or_the_next_more() -> None:

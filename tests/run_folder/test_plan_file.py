@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.run_folder.plan_file import ADVICE, has_advice, read_advice, write_advice, write_decided
+from paceline.run_folder.plan_file import ADVICE, read_advice, write_advice, write_decided
 
 DECIDED = {"layout": "fsdp", "micro_batch_size": 2}
 ADVISED = {"case": 2, "recommended": "fsdp", "plans": [{"layout": "fsdp"}], "lines": ["said"]}
@@ -19,14 +19,13 @@ def test_neither_half_writes_over_the_other(tmp_path: Path, advice_first: bool) 
         write()
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found == {**DECIDED, "case": 2, "recommended": "fsdp", "plans": [{"layout": "fsdp"}]}
-    assert has_advice(tmp_path)
     assert set(read_advice(tmp_path)) == set(ADVICE) & set(ADVISED) == set(read_advice(tmp_path / "plan.json"))
 
 
 def test_what_was_decided_before_does_not_stay(tmp_path: Path) -> None:
     write_decided(tmp_path, {"layout": "ddp", "old": 1})
     write_decided(tmp_path, DECIDED)
-    assert json.loads((tmp_path / "plan.json").read_text()) == DECIDED and not has_advice(tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text()) == DECIDED
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from paceline.comm.process_group import World
 from paceline.comm.rank_threads import thread_worlds
 from paceline.errors import JobError
 from paceline.step.loss.batch_loss import gather_rows
-from paceline.torch_internals.pytree import replace_tensors, tensor_leaves
+from paceline.torch_internals.pytree import map_tensors, tensor_leaves
 from paceline.verification.reference.whole_batch import merge_microbatches, part_of
 from tests.conftest import Shop
 
@@ -133,7 +133,7 @@ def test_structures_are_rebuilt() -> None:
     value = {"a": torch.ones(2), "b": (torch.zeros(3), [torch.ones(1)], "text", None)}
     parts = list(tensor_leaves(value))
     assert len(parts) == 3
-    again = replace_tensors(value, iter([part + 1 for part in parts]))
+    again = map_tensors(value, lambda part: part + 1)
     assert again["b"][1][0].item() == 2.0 and again["b"][2:] == ("text", None)
 
 

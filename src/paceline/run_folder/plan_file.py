@@ -25,11 +25,6 @@ def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
     write_json(folder / NAME, {**decided, **{key: advice[key] for key in ADVICE if key in advice}})
 
 
-def has_advice(folder: Path) -> bool:
-    """Return whether the folder has advice from `plan`."""
-    return "plans" in _found(folder / NAME)
-
-
 def read_advice(path: Path) -> dict[str, Any]:
     """Return what `write_advice` wrote, from a run's folder or from the file.
 

@@ -106,20 +106,10 @@ class Program:
         """Return the rank that holds the last stage, and so computes loss and metrics."""
         return self.rank_of_stage[-1]
 
-    @property
-    def first_rank(self) -> int:
-        """Return the rank that holds the first stage, and so reads the batch's inputs."""
-        return self.rank_of_stage[0]
-
     @cached_property
     def trains(self) -> bool:
         """Return True if the program computes gradients; if not, it is for evaluation and generation."""
         return any(a.op.is_compute and a.op is not Op.FORWARD for row in self.actions for a in row)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Return True if the gradients of input and weights are computed separately."""
-        return any(a.op in (Op.INPUT, Op.WEIGHT) for row in self.actions for a in row)
 
     @cached_property
     def updates(self) -> tuple[int, ...]:

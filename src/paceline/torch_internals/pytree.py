@@ -48,11 +48,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """Return the same structure with its tensors replaced by `tensors`."""
-    return map_tensors(value, lambda _: next(tensors))
-
-
 def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
     """Return the same structure with each leaf changed: a value that `is_leaf` accepts, or that holds no other value.
 

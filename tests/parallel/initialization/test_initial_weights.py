@@ -15,7 +15,7 @@ from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.comm.process_group import World
 from paceline.errors import UsageError
 from paceline.launch.launcher import LaunchRequest, start
-from paceline.parallel.initialization.deferred_init import Wanted, defer_init, fill_model, whole_start
+from paceline.parallel.initialization.deferred_init import Wanted, defer_init, drawn_start, fill_model
 from paceline.parallel.initialization.init_tape import Unrecordable
 from paceline.parallel.initialization.meta_model import described, named_tensors, record, tensor_bytes
 from paceline.parallel.module_access.shard_spec import ShardSpec
@@ -87,7 +87,7 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
         like = detached(plain(job))
         whole = sum(tensor.nbytes for tensor in like.values())
         assert digest(assembled(tmp_path, told, f"{job}-{FAR}", like)) == digest(like), job
-        drawn = detached(whole_start(lambda job=job: plain(job), seed=SEED, limit_bytes=NEAR))
+        drawn = detached(drawn_start(lambda job=job: plain(job), seed=SEED, limit_bytes=NEAR))
         assert digest(assembled(tmp_path, told, f"{job}-{NEAR}", like)) == digest(drawn), job
         for rank, found in enumerate(told):
             below, above = found[f"{job}-{FAR}"], found[f"{job}-{NEAR}"]
@@ -109,7 +109,7 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
 def test_drawn_alone_values_are_of_the_same_kind(job: str) -> None:
     """What is not drawn is equal bit for bit; what is drawn has the plain build's mean and spread."""
     like = detached(plain(job))
-    found = detached(whole_start(lambda: plain(job), seed=SEED, limit_bytes=NEAR))
+    found = detached(drawn_start(lambda: plain(job), seed=SEED, limit_bytes=NEAR))
     assert list(found) == list(like)
     drawn = 0
     for name, tensor in like.items():
@@ -163,7 +163,7 @@ def odd() -> nn.Module:
 
 def test_operations_that_mix_tensors_are_done_again_with_what_they_need() -> None:
     like = odd()
-    model = whole_start(odd, seed=SEED, limit_bytes=NEAR)
+    model = drawn_start(odd, seed=SEED, limit_bytes=NEAR)
     assert isinstance(model, Odd) and isinstance(like, Odd)
     with torch.no_grad():
         torch.testing.assert_close(model.square @ model.square.T, torch.eye(6), atol=1e-5, rtol=0)
@@ -190,10 +190,10 @@ def test_a_tensors_values_are_those_of_its_name_alone() -> None:
         model.last = nn.Linear(40, 30)
         return model
 
-    one, other = (detached(whole_start(build, seed=SEED, limit_bytes=NEAR)) for build in (longer, shorter))
+    one, other = (detached(drawn_start(build, seed=SEED, limit_bytes=NEAR)) for build in (longer, shorter))
     assert torch.equal(one["last.weight"], other["last.weight"])
     assert not torch.equal(one["last.weight"], one["twin.weight"])
-    third = detached(whole_start(shorter, seed=SEED + 1, limit_bytes=NEAR))
+    third = detached(drawn_start(shorter, seed=SEED + 1, limit_bytes=NEAR))
     assert not torch.equal(third["last.weight"], other["last.weight"])
 
 

@@ -8,15 +8,13 @@ import pytest
 
 from paceline.errors import LayoutError
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.parse_cluster import read_fleet
 from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
 from paceline.planner.model_costs.layer_chain import Chain, chain_of
 from paceline.planner.model_costs.model_profile import LayerProfile
 from paceline.planner.model_costs.stage_balance import balance, by_trying_all
 from paceline.planner.search.branch_and_bound import search, search_each
-from paceline.planner.simulation.schedule_costs import costs_of, pipeline_timeline
-from tests.planner.random_plans import some
+from tests.planner.random_plans import pipeline_timeline, some
 
 LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
 
@@ -76,16 +74,6 @@ def test_a_pipeline_that_is_followed_is_near_its_closed_form() -> None:
             if max(each) < 2 * min(each) and made.hop_seconds(candidate) < 0.3 * min(each):
                 apart.append(abs(form / timeline.makespan - 1))
     assert len(apart) >= 15 and max(apart) < 0.25 and sorted(apart)[len(apart) // 2] < 0.05
-
-
-def test_a_layout_without_a_pipeline_has_nothing_to_follow() -> None:
-    facts = decoder_facts(
-        Decoder(layers=4, width=64, hidden=128, heads=4, vocabulary=10), name="x", length=8, global_batch_size=8
-    )
-    made = CostModel(facts=facts, fleet=read_fleet("4xT4"))
-    with pytest.raises(LayoutError, match="ddp has no pipeline"):
-        pipeline_timeline(made, candidate=Candidate(dp_replicate=4))
-    assert len(list(costs_of(made, candidate=Candidate(pp=2, dp_replicate=2)).forward)) == 2  # type: ignore[arg-type]
 
 
 def test_the_precision_is_chosen_too_where_several_are_given() -> None:

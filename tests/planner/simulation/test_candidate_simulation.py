@@ -25,10 +25,9 @@ from paceline.planner.simulation.exposed_communication import exposed_by_name
 from paceline.planner.simulation.failure_forecast import Checkpoints, forecast_failures
 from paceline.planner.simulation.goodput import goodput
 from paceline.planner.simulation.overlap import Collective, When
-from paceline.planner.simulation.schedule_costs import pipeline_timeline
 from paceline.run_folder.plan_file import write_advice
 from paceline.schedule import Costs, build
-from tests.planner.random_plans import forecast
+from tests.planner.random_plans import forecast, pipeline_timeline
 
 HOUR = 3600.0
 SIZES = Decoder(layers=8, width=512, hidden=2048, heads=8, vocabulary=1000)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.verification.diagnosis.gradient_cause import Evidence, data_cause, find_cause
+from paceline.verification.diagnosis.gradient_cause import Evidence, data_cause, explain_gradient, unexplained_gradient
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 
@@ -24,7 +24,8 @@ def cause_of(
         found = found + noise * rng.standard_normal(found.shape)
         if np.linalg.norm(found - rows.sum(0)) > 1e-6:
             evidence.append(Evidence(name=name, found=found, contributions=rows, floor=1e-7))
-    return find_cause(evidence, counts=list(counts), ranks=ranks, num_parameters=len(NAMES))
+    found = explain_gradient(evidence, counts=list(counts), ranks=ranks, num_parameters=len(NAMES))
+    return found or unexplained_gradient(evidence, num_parameters=len(NAMES))
 
 
 def everywhere(weights: np.ndarray) -> dict[str, np.ndarray]:
@@ -66,7 +67,8 @@ def test_other_random_numbers_fit_nothing() -> None:
     rng = np.random.default_rng(5)
     rows = rng.standard_normal((6, 40))
     evidence = [Evidence(name="w", found=rng.standard_normal(40), contributions=rows, floor=1e-7)]
-    assert "different random numbers" in find_cause(evidence, counts=[1.0] * 6, ranks=3, num_parameters=1)
+    assert explain_gradient(evidence, counts=[1.0] * 6, ranks=3, num_parameters=1) is None
+    assert "different random numbers" in unexplained_gradient(evidence, num_parameters=1)
 
 
 def test_data_order_is_named() -> None:

@@ -30,18 +30,6 @@ from paceline.torch_internals.private_api import NormBase
 _POSITIONS, _MASK, _LABELS, _SHIFTED = "position_ids", "attention_mask", "labels", "shift_labels"
 
 
-@contextmanager
-def split_context(*, world: World, model: nn.Module, length: int, padded: bool = False) -> Iterator[None]:
-    """Run `model` on this rank's part of a sequence of `length` inside this context.
-
-    `padded` says that the whole batch (not only this rank's part) has keys that an attention mask hides.
-    """
-    with _inside(
-        ProcessExchange(world=world), model, SequenceSharding(length=length, ranks=world.world_size), padded, 1
-    ):
-        yield
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
     """A rank's part of one batch.

@@ -147,23 +147,10 @@ def defer_large_model(
     return _replayed(recorded, world, limit_bytes)
 
 
-def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
+def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
     """Return the whole model in this process, for `single` and `ddp`.
 
     It is a plain build, or above the limit a model with values drawn by name.
-
-    Raises:
-        UsageError: the model is above the limit, and the constructor cannot be recorded.
-    """
-    model = _checked(build())
-    if tensor_bytes(model) <= limit_bytes:
-        return model
-    del model
-    return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
-
-
-def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
-    """Return the whole model as `whole_start` does, without a plain build first; for a model likely above the limit.
 
     Raises:
         UsageError: the model is above the limit, and the constructor cannot be recorded.

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from math import exp, log
+from math import log
 from typing import Any, TypeVar
 
 from paceline.bytes_sent import SHARES
@@ -42,26 +41,6 @@ class MatmulTimings:
     square: TimingCurve
     narrow: tuple[tuple[int, float], ...] = ()
 
-    def seconds(self, *, rows: int, inner: int, columns: int) -> float:
-        """Return the seconds of one matmul `rows x inner x columns`: the mean of its forward and two backward ones."""
-        least = min(rows, inner, columns)
-        return self.square.seconds(2.0 * rows * inner * columns) * self.longer(least)
-
-    def longer(self, least: int) -> float:
-        """Return the time relative to a square matmul, for a smallest dimension.
-
-        The value is interpolated linearly in logarithms. A narrower matmul than was measured takes as long for less
-        work.
-        """
-        if not self.narrow or least >= self.narrow[-1][0]:
-            return self.narrow[-1][1] if self.narrow else 1.0
-        first = self.narrow[0]
-        if least <= first[0]:
-            return first[1] * first[0] / max(least, 1)
-        (low, slow), (high, quick) = next(pair for pair in pairwise(self.narrow) if pair[1][0] >= least)
-        share = log(least / low) / log(high / low)
-        return exp(log(slow) + share * (log(quick) - log(slow)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -82,46 +61,6 @@ class Rates:
     optimizers: Mapping[str, TimingCurve]
     operation_seconds: float
     trained_operation_seconds: float
-
-    def product_seconds(self, *, rows: int, inner: int, columns: int, precision: str = "fp32") -> float:
-        """Return the seconds of one matmul.
-
-        Raises:
-            MachineError: the probe has no such precision.
-        """
-        return _of(self.products, precision, "matmuls in").seconds(rows=rows, inner=inner, columns=columns)
-
-    def attention_seconds(self, *, flops: float, length: int, precision: str = "fp32", trained: bool = False) -> float:
-        """Return the seconds of fused attention with `flops` in its forward.
-
-        `flops` is `4 * batch * heads * length^2 * width`, over all positions. `trained` adds its backward, which has
-        2.5 times as many.
-
-        Raises:
-            MachineError: the probe has no such precision.
-        """
-        heads = flops / (ATTENTION_WORK * length**2 * HEAD_WIDTH)
-        work = TRAINED_WORK if trained else ATTENTION_WORK
-        curves = self.attention_trained if trained else self.attention
-        return heads * _of(curves, precision, "attention in").seconds(work * length**2 * HEAD_WIDTH)
-
-    def stream_seconds(self, *, num_bytes: float, kind: str = "add") -> float:
-        """Return the seconds of one operation that reads and writes `num_bytes`.
-
-        Raises:
-            MachineError: the probe has no such kind.
-        """
-        return _of(self.streams, kind, "stream").seconds(num_bytes)
-
-    def optimizer_seconds(self, *, tensors: int, num_bytes: float, kind: str = "adamw") -> float:
-        """Return the seconds of a step over `tensors` equal tensors that reads and writes `num_bytes` in all.
-
-        AdamW reads and writes 28 bytes per fp32 element.
-
-        Raises:
-            MachineError: the probe has no such kind.
-        """
-        return tensors * _of(self.optimizers, kind, "optimizer").seconds(num_bytes / max(tensors, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +134,6 @@ class HardwareBenchmark:
         rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
         return nearest.curve.seconds(alike) + nearest.latency_seconds * (rounds - 1)
 
-    def copy_seconds(self, way: str, *, num_bytes: float) -> float:
-        """Return the seconds of a copy between host and GPU, `to_device` or `to_host`.
-
-        Raises:
-            MachineError: the machine was probed without a GPU.
-        """
-        return _of(self.copies, way, "copy").seconds(num_bytes)
-
     def as_json(self) -> dict[str, Any]:
         """Return its fields and the format, for a file; `read_probe` reads them back."""
         return {"format": FORMAT, **asdict(self)}
@@ -243,12 +174,6 @@ def _read_rates(found: Mapping[str, Any]) -> Rates:
 
 def _read_curves(found: Mapping[str, Any]) -> dict[str, TimingCurve]:
     return {name: read_curve(each) for name, each in found.items()}
-
-
-def _of(had: Mapping[str, _Kept], name: str, what: str) -> _Kept:
-    if name not in had:
-        raise MachineError(f"the probe has no {what} {name}.", cause=_has(had), hint=_AGAIN)
-    return had[name]
 
 
 def _has(names: Any) -> str:

@@ -17,27 +17,6 @@ from paceline.verification.diagnosis.hypotheses import GradientFacts, guesses
 from paceline.verification.diagnosis.swapped_gradients import explain_swapped
 
 
-def find_cause(
-    evidence: Sequence[Evidence],
-    *,
-    counts: Sequence[float],
-    ranks: int,
-    num_parameters: int,
-    samples: int | None = None,
-    is_data_right: bool | None = None,
-) -> str:
-    """Return the likely cause of the differing parameters in `evidence`; `counts` per microbatch, dealt round robin."""
-    found = explain_gradient(
-        evidence,
-        counts=counts,
-        ranks=ranks,
-        num_parameters=num_parameters,
-        samples=samples,
-        is_data_right=is_data_right,
-    )
-    return found or unexplained_gradient(evidence, num_parameters=num_parameters, is_data_right=is_data_right)
-
-
 def explain_gradient(
     evidence: Sequence[Evidence],
     *,
