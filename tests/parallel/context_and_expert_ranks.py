@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm.played_ranks import ProcessExchange
 from paceline.comm.process_group import World
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.context_parallel.context_parallel_check import InDouble
@@ -71,7 +70,7 @@ def contexts(world: World) -> None:
     if world.world_size == 2:  # the others are in `make soak`, and between threads in test_context_parallel.py
         cases = {name: cases[name] for name in ("text", "llama")}
     for name, case in cases.items():
-        distance = far(train(case, ProcessExchange(world=world)), train(case, alone()))
+        distance = far(train(case, world), train(case, alone()))
         assert distance < CLOSE, (name, distance)
 
 
@@ -87,7 +86,7 @@ def mixtures(world: World) -> None:
             continue
         data = tokens(*(sizes if name != "mixtral" else [size + 4 for size in sizes]))
         wanted = train_experts(model, data, None)
-        distance = far_experts(model, data, train_experts(model, data, ProcessExchange(world=world)), wanted)
+        distance = far_experts(model, data, train_experts(model, data, world), wanted)
         assert distance < CLOSE, (name, distance)
 
 

@@ -1,6 +1,6 @@
 """The reference for `cp` and `ep`: the same batches through the whole model in one process, in float64.
 
-`over` is an `AxisExchange`: threads of one process, or processes. One of size 1 is the one process.
+`over` is a `World`: threads of one process, or processes. One of size 1 is the one process.
 """
 
 import copy
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import AxisExchange, ThreadBarrier, ThreadExchange, run_simulated_ranks
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks, thread_worlds
 from paceline.examples.text import GPT
 from paceline.examples.text import loss as text_loss
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
@@ -49,14 +50,14 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def alone() -> AxisExchange:
-    return ThreadExchange(table=ThreadBarrier(size=1), rank=0)
+def alone() -> World:
+    return thread_worlds(replicas=1)[0]
 
 
-def train(case: Case, over: AxisExchange, start: nn.Module | None = None) -> Trained:
+def train(case: Case, over: World, start: nn.Module | None = None) -> Trained:
     """Steps of SGD with momentum on this rank's part of every sequence. Threads share a generator, so a `start`."""
     model = copy.deepcopy(start or case.model()).double()
-    placed = ContextParallel(model=model, sequence=case.sequence, over=over, own_loss=case.own_loss)
+    placed = ContextParallel(model=model, sequence=case.sequence, world=over, own_loss=case.own_loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, first = [], {}
     for number, batch in enumerate(case.batches):
@@ -67,11 +68,11 @@ def train(case: Case, over: AxisExchange, start: nn.Module | None = None) -> Tra
             total, count = case.loss(case.forward(model, mine), mine)
         optimizer.zero_grad()
         total.backward()
-        counted = over.add(torch.as_tensor(count, dtype=torch.float64))
-        losses.append(float(over.add(total.detach()) / counted))
+        counted = over.all_reduce(torch.tensor(float(count), dtype=torch.float64))
+        losses.append(float(over.all_reduce(total.detach().clone()) / counted))
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad = over.add(parameter.grad) / counted
+                parameter.grad = over.all_reduce(parameter.grad.clone()) / counted
         first = first or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return Trained(losses=losses, gradients=first, weights={n: p.detach() for n, p in model.named_parameters()})
@@ -95,7 +96,7 @@ def distance_context(case: Case, *, ranks: int) -> float:
     """The largest difference of any rank's training to one process's."""
     start = case.model()
     wanted = train(case, alone(), start)
-    return max(far(found, wanted) for found in run_simulated_ranks(lambda over: train(case, over, start), size=ranks))
+    return max(far(found, wanted) for found in run_simulated_ranks(lambda over: train(case, over, start), ranks=ranks))
 
 
 # -- models
@@ -226,7 +227,7 @@ class Mixture(nn.Module):
 
 
 def train_experts(
-    model: nn.Module, data: Sequence[Sequence[Any]], over: AxisExchange | None, *, twice: bool = False
+    model: nn.Module, data: Sequence[Sequence[Any]], over: World | None, *, twice: bool = False
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor], dict[str, ShardSpec]]:
     """Steps over `data` (a list of rank batches a step): all of them in one process without `over`, else one's own.
 
@@ -235,7 +236,7 @@ def train_experts(
     model = copy.deepcopy(model).double()
     parts: dict[str, ShardSpec] = {}
     if over is not None:
-        parts = dict(split_experts(model=model, over=over).parts)
+        parts = dict(split_experts(model=model, world=over).parts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     first: dict[str, Tensor | None] = {}
     for batches in data:
@@ -246,12 +247,13 @@ def train_experts(
                 total, number = objective(model, ids)
             total.backward()
             count = count + number
-        count = count if over is None else over.add(count)
+        count = count if over is None else over.all_reduce(count.clone())
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
                 continue
             shared = over is not None and (twice or name not in parts)
-            parameter.grad = (over.add(parameter.grad) if over is not None and shared else parameter.grad) / count
+            grad = over.all_reduce(parameter.grad.clone()) if over is not None and shared else parameter.grad
+            parameter.grad = grad / count
         first = first or {n: p.grad for n, p in model.named_parameters()}
         optimizer.step()
     return first, {n: p.detach() for n, p in model.named_parameters()}, parts
@@ -288,7 +290,7 @@ def assert_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: in
 def distance_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: int, twice: bool = False) -> float:
     """The largest difference of any rank's gradients and weights to one process's."""
     wanted = train_experts(model, data, None)
-    every = run_simulated_ranks(lambda over: train_experts(model, data, over, twice=twice), size=ranks)
+    every = run_simulated_ranks(lambda over: train_experts(model, data, over, twice=twice), ranks=ranks)
     return max(far_experts(model, data, found, wanted) for found in every)
 
 

@@ -24,6 +24,7 @@ Op = Literal["sum", "max", "min"]
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Shape = tuple[int, ...]
 _ASKED = timedelta(seconds=10)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -203,6 +204,59 @@ class World:
         """Start to send row r of `source` to rank r, and to fill row r of `target` with the row that rank r sends."""
         self.sends("all_to_all", source)
         return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
+
+    def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """Return every rank's tensor; rank r's has `shapes[r]`. Smaller ones are sent padded to the largest."""
+        if self.group is None:
+            return [tensor]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        flat = tensor.new_zeros(max(sizes))
+        flat[: tensor.numel()] = tensor.reshape(-1)
+        parts = [torch.empty_like(flat) for _ in sizes]
+        self.sends("all_gather", flat)
+        dist.all_gather(parts, flat, group=self.group)
+        return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
+
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the sum over all ranks; every rank has the same number of rows."""
+        if self.group is None:
+            return rows
+        own = rows.new_empty((len(rows) // self.world_size, *rows.shape[1:]))
+        self.sends("reduce_scatter", rows)
+        REDUCE_SCATTER(own, rows, group=self.group)
+        return own
+
+    def all_to_all(self, rows: torch.Tensor, *, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send the next `send[r]` rows to rank r; return the rows received, `receive[r]` from rank r, concatenated."""
+        if self.group is None:
+            return rows.clone()
+        got = rows.new_empty(sum(receive), *rows.shape[1:])
+        self.sends("all_to_all", rows)
+        dist.all_to_all_single(got, rows.contiguous(), list(receive), list(send), group=self.group)
+        return got
+
+    def start_ring_shift(
+        self, tensors: Sequence[torch.Tensor], *, shapes: Sequence[Shape]
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Start sending to the next rank; the returned function waits for the previous rank's tensors, of `shapes`."""
+        if self.group is None:
+            return lambda: list(tensors)
+        kept = [tensor.contiguous() for tensor in tensors]
+        got = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        sends = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following) for tensor in kept]
+        receives = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=previous) for tensor in got]
+        for tensor in kept:
+            self.sends("send", tensor)
+        works = dist.batch_isend_irecv([*sends, *receives])
+
+        def wait() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            kept.clear()
+            return got
+
+        return wait
 
     def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "PendingMessage":
         """Start to send to one rank, which receives with the same tag; the tensor must not change until it is sent."""

@@ -1,4 +1,4 @@
-"""A rendezvous of the replicas of one process: the collectives of ranks, implemented between threads.
+"""Ranks that threads of one process play: replicas of the `threads` layout, and ranks simulated to check a layout.
 
 Every replica posts a value in each round and reads all values once the last one has arrived. Every replica sums in
 replica order, so sums are deterministic and the same for all.
@@ -6,15 +6,20 @@ replica order, so sums are deterministic and the same for all.
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.comm.process_group import Op, PendingMessage, World
+from paceline.comm.process_group import Op, PendingMessage, Shape, World
 from paceline.errors import RunError
+from paceline.torch_internals.rng import get_states, preserve_rng, seed_all, set_states
+
+T = TypeVar("T")
+_PATIENCE_SECONDS = 600.0
 
 
 class PeerFailed(Exception):
@@ -28,10 +33,20 @@ class _Round:
 
 
 class ThreadRendezvous:
-    """A rendezvous in numbered rounds; a replica may post the next round before it has read the last one."""
+    """A rendezvous in numbered rounds; a replica may post the next round before it has read the last one.
 
-    def __init__(self, *, replicas: int, timeout_seconds: float) -> None:
+    `pause(replica)` is a context in which that replica waits for the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        timeout_seconds: float,
+        pause: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
         self.replicas = replicas
+        self._pause = pause
         self._timeout = timeout_seconds
         self._changed = threading.Condition()
         self._rounds: dict[int, _Round] = {}
@@ -63,7 +78,7 @@ class ThreadRendezvous:
             if place.present == self.replicas:
                 del self._rounds[number]
                 self._changed.notify_all()
-        return lambda: self._collect(place)
+        return lambda: self._collect(place, replica)
 
     def send(self, value: Any, *, address: tuple[int, int, int]) -> None:
         """Leave a message for one replica: `address` is (sender, receiver, tag)."""
@@ -73,14 +88,14 @@ class ThreadRendezvous:
 
     def receive(self, *, address: tuple[int, int, int]) -> Any:
         """Wait for the message sent to this address, and return it."""
-        with self._changed:
+        with self._pause(address[1]), self._changed:
             came = self._changed.wait_for(lambda: self._is_over or address in self._mail, self._timeout)
             if address in self._mail:
                 return self._mail.pop(address)
         raise PeerFailed if came else self._late(f"replica {address[0]} has sent nothing")
 
-    def _collect(self, place: _Round) -> list[Any]:
-        with self._changed:
+    def _collect(self, place: _Round, replica: int) -> list[Any]:
+        with self._pause(replica), self._changed:
             came = self._changed.wait_for(lambda: self._is_over or place.present == self.replicas, self._timeout)
             if place.present == self.replicas:
                 return place.values
@@ -129,6 +144,35 @@ class ThreadWorld(World):
         collect = self.meeting.post(tensor.detach().clone(), replica=self.rank)
         return lambda: tensor.detach().copy_(_reduced(collect(), op, tensor.device))
 
+    def all_gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Return copies of every replica's tensor."""
+        found = self.exchange(tensor.detach().clone())
+        assert [tuple(part.shape) for part in found] == [tuple(shape) for shape in shapes]
+        return [part.to(tensor.device, copy=True) for part in found]
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """Return this replica's rows of the sum."""
+        return self.all_reduce(rows.clone()).chunk(self.world_size)[self.rank].contiguous()
+
+    def all_to_all(self, rows: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send rows to every replica and return the received rows."""
+        found = self.exchange(rows.detach().clone().split(list(send)))
+        got = [parts[self.rank].to(rows.device) for parts in found]
+        assert [len(part) for part in got] == list(receive), "other rows came than this rank's route says"
+        return torch.cat(got)
+
+    def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
+        """Post copies of the tensors; the returned function waits for the previous replica's."""
+        collect = self.meeting.post([tensor.detach().clone() for tensor in tensors], replica=self.rank)
+
+        def wait() -> list[Tensor]:
+            sent = collect()[(self.rank - 1) % self.world_size]
+            got = [tensor.to(own.device) for tensor, own in zip(sent, tensors, strict=True)]
+            assert [tuple(tensor.shape) for tensor in got] == [tuple(shape) for shape in shapes]
+            return got
+
+        return wait
+
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> PendingMessage:
         """Leave a copy of the tensor for one replica."""
         self.meeting.send(tensor.detach().clone(), address=(self.rank, to, tag))
@@ -153,15 +197,108 @@ class ThreadWorld(World):
         """Do nothing: the owner of the process's world closes it."""
 
 
-def thread_worlds(*, replicas: int, world: World, timeout_seconds: float) -> list[World]:
+def thread_worlds(
+    *, replicas: int, world: World | None = None, timeout_seconds: float = _PATIENCE_SECONDS
+) -> list[World]:
     """Return one world per replica; on GPUs replica k uses GPU k. A single replica keeps the world unchanged."""
+    world = world or World.alone()
     if replicas == 1:
         return [world]
-    meeting = ThreadRendezvous(replicas=replicas, timeout_seconds=timeout_seconds)
+    return _worlds(world, ThreadRendezvous(replicas=replicas, timeout_seconds=timeout_seconds))
+
+
+def _worlds(world: World, meeting: ThreadRendezvous) -> list[World]:
+    replicas = meeting.replicas
     return [
         ThreadWorld(rank=rank, world_size=replicas, local_rank=rank, device=_device(world, rank), meeting=meeting)
         for rank in range(replicas)
     ]
+
+
+def run_threads(work: Callable[[int], T], *, ranks: int, leave: Callable[[], None]) -> list[T]:
+    """Run `work(rank)` once per rank, each in a thread, and return the results; `leave` wakes ranks that wait for one.
+
+    Raises:
+        BaseException: the error of the first rank that failed by itself.
+    """
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:  # raised below, in the caller's thread
+            errors[rank] = error
+            leave()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [errors[rank] for rank in sorted(errors)]
+    for error in [*(error for error in failed if not isinstance(error, PeerFailed)), *failed]:
+        raise error
+    return [results[rank] for rank in range(ranks)]
+
+
+def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | None = None) -> list[T]:
+    """Run `work` once per rank, each in its own thread and world, and return the results.
+
+    With a `seed`, each rank has its own random generators, seeded alike; otherwise all share the process's.
+
+    Raises:
+        BaseException: the error of the first rank that failed by itself.
+    """
+    if seed is None:
+        meeting = ThreadRendezvous(replicas=ranks, timeout_seconds=_PATIENCE_SECONDS)
+        worlds = _worlds(World.alone(), meeting)
+        return run_threads(lambda rank: work(worlds[rank]), ranks=ranks, leave=meeting.leave)
+    with preserve_rng():
+        turns = _Turns(ranks=ranks, seed=seed)
+        meeting = ThreadRendezvous(replicas=ranks, timeout_seconds=_PATIENCE_SECONDS, pause=turns.pause)
+        worlds = _worlds(World.alone(), meeting)
+
+        def in_turn(rank: int) -> T:
+            with turns.of(rank):
+                return work(worlds[rank])
+
+        return run_threads(in_turn, ranks=ranks, leave=meeting.leave)
+
+
+class _Turns:
+    """Lets one rank run at a time, each with its own random generator states; all start from one seed."""
+
+    def __init__(self, *, ranks: int, seed: int) -> None:
+        seed_all(seed)
+        self._states = [get_states()] * ranks
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """Run as this rank inside the block."""
+        self._begin(rank)
+        try:
+            yield
+        finally:
+            self._end(rank)
+
+    @contextmanager
+    def pause(self, rank: int) -> Iterator[None]:
+        """Let other ranks run inside the block."""
+        self._end(rank)
+        try:
+            yield
+        finally:
+            self._begin(rank)
+
+    def _begin(self, rank: int) -> None:
+        self._turn.acquire()
+        set_states(self._states[rank])
+
+    def _end(self, rank: int) -> None:
+        self._states[rank] = get_states()
+        self._turn.release()
 
 
 def _device(world: World, rank: int) -> torch.device:

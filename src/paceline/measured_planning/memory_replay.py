@@ -1,7 +1,6 @@
 """Memory replay: a run's own step, placed as in the run, on fake tensors and simulated ranks."""
 
 import gc
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from functools import partial
 
 import torch
 
-from paceline.comm.rank_threads import PeerFailed
+from paceline.comm.rank_threads import run_threads
 from paceline.config.settings import Settings
 from paceline.data.types import StepInput
 from paceline.job import Job
@@ -71,26 +70,11 @@ def replay(
 def _together(
     job: Job, settings: Settings, plan: ExecutionPlan, scene: SimulatedRanks, journals: Sequence[MemoryTimeline]
 ) -> list[StageMemory]:
-    found: dict[int, StageMemory | BaseException] = {}
+    def run(stage: int) -> StageMemory:
+        with scene.baton:
+            return _stage(job, settings, plan, scene, stage, *journals[stage : stage + 1])
 
-    def run(stage: int) -> None:
-        try:
-            with scene.baton:
-                found[stage] = _stage(job, settings, plan, scene, stage, *journals[stage : stage + 1])
-        except BaseException as error:
-            found[stage] = error
-            scene.leave()
-
-    threads = [threading.Thread(target=run, args=(stage,), daemon=True) for stage in range(plan.mesh.pp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [found[stage] for stage in sorted(found) if isinstance(found[stage], BaseException)]
-    first = next((error for error in errors if not isinstance(error, PeerFailed)), None)
-    if isinstance(first, BaseException):
-        raise first
-    return [one for stage in sorted(found) if isinstance(one := found[stage], StageMemory)]
+    return run_threads(run, ranks=plan.mesh.pp, leave=scene.leave)
 
 
 def _stage(

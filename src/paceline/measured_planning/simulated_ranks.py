@@ -74,7 +74,9 @@ class SimulatedRanks:
         """Return the rendezvous of these stages."""
         with self.lock:
             if stages not in self.meetings:
-                self.meetings[stages] = ThreadRendezvous(replicas=len(stages), timeout_seconds=_TIMEOUT_SECONDS)
+                self.meetings[stages] = ThreadRendezvous(
+                    replicas=len(stages), timeout_seconds=_TIMEOUT_SECONDS, pause=lambda _: self.others()
+                )
             return self.meetings[stages]
 
     def next_of(self, queue: "SimpleQueue[_Message]") -> "_Message":
@@ -195,9 +197,7 @@ class SimulatedWorld(World):
 
     def _exchange(self, value: Any) -> list[Any]:
         place = self.stages.index(self.stage)
-        collect = self.scene.meeting(self.stages).post(value, replica=place)
-        with self.scene.others():
-            return collect()
+        return self.scene.meeting(self.stages).post(value, replica=place)()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import AxisExchange, ThreadBarrier, ThreadExchange, run_simulated_ranks
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks, thread_worlds
 from paceline.errors import JobError, LayoutError
 from paceline.parallel.context_parallel import context_parallel as context
 from paceline.parallel.context_parallel import function_mode as context_mode
@@ -119,15 +120,15 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
     (wanted * weigh).sum().backward()
     cut = SequenceSharding(length=length, ranks=ranks)
 
-    def one(over: AxisExchange) -> list[Tensor]:
+    def one(over: World) -> list[Tensor]:
         mine = [cut.take(t, dim=2, rank=over.rank).requires_grad_() for t in (q, k, v)]
         held = cut.take(keep, dim=1, rank=over.rank) if pad else None
-        ring = Ring(exchange=over, cut=cut, causal=causal, scale=1 / math.sqrt(8))
+        ring = Ring(world=over, cut=cut, causal=causal, scale=1 / math.sqrt(8))
         out = ring_attention(mine[0].unflatten(1, (-1, groups)), mine[1], mine[2], keep=held, ring=ring).flatten(1, 2)
         (out * cut.take(weigh, dim=2, rank=over.rank)).sum().backward()
         return [out.detach(), *(t.grad for t in mine)]
 
-    parts = run_simulated_ranks(one, size=ranks)
+    parts = run_simulated_ranks(one, ranks=ranks)
     joined = [cut.join([part[n] for part in parts], dim=2) for n in range(4)]
     right = [wanted.detach(), *(t.grad for t in whole)]
     return max(float((a - b).abs().max()) for a, b in zip(joined, right, strict=True))
@@ -137,26 +138,26 @@ def test_the_bytes_sent_are_those_of_the_formula() -> None:
     batch, heads, length, width, ranks = 2, 3, 24, 4, 3
     cut = SequenceSharding(length=length, ranks=ranks)
 
-    def one(over: AxisExchange) -> int:
+    def one(over: World) -> int:
         counted = Counted(over)
         q, k, v = (torch.randn(batch, heads, length // ranks, width, requires_grad=True) for _ in range(3))
-        ring = Ring(exchange=counted, cut=cut, causal=True, scale=1.0)
+        ring = Ring(world=counted, cut=cut, causal=True, scale=1.0)
         ring_attention(q[:, :, None], k, v, keep=None, ring=ring).sum().backward()
         return counted.elements
 
     each = 2 * batch * heads * (length // ranks) * width
-    assert run_simulated_ranks(one, size=ranks) == [(ranks - 1) * each + (ranks - 1) * each + ranks * each] * ranks
+    assert run_simulated_ranks(one, ranks=ranks) == [(ranks - 1) * each + (ranks - 1) * each + ranks * each] * ranks
 
 
 class Counted:
-    """An exchange that counts the elements it sends on."""
+    """A world that counts the elements it sends on."""
 
-    def __init__(self, over: AxisExchange) -> None:
-        self.over, self.rank, self.size, self.elements = over, over.rank, over.size, 0
+    def __init__(self, over: World) -> None:
+        self.over, self.rank, self.world_size, self.elements = over, over.rank, over.world_size, 0
 
-    def shift(self, tensors: Any, *, shapes: Any) -> Any:
+    def start_ring_shift(self, tensors: Any, *, shapes: Any) -> Any:
         self.elements += sum(tensor.numel() for tensor in tensors)
-        return self.over.shift(tensors, shapes=shapes)
+        return self.over.start_ring_shift(tensors, shapes=shapes)
 
 
 def test_the_ring_in_bfloat16_is_as_near_as_attention_in_bfloat16() -> None:
@@ -167,12 +168,12 @@ def test_the_ring_in_bfloat16_is_as_near_as_attention_in_bfloat16() -> None:
     plain = (F.scaled_dot_product_attention(*low, is_causal=True).float() - right).abs().max()
     cut = SequenceSharding(length=48, ranks=3)
 
-    def one(over: AxisExchange) -> Tensor:
+    def one(over: World) -> Tensor:
         mine = [cut.take(t, dim=2, rank=over.rank) for t in low]
-        ring = Ring(exchange=over, cut=cut, causal=True, scale=1 / math.sqrt(8))
+        ring = Ring(world=over, cut=cut, causal=True, scale=1 / math.sqrt(8))
         return ring_attention(mine[0][:, :, None], mine[1], mine[2], keep=None, ring=ring)[:, :, 0]
 
-    found = cut.join(run_simulated_ranks(one, size=3), dim=2)
+    found = cut.join(run_simulated_ranks(one, ranks=3), dim=2)
     assert found.dtype == torch.bfloat16
     assert (found.float() - right).abs().max() < 1.5 * plain
 
@@ -268,17 +269,17 @@ def test_a_forward_that_is_run_again_in_backward() -> None:
     case = own()
     start = case.model().double()
 
-    def one(over: AxisExchange) -> list[Tensor]:
+    def one(over: World) -> list[Tensor]:
         model = copy.deepcopy(start)
-        placed = ContextParallel(model=model, sequence=case.sequence, over=over)
+        placed = ContextParallel(model=model, sequence=case.sequence, world=over)
         part = placed.cut(case.batches[0])
         with placed.forward(part):
             out = checkpoint(model, part.data, use_reentrant=False, context_fn=placed.again)
         out.log_softmax(-1)[..., 3].sum().backward()
-        return [over.add(p.grad) for p in model.parameters() if p.grad is not None]
+        return [over.all_reduce(p.grad.clone()) for p in model.parameters() if p.grad is not None]
 
-    wanted = run_simulated_ranks(one, size=1)[0]
-    for found in run_simulated_ranks(one, size=2):
+    wanted = run_simulated_ranks(one, ranks=1)[0]
+    for found in run_simulated_ranks(one, ranks=2):
         assert len(found) == len(wanted)
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, wanted, strict=True))
 
@@ -298,9 +299,7 @@ def test_dropout_is_one_process_s(batch_first: bool) -> None:
             else cut.take(x, dim=1, rank=rank)
         )
         torch.manual_seed(7)
-        with context_mode.ContextParallelMode(
-            exchange=ThreadExchange(table=ThreadBarrier(size=2), rank=rank), cut=cut, model=drop
-        ):
+        with context_mode.ContextParallelMode(world=thread_worlds(replicas=2)[rank], cut=cut, model=drop):
             parts.append(drop(part))
         assert torch.rand(1) == following
     assert torch.equal(cut.join(parts, dim=1), wanted)
@@ -379,7 +378,7 @@ def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
     with pytest.raises(LayoutError, match=r"drops 0.1 of its weights: 3,528 random numbers on every rank"):
-        run_simulated_ranks(lambda over: train(case, over), size=2)
+        run_simulated_ranks(lambda over: train(case, over), ranks=2)
 
 
 def biased() -> Case:
@@ -457,7 +456,7 @@ def _one_off(self: SequenceSharding, rank: int, *, device: Any = None) -> Tensor
 
 
 def _other_way(self: Ring, turn: int) -> int:
-    return (self.exchange.rank + turn) % self.exchange.size
+    return (self.world.rank + turn) % self.world.world_size
 
 
 def _unmerged(

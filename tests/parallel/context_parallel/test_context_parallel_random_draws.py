@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.played_ranks import ThreadBarrier, ThreadExchange
+from paceline.comm.rank_threads import thread_worlds
 from paceline.errors import LayoutError
 from paceline.parallel.context_parallel import function_mode as context_mode
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
@@ -190,8 +190,8 @@ def test_dropout_of_flattened_positions_is_one_process_s() -> None:
     for rank in range(2):
         part = cut.take(x, dim=1, rank=rank).flatten(0, 1)
         torch.manual_seed(7)
-        over = ThreadExchange(table=ThreadBarrier(size=2), rank=rank)
-        with context_mode.ContextParallelMode(exchange=over, cut=cut, model=nn.Identity(), rows=3):
+        over = thread_worlds(replicas=2)[rank]
+        with context_mode.ContextParallelMode(world=over, cut=cut, model=nn.Identity(), rows=3):
             parts.append(F.dropout(part, 0.4, inplace=True).unflatten(0, (3, -1)))
         assert torch.rand(1) == following
     assert torch.equal(cut.join(parts, dim=1).flatten(0, 1), wanted)

@@ -4,7 +4,6 @@ The ranks are threads of one process, in float64; `tests/matrix` does the same i
 """
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import ThreadBarrier, ThreadExchange
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import ThreadWorld, run_threads, thread_worlds
 from paceline.errors import LayoutError
 from paceline.parallel.context_parallel import function_mode as context_mode
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.context_parallel.function_mode import ContextParallelMode
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.collectives import WorldWire
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
 from paceline.parallel.tensor_parallel.sharding import even_cut
 from paceline.parallel.tensor_parallel.tensor_parallel import split_over
-from paceline.parallel.tensor_parallel.thread_ranks import Meeting, ThreadWire
 from paceline.parallel.tensor_parallel.user_hook_calls import expose_local_shards
 
 CP = TP = 2
@@ -55,29 +55,22 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def grid(work: Callable[[ThreadExchange, ThreadWire], Any], *, sequence: bool = False) -> dict[tuple[int, int], Any]:
+def grid(work: Callable[[World, WorldWire], Any], *, sequence: bool = False) -> dict[tuple[int, int], Any]:
     """`work` on every rank of cp × tp, each a thread with an end of its ring and one of its tensor group."""
-    rings, groups = [ThreadBarrier(size=CP) for _ in range(TP)], [Meeting(TP) for _ in range(CP)]
-    found: dict[tuple[int, int], Any] = {}
-    errors: list[BaseException] = []
+    rings = [thread_worlds(replicas=CP) for _ in range(TP)]
+    groups = [thread_worlds(replicas=TP) for _ in range(CP)]
 
-    def run(c: int, t: int) -> None:
-        try:
-            wire = ThreadWire(rank=t, size=TP, meeting=groups[c], sequence=sequence)
-            found[c, t] = work(ThreadExchange(table=rings[t], rank=c), wire)
-        except BaseException as error:
-            errors.append(error)
-            for each in (*rings, *groups):
-                each.leave() if isinstance(each, Meeting) else each.barrier.abort()
+    def run(rank: int) -> Any:
+        c, t = divmod(rank, TP)
+        return work(rings[t][c], WorldWire(groups[c][t], sequence=sequence))
 
-    threads = [threading.Thread(target=run, args=(c, t)) for c in range(CP) for t in range(TP)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return found
+    def leave() -> None:
+        for world in (each[0] for each in (*rings, *groups)):
+            assert isinstance(world, ThreadWorld)
+            world.meeting.leave()
+
+    found = run_threads(run, ranks=CP * TP, leave=leave)
+    return {divmod(rank, TP): found[rank] for rank in range(CP * TP)}
 
 
 def far(*, sequence: bool = False, groups: int = 2) -> float:
@@ -91,17 +84,17 @@ def far(*, sequence: bool = False, groups: int = 2) -> float:
     loss = summed(model(batch[0]), batch[1])
     loss.backward()
 
-    def work(over: ThreadExchange, wire: ThreadWire) -> Any:
+    def work(over: World, wire: WorldWire) -> Any:
         mine = copy.deepcopy(model)
         mine.zero_grad()
         placed = split_over(mine, plan=plan, wire=wire)
-        context = ContextParallel(model=mine, sequence=SEQUENCE, over=over)
+        context = ContextParallel(model=mine, sequence=SEQUENCE, world=over)
         part = context.cut(batch)
         with context.forward(part):
             total = summed(mine(part.data[0]), part.data[1])
         total.backward()
-        grads = {n: over.add(p.grad) for n, p in mine.named_parameters() if p.grad is not None}
-        return over.add(total.detach()), grads, placed.parts
+        grads = {n: over.all_reduce(p.grad.clone()) for n, p in mine.named_parameters() if p.grad is not None}
+        return over.all_reduce(total.detach().clone()), grads, placed.parts
 
     found = grid(work, sequence=sequence)
     apart = [float((total - loss.detach()).abs() / loss.detach()) for total, _, _ in found.values()]
@@ -154,10 +147,8 @@ def test_attention_that_drops_draws_what_one_process_draws() -> None:
     drawn = []
     for c in range(CP):
         for t in range(TP):
-            wire = ThreadWire(rank=t, size=TP, meeting=Meeting(TP))
-            mode = ContextParallelMode(
-                exchange=ThreadExchange(table=ThreadBarrier(size=CP), rank=c), cut=cut, model=nn.Identity()
-            )
+            wire = WorldWire(thread_worlds(replicas=TP)[t])
+            mode = ContextParallelMode(world=thread_worlds(replicas=CP)[c], cut=cut, model=nn.Identity())
             query = cut.take(q, dim=2, rank=c).narrow(1, 2 * t, 2)
             torch.manual_seed(7)
             drawn.append(mode._dropped(query, 0.3, ShardPropagatingTensor.of(query, heads, wire)))
@@ -171,8 +162,8 @@ def test_a_table_that_fully_shard_gathers_gives_the_part_s_rows() -> None:
     """The parameter that stands there while a unit runs is another than the one that the model was placed with."""
     table, cut = nn.Parameter(torch.arange(9.0)[:, None]), SequenceSharding(length=9, ranks=CP)
     for rank in range(CP):
-        over = ThreadExchange(table=ThreadBarrier(size=CP), rank=rank)
-        with ContextParallelMode(exchange=over, cut=cut, model=nn.Identity()):
+        over = thread_worlds(replicas=CP)[rank]
+        with ContextParallelMode(world=over, cut=cut, model=nn.Identity()):
             rows = table[: cut.size(rank)]
         assert rows[:, 0].tolist() == cut.positions(rank).tolist()
 
@@ -193,7 +184,7 @@ class Seen(torch.autograd.Function):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_hooks_that_know_no_cut_see_the_piece(shown: bool) -> None:
-    wire = ThreadWire(rank=1, size=TP, meeting=Meeting(TP), sequence=True)
+    wire = WorldWire(thread_worlds(replicas=TP)[1], sequence=True)
     local, cut = torch.randn(2, 3, 4, requires_grad=True), even_cut(6, ranks=TP, dim=1)
     unit, told = nn.GELU(), list[str]()
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import AxisExchange, ThreadBarrier, ThreadExchange, run_simulated_ranks
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks, thread_worlds
 from paceline.errors import LayoutError
 from paceline.parallel.expert_parallel import expert_parallel as experts
 from paceline.parallel.expert_parallel import token_dispatch as experts_route
@@ -61,18 +62,18 @@ def test_rows_reach_their_expert_with_their_weight_and_come_back() -> None:
     ranges = expert_ranges(3, ranks=2)
     chosen = [torch.tensor([[2, 0], [2, 1], [2, 0]]), torch.tensor([[2, 1]])]
 
-    def one(over: AxisExchange) -> Any:
+    def one(over: World) -> Any:
         index = chosen[over.rank]
         flat = torch.arange(len(index) * 2.0).view(-1, 2) + 100 * over.rank
         weights = index + 0.5
-        route = plan_route(index, ranges=ranges, exchange=over)
+        route = plan_route(index, ranges=ranges, world=over)
         rows, weight = dispatch(flat, weights, route=route)
         assert torch.equal(weight, (route.expert + ranges[over.rank][0]) + 0.5)
         home = combine(rows, like=flat, route=route)
         assert torch.equal(home, 2 * flat)  # each token had two choices
         return route.expert.tolist(), rows[:, 0].tolist()
 
-    first, second = run_simulated_ranks(one, size=2)
+    first, second = run_simulated_ranks(one, ranks=2)
     assert first == ([0, 0, 1, 1], [0.0, 4.0, 2.0, 100.0])
     assert second == ([0, 0, 0, 0], [0.0, 2.0, 4.0, 100.0])
 
@@ -133,7 +134,7 @@ def test_names_and_parts_are_those_of_the_whole() -> None:
         planned = [expert_parts(model, rank=rank, ranks=2) for rank in range(2)]
         for rank in range(2):
             mine = seeded(lambda kind=kind: Mixture(kind, count=5))
-            placed = split_experts(model=mine, over=ThreadExchange(table=ThreadBarrier(size=2), rank=rank))
+            placed = split_experts(model=mine, world=thread_worlds(replicas=2)[rank])
             held = dict(mine.named_parameters())
             assert placed.parts == planned[rank]
             assert {n for n in held if n.startswith("moe.")} == placed.names
@@ -292,15 +293,15 @@ def test_a_hidden_expert_gets_nothing() -> None:
 
 
 class Counted:
-    """An exchange that counts the elements it is handed."""
+    """A world that counts the elements it is handed."""
 
-    def __init__(self, over: AxisExchange) -> None:
-        self.over, self.rank, self.size, self.elements = over, over.rank, over.size, 0
+    def __init__(self, over: World) -> None:
+        self.over, self.rank, self.world_size, self.elements = over, over.rank, over.world_size, 0
         self.is_imagined = over.is_imagined
 
-    def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
+    def all_to_all(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
         self.elements += rows.numel()
-        return self.over.swap(rows, send=send, receive=receive)
+        return self.over.all_to_all(rows, send=send, receive=receive)
 
 
 def test_the_elements_exchanged_are_those_of_the_formula() -> None:
@@ -308,16 +309,16 @@ def test_the_elements_exchanged_are_those_of_the_formula() -> None:
     start = seeded(lambda: Mixture(Stacked, count=count))
     data = tokens(*sizes)[0]
 
-    def one(over: AxisExchange) -> tuple[int, int]:
+    def one(over: World) -> tuple[int, int]:
         model, counted = copy.deepcopy(start), Counted(over)
-        split_experts(model=model, over=counted)  # type: ignore[arg-type]
+        split_experts(model=model, world=counted)  # type: ignore[arg-type]
         total = objective(model, data[over.rank])[0]
         forward = counted.elements
         total.backward()
         return forward, counted.elements - forward
 
     rows = [size * choices for size in sizes]
-    found = run_simulated_ranks(one, size=2)
+    found = run_simulated_ranks(one, ranks=2)
     there_and_back = sum(n * (width + 1) + n * width for n in rows)
     assert sum(forward for forward, _ in found) == there_and_back + 2 * count
     assert sum(backward for _, backward in found) == there_and_back
@@ -332,18 +333,18 @@ def test_an_expert_s_gradient_added_twice_shows() -> None:
     assert 1e-2 < distance_experts(model, tokens(7, 5), ranks=2, twice=True) < 1e2
 
 
-def _swapped(index: Tensor, *, ranges: Any, exchange: AxisExchange) -> Any:
-    route = plan_route(index, ranges=ranges, exchange=exchange)
+def _swapped(index: Tensor, *, ranges: Any, world: World) -> Any:
+    route = plan_route(index, ranges=ranges, world=world)
     return experts_route.TokenRoute(**{**vars(route), "send": route.send[::-1], "receive": route.receive[::-1]})
 
 
-def _unsorted(index: Tensor, *, ranges: Any, exchange: AxisExchange) -> Any:
-    route = plan_route(index, ranges=ranges, exchange=exchange)
+def _unsorted(index: Tensor, *, ranges: Any, world: World) -> Any:
+    route = plan_route(index, ranges=ranges, world=world)
     return experts_route.TokenRoute(**{**vars(route), "pair": route.pair.flip(0)})
 
 
-def _off_by_one(index: Tensor, *, ranges: Any, exchange: AxisExchange) -> Any:
-    route = plan_route(index, ranges=ranges, exchange=exchange)
+def _off_by_one(index: Tensor, *, ranges: Any, world: World) -> Any:
+    route = plan_route(index, ranges=ranges, world=world)
     return experts_route.TokenRoute(**{**vars(route), "expert": (route.expert + 1) % 2})
 
 
@@ -366,26 +367,26 @@ def test_a_rank_without_rows_that_left_no_zero_gradient_shows(monkeypatch: pytes
     honest = experts._Tied.apply
     monkeypatch.setattr(experts._Tied, "apply", lambda zeros, *rest: honest(False, *rest))
     with pytest.raises(AssertionError, match=r"moe\.weight"):  # which one process has a gradient of, and a rank none
-        for found in run_simulated_ranks(lambda over: train_experts(model, data, over), size=2):
+        for found in run_simulated_ranks(lambda over: train_experts(model, data, over), ranks=2):
             assert far_experts(model, data, found, wanted) < 1e-12
 
 
 class Alone:
     """The first of two ranks, to which the other sends what this one would."""
 
-    rank, size = 0, 2
+    rank, world_size = 0, 2
 
     def __init__(self, *, is_imagined: bool = False) -> None:
         self.is_imagined = is_imagined
 
-    def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
+    def all_to_all(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
         return rows
 
 
 def test_a_choice_of_no_expert_goes_nowhere() -> None:
     """Below all experts or above them: -1 and 4, as routers mark a token that is dropped."""
     index = torch.tensor([[3, -1], [4, 0], [-1, -1], [1, 3]])
-    route = plan_route(index, ranges=[(0, 2), (2, 4)], exchange=cast("AxisExchange", Alone()))
+    route = plan_route(index, ranges=[(0, 2), (2, 4)], world=cast("World", Alone()))
     assert route.pair.tolist() == [3, 6, 0, 7] and route.token.tolist() == [1, 3, 0, 3]
     assert route.send == (2, 2) and route.receive == (2, 2) and route.expert.tolist() == [0, 1, 1, 1]
 
@@ -395,8 +396,7 @@ def test_of_ranks_that_are_not_there_more_than_a_fair_share_comes() -> None:
     index = torch.arange(8).repeat(200).view(800, 2)  # 1,600 pairs on 8 experts, 4 of each rank's
     ranges = [(0, 4), (4, 8)]
     fair, unlucky = (
-        plan_route(index, ranges=ranges, exchange=cast("AxisExchange", Alone(is_imagined=flag)))
-        for flag in (False, True)
+        plan_route(index, ranges=ranges, world=cast("World", Alone(is_imagined=flag))) for flag in (False, True)
     )
     assert sum(fair.receive) == 1600 and fair.send == unlucky.send == (800, 800)
     assert sum(unlucky.receive) == pytest.approx(1600 + 2 * (1600 / 2) ** 0.5, abs=8)

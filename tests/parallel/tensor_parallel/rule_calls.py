@@ -15,12 +15,12 @@ from torch import Tensor
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor_parallel import tensor_parallel as placed
-from paceline.parallel.tensor_parallel.collectives import take_own
+from paceline.parallel.tensor_parallel.collectives import WorldWire, take_own
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, name_of
 from paceline.parallel.tensor_parallel.sharding import even_cut
-from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
 from paceline.torch_internals.function_signatures import _NUMPY, SIGNATURES, Signature
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
+from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
 assert placed
 SHAPE = (4, 6, 5)
@@ -34,7 +34,7 @@ class Cuttable:
     whole: Tensor
     dim: int | None
 
-    def given(self, wire: ThreadWire | None, *, fused: bool) -> tuple[Tensor, Tensor | None]:
+    def given(self, wire: WorldWire | None, *, fused: bool) -> tuple[Tensor, Tensor | None]:
         """What is passed, in one process or as a rank has it, of two sections where it is fused; and the leaf that its
         gradient comes to."""
         leaf = self.whole.clone().requires_grad_() if self.whole.is_floating_point() else None
@@ -57,7 +57,7 @@ class Spelling:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, wire: ThreadWire | None, *, fused: bool = False) -> "Ran":
+    def run(self, wire: WorldWire | None, *, fused: bool = False) -> "Ran":
         """Call it and go back; in one process, or on a rank."""
         leaves, shape = tree_flatten((self.args, self.kwargs))
         made = [leaf.given(wire, fused=fused) if isinstance(leaf, Cuttable) else (leaf, None) for leaf in leaves]
@@ -207,15 +207,15 @@ class Count:
         self.functions.add(spelling.name)
         self.calls += 1
         alone = spelling.run(None)
-        wires: list[ThreadWire] = []
+        wires: list[WorldWire] = []
 
-        def work(wire: ThreadWire) -> Ran:
+        def work(wire: WorldWire) -> Ran:
             wires.append(wire)
             return spelling.run(wire, fused=fused)
 
         words = f"{spelling.words} on {ranks} ranks{', fused' * fused}"
         try:
-            found = run_simulated_ranks(work, ranks=ranks)
+            found = run_group(work, ranks=ranks)
         except LayoutError as error:
             self.refused.append(f"{words}: {error.what}")
             return

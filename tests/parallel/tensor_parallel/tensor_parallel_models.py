@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.collectives import WorldWire
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
 from paceline.parallel.tensor_parallel.tensor_parallel import split_over
 from paceline.parallel.tensor_parallel.tensor_plan import TensorPlan
-from paceline.parallel.tensor_parallel.thread_ranks import run_simulated_ranks
 
 Run = Callable[[nn.Module], Any]
 WIDTH, VOCABULARY, LENGTH, STEPS = 32, 53, 8, 3  # 53 divides by nothing
@@ -70,6 +71,11 @@ def in_double(run: Run) -> Run:
     return wrapped
 
 
+def run_group(work: Callable[[Any], Any], *, ranks: int, sequence: bool = False) -> list[Any]:
+    """`work` on every rank of a tensor-parallel group, each a thread."""
+    return run_simulated_ranks(lambda world: work(WorldWire(world, sequence=sequence)), ranks=ranks)
+
+
 def train_split(model: nn.Module, run: Run, plan: TensorPlan, *, ranks: int, sequence: bool = False) -> list[Trained]:
     """All ranks as threads."""
 
@@ -80,7 +86,7 @@ def train_split(model: nn.Module, run: Run, plan: TensorPlan, *, ranks: int, seq
         found.parts, found.notes = placed.parts, placed.notes
         return found
 
-    return run_simulated_ranks(work, ranks=ranks, sequence=sequence)
+    return run_group(work, ranks=ranks, sequence=sequence)
 
 
 def assembled(found: list[Trained], kind: str, shapes: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor_parallel.auto_plan import derive_plan
+from paceline.parallel.tensor_parallel.collectives import WorldWire
 from paceline.parallel.tensor_parallel.tensor_parallel import split_over
 from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan
-from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
 from paceline.verification.reference.float64_mode import in_double
+from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
 
 class Block(nn.Module):
@@ -138,13 +139,13 @@ def _said(how: Callable[..., Tensor]) -> LayoutError:
     model, x = Pair(how), torch.randn(4, 16)
     plan = TensorPlan(roles={"first": ParameterRole(kind="column"), "second": ParameterRole(kind="row")}, source="file")
 
-    def run(wire: ThreadWire) -> None:
+    def run(wire: WorldWire) -> None:
         mine = copy.deepcopy(model)
         split_over(mine, plan=plan, wire=wire)
         mine(x).sum().backward()
 
     with pytest.raises(LayoutError) as caught:
-        run_simulated_ranks(run, ranks=2)
+        run_group(run, ranks=2)
     return caught.value
 
 

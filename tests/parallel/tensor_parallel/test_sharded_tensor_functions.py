@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.comm.rank_threads import thread_worlds
 from paceline.parallel.tensor_parallel import tensor_parallel as placed
-from paceline.parallel.tensor_parallel.collectives import copy_in, take_own
+from paceline.parallel.tensor_parallel.collectives import WorldWire, copy_in, take_own
 from paceline.parallel.tensor_parallel.rules.elementwise import own_draws
 from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor, name_of
 from paceline.parallel.tensor_parallel.sharding import even_cut
-from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
+from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
 assert placed
 CLASSES, ROWS = 11, 6
@@ -35,7 +36,7 @@ def compare(
     expected = work(whole)
     expected.square().sum().backward()
 
-    def piecewise(wire: ThreadWire) -> Any:
+    def piecewise(wire: WorldWire) -> Any:
         leaf = x.clone().requires_grad_()
         cut = even_cut(x.shape[dim], ranks=ranks, sections=sections, dim=dim)
         found = work(ShardPropagatingTensor.of(take_own(leaf, cut, wire), cut, wire))
@@ -44,7 +45,7 @@ def compare(
         found.square().sum().backward()
         return found.detach(), leaf.grad, dict(wire.told)
 
-    results = run_simulated_ranks(piecewise, ranks=ranks)
+    results = run_group(piecewise, ranks=ranks)
     for found, grad, _ in results:
         torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-13, equal_nan=True)
         torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-13, equal_nan=True)
@@ -93,23 +94,23 @@ def test_the_best_class_and_equal_ones() -> None:
     x = random(ROWS, CLASSES)
     x[2, 3] = x[2, 8] = 9.0
 
-    def work(wire: ThreadWire) -> Any:
+    def work(wire: WorldWire) -> Any:
         cut = even_cut(CLASSES, ranks=3, dim=1)
         split = ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire)
         return split.argmax(-1).tolist(), split.argmax(1, keepdim=True).shape, (split.argmax(-1) == TARGET).sum().item()
 
     expected = (x.argmax(-1).tolist(), (ROWS, 1), int((x.argmax(-1) == TARGET).sum()))
-    assert run_simulated_ranks(work, ranks=3) == [expected] * 3
+    assert run_group(work, ranks=3) == [expected] * 3
 
 
 def test_half_precision_is_summed_in_single() -> None:
     x = (random(ROWS, CLASSES) * 4).bfloat16()
 
-    def work(wire: ThreadWire) -> Any:
+    def work(wire: WorldWire) -> Any:
         cut = even_cut(CLASSES, ranks=2, dim=1)
         return F.cross_entropy(ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire), TARGET)
 
-    for found in run_simulated_ranks(work, ranks=2):
+    for found in run_group(work, ranks=2):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, F.cross_entropy(x, TARGET), rtol=8e-3, atol=0.0)  # one unit of bfloat16
 
@@ -153,11 +154,11 @@ def test_inside_of_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return [F.cross_entropy(x, TARGET), F.nll_loss(x, TARGET)]
 
-    def work(wire: ThreadWire) -> list[Tensor]:
+    def work(wire: WorldWire) -> list[Tensor]:
         cut = even_cut(CLASSES, ranks=2, dim=1)
         return losses(ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire))
 
-    for found in run_simulated_ranks(work, ranks=2):
+    for found in run_group(work, ranks=2):
         torch.testing.assert_close(found, losses(x))
 
 
@@ -165,7 +166,7 @@ def test_inside_of_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch
 def test_what_torch_refuses_is_refused(loss: Callable[..., Tensor]) -> None:
     """One target for many rows, a word that is no reduction."""
 
-    def work(wire: ThreadWire) -> None:
+    def work(wire: WorldWire) -> None:
         cut = even_cut(CLASSES, ranks=2, dim=1)
         x = ShardPropagatingTensor.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire)
         with pytest.raises(ValueError, match="batch_size"):
@@ -173,18 +174,18 @@ def test_what_torch_refuses_is_refused(loss: Callable[..., Tensor]) -> None:
         with pytest.raises(ValueError, match="not a valid value for reduction"):
             loss(x, TARGET, reduction="average")
 
-    run_simulated_ranks(work, ranks=2)
+    run_group(work, ranks=2)
 
 
 def test_a_target_out_of_bounds_is_the_error_of_one_process() -> None:
-    def work(wire: ThreadWire) -> Any:
+    def work(wire: WorldWire) -> Any:
         cut = even_cut(CLASSES, ranks=2, dim=1)
         return F.cross_entropy(
             ShardPropagatingTensor.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire), TARGET + 1
         )
 
     with pytest.raises(IndexError, match="Target 11 is out of bounds"):
-        run_simulated_ranks(work, ranks=2)
+        run_group(work, ranks=2)
 
 
 WHOLE = random(4, 6, 5)
@@ -259,13 +260,13 @@ def test_dropout_draws_as_the_whole_does() -> None:
         torch.manual_seed(7)
         expected = F.dropout(torch.ones_like(x), 0.4)
 
-        def work(wire: ThreadWire, x: Tensor = x) -> Any:
+        def work(wire: WorldWire, x: Tensor = x) -> Any:
             cut = even_cut(x.shape[1], ranks=2, dim=1)
             return x.narrow(1, cut.ranges(wire.rank)[0][0], cut.held(wire.rank)), cut
 
-        for rank, (local, cut) in enumerate(run_simulated_ranks(work, ranks=2)):
+        for rank, (local, cut) in enumerate(run_group(work, ranks=2)):
             torch.manual_seed(7)
-            wire: Any = ThreadWire(rank=rank, size=2, meeting=None)  # type: ignore[arg-type]
+            wire: Any = WorldWire(thread_worlds(replicas=2)[rank])
             start, stop = cut.ranges(rank)[0]
             assert torch.equal(own_draws(local, 0.4, cut, wire), expected[:, start:stop])
 
@@ -273,13 +274,13 @@ def test_dropout_draws_as_the_whole_does() -> None:
 def test_writing_into_a_piece_by_an_unknown_function_is_refused() -> None:
     from paceline.errors import LayoutError
 
-    def work(wire: ThreadWire) -> Any:
+    def work(wire: WorldWire) -> Any:
         cut = even_cut(6, ranks=2, dim=1)
         split = ShardPropagatingTensor.of(take_own(random(4, 6), cut, wire), cut, wire)
         split[0] = 1.0
 
     with pytest.raises(LayoutError, match="__setitem__ writes in place"):
-        run_simulated_ranks(work, ranks=2)
+        run_group(work, ranks=2)
 
 
 def test_every_rule_is_found_by_a_name_that_a_function_of_torch_has() -> None:
@@ -299,7 +300,7 @@ def test_what_was_put_together_without_gradients_is_not_used_with_them() -> None
 
 
 def test_a_value_that_cut_work_has_read_does_not_stay_for_ever() -> None:
-    def work(wire: ThreadWire) -> bool:
+    def work(wire: WorldWire) -> bool:
         whole = random(4).requires_grad_() * 2
         assert copy_in(whole, wire) is copy_in(whole, wire)
         copy_in(whole, wire).sum().backward()
@@ -308,7 +309,7 @@ def test_a_value_that_cut_work_has_read_does_not_stay_for_ever() -> None:
         gc.collect()
         return gone() is None
 
-    assert run_simulated_ranks(work, ranks=2) == [True, True]
+    assert run_group(work, ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize("padding", [3, -2, 6])

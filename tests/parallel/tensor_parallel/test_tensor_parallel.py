@@ -91,7 +91,7 @@ def test_names_and_classes_stay_and_each_rank_holds_its_share() -> None:
 
 def test_generation_keeps_its_cache_cut() -> None:
     from paceline.parallel.tensor_parallel.tensor_parallel import split_over
-    from paceline.parallel.tensor_parallel.thread_ranks import run_simulated_ranks
+    from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
     model = models.hugging_face("llama").eval()
     prompt = models.ids()[:1]
@@ -105,4 +105,4 @@ def test_generation_keeps_its_cache_cut() -> None:
         split_over(mine, plan=plan, wire=wire)
         return say(mine)
 
-    assert run_simulated_ranks(work, ranks=2) == [say(model)] * 2
+    assert run_group(work, ranks=2) == [say(model)] * 2

@@ -242,7 +242,7 @@ context_cut.SequenceSharding.positions = lambda self, rank, *, device=None: torc
         code="""
 from paceline.parallel.context_parallel.ring_attention import Ring
 _pairs = Ring.pairs
-Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.rank else iter(())
+Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.world.rank else iter(())
 """,
     ),
     Misplaced(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import AxisExchange, ProcessExchange
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
 from paceline.parallel.context_parallel.function_mode import ContextParallelMode
@@ -61,49 +60,48 @@ class ContextParallel:
         model: nn.Module,
         sequence: Mapping[str, int],
         world: World | None = None,
-        over: AxisExchange | None = None,
         own_loss: bool = False,
         at_length: Callable[[Any, int], None] | None = None,
     ) -> None:
-        self._exchange = over or ProcessExchange(world=world or World.alone())
+        self._world = world or World.alone()
         self._model, self._sequence = model, dict(sequence)
         self.shifts_labels = own_loss and moves_labels(model)
         self._mode: ContextParallelMode | None = None
         self._at_length = at_length
-        if self._exchange.size > 1:
+        if self._world.world_size > 1:
             refuse_model(model)
 
     def cut(self, batch: Any) -> BatchSlice:
         """Return this rank's part of the whole batch; labels are shifted first if the model shifts them itself."""
-        over = self._exchange
-        cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=over.size)
-        if over.size == 1:
+        world = self._world
+        cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
+        if world.world_size == 1:
             return BatchSlice(data=batch, cut=cut, padded=False)
         refuse_window(self._model, length=cut.length)
         if self._at_length is not None and self._model.training:
             self._at_length(batch, cut.length)
         data = cut_batch(
-            batch, sequence=self._sequence, ranks=over.size, rank=over.rank, shift_labels=self.shifts_labels
+            batch, sequence=self._sequence, ranks=world.world_size, rank=world.rank, shift_labels=self.shifts_labels
         )
         return BatchSlice(data=data, cut=cut, padded=is_padded(batch), rows=batch_rows(batch, sequence=self._sequence))
 
     @contextmanager
     def forward(self, part: BatchSlice) -> Iterator[None]:
         """Run the model on this part inside this context."""
-        if self._exchange.size == 1:
+        if self._world.world_size == 1:
             yield
             return
-        with _inside(self._exchange, self._model, part.cut, part.padded, part.rows) as mode:
+        with _inside(self._world, self._model, part.cut, part.padded, part.rows) as mode:
             self._mode = mode
             yield
 
     @contextmanager
     def backward(self, part: BatchSlice) -> Iterator[None]:
         """Run the backward of this part inside this context: recomputed forwards see what the first forward saw."""
-        if self._exchange.size == 1:
+        if self._world.world_size == 1:
             yield
             return
-        with _mode(self._exchange, self._model, part.cut, part.padded, part.rows, again=True):
+        with _mode(self._world, self._model, part.cut, part.padded, part.rows, again=True):
             yield
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
@@ -115,18 +113,18 @@ class ContextParallel:
 
     def join(self, output: Tensor, *, part: BatchSlice, dim: int = 1) -> Tensor:
         """Return the whole of an output that is sharded over the ranks, without gradient; every rank must call it."""
-        over, dim = self._exchange, dim % output.dim()
-        sizes = [part.cut.size(rank) for rank in range(over.size)]
+        world, dim = self._world, dim % output.dim()
+        sizes = [part.cut.size(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
-        return part.cut.join(over.gather(output.detach(), shapes=shapes), dim=dim)
+        return part.cut.join(world.all_gather(output.detach(), shapes=shapes), dim=dim)
 
 
 @contextmanager
 def _inside(
-    over: AxisExchange, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int
+    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int
 ) -> Iterator[ContextParallelMode]:
-    mode = _mode(over, model, cut, padded, rows)
-    hook = _arguments(model, inspect.signature(model.forward).parameters, over, cut)
+    mode = _mode(world, model, cut, padded, rows)
+    hook = _arguments(model, inspect.signature(model.forward).parameters, world, cut)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with mode:
@@ -136,15 +134,15 @@ def _inside(
 
 
 def _mode(
-    over: AxisExchange, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, again: bool = False
+    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, again: bool = False
 ) -> ContextParallelMode:
     answers = _POSITIONS not in inspect.signature(model.forward).parameters
     return ContextParallelMode(
-        exchange=over, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows, again=again
+        world=world, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows, again=again
     )
 
 
-def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: AxisExchange, cut: SequenceSharding) -> Any:
+def _arguments(model: nn.Module, accepted: Mapping[str, Any], world: World, cut: SequenceSharding) -> Any:
     """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
 
     It adds a mask too: without one, transformers reads positions with gaps as packed documents.
@@ -157,7 +155,7 @@ def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: AxisExchange
         tokens = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() > 1), None)
         more: dict[str, Any] = {}
         if _POSITIONS in accepted and given.get(_POSITIONS) is None and tokens is not None:
-            more[_POSITIONS] = cut.positions(over.rank, device=tokens.device)[None]
+            more[_POSITIONS] = cut.positions(world.rank, device=tokens.device)[None]
             if _MASK in accepted and given.get(_MASK) is None:
                 more[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         if moves and given.get(_LABELS) is not None and given.get(_SHIFTED) is None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from paceline.comm.played_ranks import AxisExchange, run_simulated_ranks
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.errors import LayoutError
 from paceline.parallel.context_parallel.context_parallel import ContextParallel, refuse_model, refuse_window
 from paceline.parallel.context_parallel.random_ops import (
@@ -82,11 +83,11 @@ class _Run:
     weigh: "_Weigh"
     is_watched: bool = False
 
-    def __call__(self, over: AxisExchange) -> _Ran:
+    def __call__(self, world: World) -> _Ran:
         same = {id(buffer): buffer for buffer in (() if self.twin.training else self.twin.buffers())}
         own = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.twin.parameters()}
         mirror = copy.deepcopy(self.twin, {**same, **own})  # a copy with its own hooks and gradients, and shared memory
-        placed = ContextParallel(model=mirror, sequence=self.sequence, over=over, own_loss=self.own_loss)
+        placed = ContextParallel(model=mirror, sequence=self.sequence, world=world, own_loss=self.own_loss)
         part = placed.cut(self.batch)
         watching: AbstractContextManager[Sequence[RandomOp]] = watched_draws() if self.is_watched else nullcontext(())
         with watching as draws:
@@ -94,7 +95,7 @@ class _Run:
                 output = self.forward(mirror, part.data)
             found = self.loss(output, part.data) if self.loss is not None else {}
         ended = host_states()
-        target = _target(output, found, self.weigh, rank=over.rank, size=over.size)
+        target = _target(output, found, self.weigh, rank=world.rank, size=world.world_size)
         with placed.backward(part), InDouble(), NoAttentionDropout():
             add_gradients([target], [None])
         return _ran(mirror, output, found, seen=seen, ended=ended, draws=draws)
@@ -137,7 +138,7 @@ def check_context(
         with side_effect_free(
             model, parameters=False
         ):  # protects what a copy shares: generators, and what hooks write to
-            _compare(run_simulated_ranks(run, size=1)[0], run_simulated_ranks(run, size=ranks), cut=cut, names=names)
+            _compare(run_simulated_ranks(run, ranks=1)[0], run_simulated_ranks(run, ranks=ranks), cut=cut, names=names)
             twin.train()
             _see_training(run, cut=cut, names=names)
     except RuntimeError as error:
@@ -148,7 +149,7 @@ def check_context(
 
 def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> None:
     """Compare in training mode; each rank has the random streams of its own process."""
-    alone, parts = (run_simulated_ranks(run, size=size, seed=_SEED) for size in (1, cut.ranks))
+    alone, parts = (run_simulated_ranks(run, ranks=size, seed=_SEED) for size in (1, cut.ranks))
     try:
         _compare(alone[0], parts, cut=cut, names=names)
     except LayoutError as error:
@@ -161,7 +162,7 @@ def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> 
 def _drawn(run: _Run, cut: SequenceSharding) -> LayoutError | None:
     """Run once more, and compare every random draw."""
     run = replace(run, is_watched=True)
-    alone, *parts = [ran.draws for size in (1, cut.ranks) for ran in run_simulated_ranks(run, size=size, seed=_SEED)]
+    alone, *parts = [ran.draws for size in (1, cut.ranks) for ran in run_simulated_ranks(run, ranks=size, seed=_SEED)]
     return drawn_otherwise(alone, parts)
 
 

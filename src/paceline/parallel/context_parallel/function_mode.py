@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.comm.played_ranks import AxisExchange
+from paceline.comm.process_group import World
 from paceline.errors import LayoutError
 from paceline.parallel.context_parallel.attention_mask import MaskMeaning, read_mask
 from paceline.parallel.context_parallel.multihead_attention import heads_attention
@@ -45,7 +45,7 @@ class ContextParallelMode(TorchFunctionMode):
     def __init__(
         self,
         *,
-        exchange: AxisExchange,
+        world: World,
         cut: SequenceSharding,
         model: nn.Module,
         answer_positions: bool = True,
@@ -55,8 +55,8 @@ class ContextParallelMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._again = again
-        self._exchange, self._cut, self._padded, self._rows = exchange, cut, padded, rows
-        self._size = cut.size(exchange.rank)
+        self._world, self._cut, self._padded, self._rows = world, cut, padded, rows
+        self._size = cut.size(world.rank)
         self._masks: list[tuple[Any, ...]] = []
         self._pads: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
         self._tables = _tables(model) if answer_positions else set()
@@ -73,7 +73,7 @@ class ContextParallelMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Compute the result for the whole sequence, or call the function unchanged."""
         rule = self._rules.get(func)
-        if rule is None or self._exchange.size == 1 or (self._again and not torch.is_grad_enabled()):
+        if rule is None or self._world.world_size == 1 or (self._again and not torch.is_grad_enabled()):
             return func(*args, **(kwargs or {}))
         found = rule(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
@@ -119,7 +119,7 @@ class ContextParallelMode(TorchFunctionMode):
             keep = torch.ones(batch, self._size, dtype=torch.uint8, device=query.device)
         ring = Ring(
             dropout=dropout_p,
-            exchange=self._exchange,
+            world=self._world,
             cut=self._cut,
             causal=means.causal,
             scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
@@ -145,7 +145,7 @@ class ContextParallelMode(TorchFunctionMode):
                 "or dropout_p=0.0 in the call",
             )
         draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
-        drawn = self._cut.take(draw != 0, dim=2, rank=self._exchange.rank)
+        drawn = self._cut.take(draw != 0, dim=2, rank=self._world.rank)
         return drawn if heads is None else piece_of(drawn, heads.cut.at(1), heads.wire.rank)
 
     def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> MaskMeaning:
@@ -166,7 +166,7 @@ class ContextParallelMode(TorchFunctionMode):
         is_whole = all(isinstance(number, int) for number in numbers)  # arange(6.0) gives floats
         if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
             return NotImplemented
-        positions = self._cut.positions(self._exchange.rank)
+        positions = self._cut.positions(self._world.rank)
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
@@ -178,7 +178,7 @@ class ContextParallelMode(TorchFunctionMode):
         dims = [d for d, at in enumerate(places) if _is_prefix(at, self._size) and tensor.shape[d] >= self._cut.length]
         if len(dims) != 1 or any(not isinstance(at, slice) for at in places[: dims[0]]):
             return NotImplemented
-        positions = self._cut.positions(self._exchange.rank, device=tensor.device)
+        positions = self._cut.positions(self._world.rank, device=tensor.device)
         rest = tuple(slice(None) if d == dims[0] else at for d, at in enumerate(places))
         return tensor.index_select(dims[0], positions)[rest]
 
@@ -210,10 +210,10 @@ class ContextParallelMode(TorchFunctionMode):
         left, right = left + more, right + (span - span // 2 if padding == "same" else more)
         if span == 0 or stride != 1 or source.shape[-1] != self._size or left + right != span:
             return NotImplemented
-        whole = F.pad(gather_sequence(source, dim=-1, exchange=self._exchange, cut=self._cut), (left, right))
+        whole = F.pad(gather_sequence(source, dim=-1, world=self._world, cut=self._cut), (left, right))
         found = [
             F.conv1d(whole[..., piece.start : piece.stop + span].contiguous(), weight, bias, 1, 0, dilation, groups)
-            for piece in self._cut.pieces(self._exchange.rank)
+            for piece in self._cut.pieces(self._world.rank)
         ]
         return torch.cat(found, dim=-1)
 
@@ -233,7 +233,7 @@ class ContextParallelMode(TorchFunctionMode):
         shape = list(input.shape)
         shape[dim] = rows * self._cut.length
         draw = F.dropout(_ones(shape, like=input), p, True).unflatten(dim, (rows, -1))
-        mine = self._cut.take(draw, dim=dim + 1, rank=self._exchange.rank).flatten(dim, dim + 1)
+        mine = self._cut.take(draw, dim=dim + 1, rank=self._world.rank).flatten(dim, dim + 1)
         return input.mul_(mine) if inplace else input * mine
 
     def _at(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -247,23 +247,23 @@ class ContextParallelMode(TorchFunctionMode):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, exchange: AxisExchange, cut: SequenceSharding) -> Tensor:
-        ctx.about = dim, exchange, cut
-        shapes = [
-            tuple(cut.size(rank) if d == dim else n for d, n in enumerate(part.shape)) for rank in range(exchange.size)
-        ]
-        return cut.join(exchange.gather(part, shapes=shapes), dim=dim)
+    def forward(ctx: Any, part: Tensor, dim: int, world: World, cut: SequenceSharding) -> Tensor:
+        ctx.about = dim, world, cut
+        sizes = [cut.size(rank) for rank in range(world.world_size)]
+        shapes = [tuple(size if d == dim else n for d, n in enumerate(part.shape)) for size in sizes]
+        return cut.join(world.all_gather(part, shapes=shapes), dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        dim, exchange, cut = ctx.about
-        return cut.take(exchange.add(grads[0]), dim=dim, rank=exchange.rank), None, None, None
+        dim, world, cut = ctx.about
+        whole = world.all_reduce(grads[0].clone(memory_format=torch.contiguous_format))
+        return cut.take(whole, dim=dim, rank=world.rank), None, None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def gather_sequence(part: Tensor, *, dim: int, exchange: AxisExchange, cut: SequenceSharding) -> Tensor:
+def gather_sequence(part: Tensor, *, dim: int, world: World, cut: SequenceSharding) -> Tensor:
     """Return the whole sequence on every rank; backward adds its gradients over the ranks."""
-    return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-untyped-call,no-any-return]
+    return _Gather.apply(part, dim % part.dim(), world, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.played_ranks import AxisExchange
+from paceline.comm.process_group import World
 from paceline.parallel.activation_checkpointing.saved_ops import run_again_together
 from paceline.parallel.context_parallel.sequence_sharding import SequencePiece, SequenceSharding
 
@@ -25,7 +25,7 @@ BLOCK = 1024
 class Ring:
     """The parameters of a ring: its ranks, the sharding of the sequence, and what a query may see."""
 
-    exchange: AxisExchange
+    world: World
     cut: SequenceSharding
     causal: bool
     scale: float
@@ -33,7 +33,7 @@ class Ring:
 
     def pairs(self, owner: int) -> Iterator[tuple[SequencePiece, SequencePiece]]:
         """Yield blocks of this rank's queries and `owner`'s keys, without those that a causal mask hides completely."""
-        for mine in self.cut.pieces(self.exchange.rank):
+        for mine in self.cut.pieces(self.world.rank):
             for query in mine.split(most=BLOCK):
                 for theirs in self.cut.pieces(owner):
                     for key in theirs.split(most=BLOCK):
@@ -42,7 +42,7 @@ class Ring:
 
     def owner(self, turn: int) -> int:
         """Return the rank whose keys this rank has in round `turn`."""
-        return (self.exchange.rank - turn) % self.exchange.size
+        return (self.world.rank - turn) % self.world.world_size
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -69,8 +69,8 @@ class _Ring(torch.autograd.Function):
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=high)
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=high)
         held = [key, value] if keep is None else [key, value, keep]
-        for turn in range(ring.exchange.size):
-            wait = _send_on(ring, held, turn) if turn + 1 < ring.exchange.size else None
+        for turn in range(ring.world.world_size):
+            wait = _send_on(ring, held, turn) if turn + 1 < ring.world.world_size else None
             for rows, columns in ring.pairs(ring.owner(turn)):
                 _merge(out, lse, query, held, drop, rows, columns, ring)
             held = wait() if wait is not None else held
@@ -89,8 +89,8 @@ class _Ring(torch.autograd.Function):
         d_query = torch.zeros_like(query, dtype=out.dtype)
         held = [key, value, *masks]
         sums = [torch.zeros_like(key, dtype=out.dtype), torch.zeros_like(value, dtype=out.dtype)]
-        for turn in range(ring.exchange.size):
-            wait = _send_on(ring, held, turn) if turn + 1 < ring.exchange.size else None
+        for turn in range(ring.world.world_size):
+            wait = _send_on(ring, held, turn) if turn + 1 < ring.world.world_size else None
             for rows, columns in ring.pairs(ring.owner(turn)):
                 _backward_block(d_query, sums, (query, grad, inner, lse, drop), held, rows, columns, ring)
             sums = _send_on(ring, sums, turn)()
@@ -103,7 +103,7 @@ def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
     """Send tensors to the next rank, and receive tensors of the length that the round's next owner holds."""
     length = ring.cut.size(ring.owner(turn + 1))
     shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in held]
-    return ring.exchange.shift(held, shapes=shapes)
+    return ring.world.start_ring_shift(held, shapes=shapes)
 
 
 def _scores(

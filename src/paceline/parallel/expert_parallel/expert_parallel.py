@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import AxisExchange, ProcessExchange
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
 from paceline.parallel.expert_parallel.discovery import Experts, expert_ranges, find_experts
@@ -44,9 +43,7 @@ class PlacedExperts:
         self._undo.clear()
 
 
-def split_experts(
-    *, model: nn.Module, world: World | None = None, over: AxisExchange | None = None, experts: str | None = None
-) -> PlacedExperts:
+def split_experts(*, model: nn.Module, world: World | None = None, experts: str | None = None) -> PlacedExperts:
     """Keep only this rank's experts, in place; parameter names do not change.
 
     `experts` is a pattern for the names of the modules to split, if their forward's parameter names do not identify
@@ -55,16 +52,16 @@ def split_experts(
     Raises:
         LayoutError: there are no experts, or some cannot be split; the message names them.
     """
-    exchange = over or ProcessExchange(world=world or World.alone())
+    world = world or World.alone()
     found = find_experts(model, pattern=experts)
     _refuse_tied(model, found)
     parts: dict[str, ShardSpec] = {}
     undo: list[Callable[[], None]] = []
     for one in found:
-        ranges = expert_ranges(one.count, ranks=exchange.size)
-        kept = ranges[exchange.rank]
+        ranges = expert_ranges(one.count, ranks=world.world_size)
+        kept = ranges[world.rank]
         parts |= _keep_stacked(one, kept) if one.listed is None else _keep_listed(one, kept)
-        undo.append(_route(one, ranges, exchange))
+        undo.append(_route(one, ranges, world))
     held = frozenset(name for name, part in parts.items() if part.local is not None)
     return PlacedExperts(parts=parts, names=held, modules=tuple(one.name for one in found), _undo=undo)
 
@@ -107,11 +104,11 @@ class RemoteExpert(nn.Module):
         return tokens
 
 
-def _route(one: Experts, ranges: Ranges, exchange: AxisExchange) -> Callable[[], None]:
+def _route(one: Experts, ranges: Ranges, world: World) -> Callable[[], None]:
     """Wrap the module's own forward in the token exchange, as a method, so that a copy routes its own experts."""
     module = one.module
     taken = inspect.signature(module.forward)
-    call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, exchange=exchange)
+    call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, world=world)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         return call(self, *taken.bind(*args, **kwargs).arguments.values())
@@ -138,7 +135,7 @@ class _Call:
     experts: Experts
     own: Callable[..., Any]
     ranges: Ranges
-    exchange: AxisExchange
+    world: World
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -151,10 +148,10 @@ class _Call:
                 hint="weights of the chosen experts only, or leave ep out",
             )
         index = index.reshape(len(flat), -1) if len(flat) else index.reshape(0, index.shape[-1])
-        route = plan_route(index, ranges=self.ranges, exchange=self.exchange)
+        route = plan_route(index, ranges=self.ranges, world=self.world)
         rows, weights = dispatch(flat, weight, route=route)
         listed = self.experts.listed is not None
-        first = self.ranges[self.exchange.rank][0] if listed else 0
+        first = self.ranges[self.world.rank][0] if listed else 0
         found = self.own(module, rows, route.expert[:, None] + first, weights[:, None]) if len(rows) or listed else rows
         trained = [p for p in module.parameters() if p.requires_grad]
         found = _Tied.apply(not listed, found, rows, *trained)  # type: ignore[no-untyped-call]

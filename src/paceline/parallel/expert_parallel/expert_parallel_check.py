@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.played_ranks import AxisExchange, run_simulated_ranks
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.errors import LayoutError
 from paceline.parallel.context_parallel.context_parallel_check import InDouble, eager_experts, to_float64
 from paceline.parallel.context_parallel.split_equality import equal_up_to_rounding
@@ -55,17 +56,17 @@ def check_experts(
     wanted = {name: _sum([found[1].get(name) for found in whole]) for name in names}
 
     def played(
-        over: AxisExchange,
+        world: World,
     ) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, ShardSpec], tuple[str, ...]]:
         mine = copy_model(twin)
-        placed = split_experts(model=mine, over=over, experts=experts)
-        return *_run(mine, data[over.rank], forward), dict(placed.parts), placed.modules
+        placed = split_experts(model=mine, world=world, experts=experts)
+        return *_run(mine, data[world.rank], forward), dict(placed.parts), placed.modules
 
     with side_effect_free(model, parameters=False):
-        ranks = run_simulated_ranks(played, size=len(data))
+        ranks = run_simulated_ranks(played, ranks=len(data))
     modules = ", ".join(ranks[0][3])
-    for (outputs, _), found in zip(whole, ranks, strict=True):
-        if not all(equal_up_to_rounding(a, b) for a, b in zip(found[0], outputs, strict=True)):
+    for (outputs, _), mine in zip(whole, ranks, strict=True):
+        if not all(equal_up_to_rounding(a, b) for a, b in zip(mine[0], outputs, strict=True)):
             raise _different("outputs", modules)
     for name, right in wanted.items():
         if not _gradient_fits(name, right, ranks):

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.played_ranks import AxisExchange
+from paceline.comm.process_group import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRoute:
     """The routing of rows in one forward. `send` and `receive` count rows per rank, the others are indices."""
 
-    exchange: AxisExchange
+    world: World
     send: tuple[int, ...]
     receive: tuple[int, ...]
     token: Tensor  # the token of each row that leaves, in the order of experts
@@ -27,7 +27,7 @@ class TokenRoute:
     expert: Tensor  # this rank's expert for each received row, counted from 0
 
 
-def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], exchange: AxisExchange) -> TokenRoute:
+def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World) -> TokenRoute:
     """Return the route for the experts that tokens chose, (tokens, choices), and the experts of each rank.
 
     A choice outside of all ranges (a masked expert) is not sent.
@@ -37,16 +37,16 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], exchange: Ax
     order = torch.argsort(flat, stable=True)
     order = order[(flat[order] >= 0) & (flat[order] < num_experts)]
     counts = torch.bincount(flat[order], minlength=num_experts)
-    mine = ranges[exchange.rank][1] - ranges[exchange.rank][0]
+    mine = ranges[world.rank][1] - ranges[world.rank][0]
     held = [stop - start for start, stop in ranges]
-    came = exchange.swap(counts, send=held, receive=[mine] * exchange.size).view(exchange.size, mine)
-    if exchange.is_imagined:
+    came = world.all_to_all(counts, send=held, receive=[mine] * world.world_size).view(world.world_size, mine)
+    if world.is_imagined:
         came = _unlucky(came)
     send = tuple(int(part.sum()) for part in counts.cpu().split(held))
     receive = tuple(int(row.sum()) for row in came.cpu())
-    local = torch.arange(mine, device=index.device).repeat(exchange.size)
+    local = torch.arange(mine, device=index.device).repeat(world.world_size)
     return TokenRoute(
-        exchange=exchange,
+        world=world,
         send=send,
         receive=receive,
         token=order // index.shape[-1],
@@ -92,4 +92,4 @@ class _Swap(torch.autograd.Function):
 
 def _exchanged(tensors: Sequence[Tensor], route: TokenRoute, *, home: bool) -> tuple[Tensor, ...]:
     send, receive = (route.receive, route.send) if home else (route.send, route.receive)
-    return tuple(route.exchange.swap(tensor, send=send, receive=receive) for tensor in tensors)
+    return tuple(route.world.all_to_all(tensor, send=send, receive=receive) for tensor in tensors)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.console.formatting import did_you_mean
 from paceline.errors import JobError, LayoutError, PacelineError, raise_all, user_line
 from paceline.parallel.module_access.model_copy import copy_model
@@ -21,6 +23,7 @@ from paceline.parallel.tensor_parallel.auto_plan_search import (
     splits_of,
     suggest_for_all_blocks,
 )
+from paceline.parallel.tensor_parallel.collectives import WorldWire
 from paceline.parallel.tensor_parallel.hf_plan import own_plan
 from paceline.parallel.tensor_parallel.plan_dry_run import CheckWire, ShownCuts
 from paceline.parallel.tensor_parallel.plan_toml import read_plan
@@ -35,7 +38,6 @@ from paceline.parallel.tensor_parallel.tensor_plan import (
     name_pattern,
     pattern_matches,
 )
-from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
 from paceline.torch_internals.dispatch_modes import has_dispatch_mode
 
 Run = Callable[[nn.Module], Any]
@@ -347,9 +349,9 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
         with torch.no_grad():
             return [t.gathered() if isinstance(t, ShardPropagatingTensor) else t for t in _floats(run(subject.eval()))]
 
-    def work(wire: ThreadWire) -> list[Tensor]:
+    def work(world: World) -> list[Tensor]:
         mine = copy_model(model)
-        split_over(mine, plan=plan, wire=wire)
+        split_over(mine, plan=plan, wire=WorldWire(world, sequence=sequence))
         return alone(mine)
 
     with side_effect_free(model, parameters=False):
@@ -363,7 +365,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
                 cause="it makes a new batch each time, or the model draws random numbers in evaluation mode too",
                 hint="make the batch once, outside of it: batch = torch.randn(4, 16), run = lambda model: model(batch)",
             )
-        found = run_simulated_ranks(work, ranks=ranks, sequence=sequence)
+        found = run_simulated_ranks(work, ranks=ranks)
     worst = 0.0
     for rank, outputs in enumerate(found):
         for number, (mine, whole) in enumerate(zip(outputs, expected, strict=True)):

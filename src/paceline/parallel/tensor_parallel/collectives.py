@@ -7,10 +7,9 @@ a sharded value is the rank's own shard. (They are Megatron-LM's f and g, and th
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.process_group import REDUCE_SCATTER, World
+from paceline.comm.process_group import World
 from paceline.parallel.tensor_parallel.once_differentiable import once
 from paceline.parallel.tensor_parallel.sharding import DimSharding
 from paceline.torch_internals.private_api import tensor_version
@@ -40,7 +39,7 @@ class TensorParallelGroup(Protocol):
 
 
 class WorldWire:
-    """A tensor-parallel group whose ranks are the processes of a `World`."""
+    """A tensor-parallel group whose ranks are those of a `World`: processes, or threads of this one."""
 
     def __init__(self, world: World, *, sequence: bool = False) -> None:
         self._world = world
@@ -62,12 +61,8 @@ class WorldWire:
             return tensor
         sizes = [cut.held(rank) for rank in range(self.size)]
         own = tensor.movedim(cut.dim, 0).contiguous()
-        padded = own.new_zeros((max(sizes), *own.shape[1:]))
-        padded[: len(own)] = own
-        pieces = [torch.empty_like(padded) for _ in sizes]
-        self._world.sends("all_gather", padded)
-        dist.all_gather(pieces, padded, group=self._world.group)
-        return join_pieces([p[:n].movedim(0, cut.dim) for p, n in zip(pieces, sizes, strict=True)], cut)
+        pieces = self._world.all_gather(own, shapes=[(size, *own.shape[1:]) for size in sizes])
+        return join_pieces([piece.movedim(0, cut.dim) for piece in pieces], cut)
 
     def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
         """Reduce-scatter the tensor; use an all-reduce if the pieces are unequal or in several sections."""
@@ -76,10 +71,7 @@ class WorldWire:
         sizes = {cut.held(rank) for rank in range(self.size)}
         if len(sizes) > 1 or len(cut.sections) > 1:
             return piece_of(self.total(tensor.clone()), cut, self.rank).contiguous()
-        rows = tensor.movedim(cut.dim, 0).contiguous()
-        own = rows.new_empty((sizes.pop(), *rows.shape[1:]))
-        self._world.sends("reduce_scatter", rows)
-        REDUCE_SCATTER(own, rows, group=self._world.group)
+        own = self._world.reduce_scatter(tensor.movedim(cut.dim, 0).contiguous())
         return own.movedim(0, cut.dim).contiguous()
 
     def tell(self, what: str) -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paceline.comm.process_group import World
+from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.errors import LayoutError, line_now
-from paceline.parallel.tensor_parallel.collectives import piece_of
+from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldWire, piece_of
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, by_rule
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
-from paceline.parallel.tensor_parallel.thread_ranks import ThreadWire, run_simulated_ranks
 from paceline.torch_internals.function_signatures import read_call
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
@@ -150,7 +151,8 @@ class CheckWire(DryWire):
         keep = name.rstrip("_") == name and not kwargs.get("inplace")
         cast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices(leaves)]
 
-        def on_rank(wire: ThreadWire) -> tuple[list[Any], list[Any]]:
+        def on_rank(world: World) -> tuple[list[Any], list[Any]]:
+            wire = WorldWire(world)
             mine = [_piece(leaf, wire, keep=keep) for leaf in leaves]
             given, named = tree_unflatten(mine, shape)
             with torch.no_grad(), _Autocast(cast):
@@ -222,7 +224,7 @@ def _devices(leaves: list[Any]) -> set[str]:
     return {kind for kind in kinds if torch.amp.is_autocast_available(kind)}
 
 
-def _piece(leaf: Any, wire: ThreadWire, *, keep: bool) -> Any:
+def _piece(leaf: Any, wire: TensorParallelGroup, *, keep: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if not isinstance(leaf, ShardPropagatingTensor):
