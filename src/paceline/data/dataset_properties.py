@@ -41,16 +41,17 @@ class DatasetProperties:
             raise found
 
 
-def find_facts(source: Source, *, seed: int, name: str = "train_data") -> DatasetProperties:
-    """Return the properties of a map-style dataset.
+def find_facts(source: Source, *, seed: int) -> DatasetProperties:
+    """Return the properties of the job's `train_data`, a map-style dataset.
 
     Raises:
         JobError: it is empty, or its length is not the same each time.
     """
-    return read_apart(source, lambda: _facts(source.data, seed=seed, name=name), seed=seed)
+    return read_apart(source, lambda: _facts(source.data, seed=seed), seed=seed)
 
 
-def _facts(data: Any, *, seed: int, name: str) -> DatasetProperties:
+def _facts(data: Any, *, seed: int) -> DatasetProperties:
+    name = "train_data"
     total = find_length(data, name=name)
     draws, value, problem = False, 0, None
     with preserve_rng():

@@ -13,7 +13,7 @@ from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
 from paceline.planner.model_costs.layer_chain import Chain, chain_of
 from paceline.planner.model_costs.model_profile import LayerProfile
 from paceline.planner.model_costs.stage_balance import balance, by_trying_all
-from paceline.planner.search.branch_and_bound import search, search_each
+from paceline.planner.search.branch_and_bound import search
 from tests.planner.random_plans import pipeline_timeline, some
 
 LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
@@ -76,7 +76,7 @@ def test_a_pipeline_that_is_followed_is_near_its_closed_form() -> None:
     assert len(apart) >= 15 and max(apart) < 0.25 and sorted(apart)[len(apart) // 2] < 0.05
 
 
-def test_the_precision_is_chosen_too_where_several_are_given() -> None:
+def test_a_lower_precision_is_faster_and_is_a_setting_of_its_layout() -> None:
     sizes = Decoder(layers=8, width=1024, hidden=4096, heads=8, vocabulary=32000)
     fleet = read_fleet("4xA100-80G")
     each = {
@@ -85,11 +85,10 @@ def test_the_precision_is_chosen_too_where_several_are_given() -> None:
         )
         for name in ("fp32", "bf16")
     }
-    both = search_each(list(each.values())).first
-    alone = search(each["fp32"]).first
-    assert both is not None and alone is not None
-    assert both.candidate.precision == "bf16" and both.settings["train.precision"] == "bf16"
-    assert both.step_seconds < alone.step_seconds and "train.precision" not in alone.settings
+    alone, lower = (search(each[name]).first for name in ("fp32", "bf16"))
+    assert lower is not None and alone is not None
+    assert lower.candidate.precision == "bf16" and lower.settings["train.precision"] == "bf16"
+    assert lower.step_seconds < alone.step_seconds and "train.precision" not in alone.settings
 
 
 def test_a_compiled_model_moves_less() -> None:

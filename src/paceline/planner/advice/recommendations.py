@@ -20,7 +20,7 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.cost.forecast_margins import is_tie
 from paceline.planner.cost.layout_candidate import FAMILIES
-from paceline.planner.search.branch_and_bound import key_of, search_each
+from paceline.planner.search.branch_and_bound import key_of, search
 from paceline.planner.search.layout_simplicity import simpler, simplest
 from paceline.planner.search.least_memory import least_memory
 from paceline.planner.search.neighbors import Change, cheapest_changes
@@ -187,8 +187,8 @@ def rate_of(estimate: Estimate) -> tuple[str, str]:
     return "samples/s" if tokens is None else "tokens/s", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def advise(forecast: CostModel, *, others: Sequence[CostModel] = (), grid: SearchSpace | None = None) -> Advice:
-    """Search the layouts and explain the result. `others` are the same model in other permitted precisions.
+def advise(forecast: CostModel, *, grid: SearchSpace | None = None) -> Advice:
+    """Search the layouts and explain the result.
 
     Layouts that tie with the fastest are searched again with fewer options and axes.
 
@@ -196,14 +196,10 @@ def advise(forecast: CostModel, *, others: Sequence[CostModel] = (), grid: Searc
         LayoutError: no layout fits; it names the nearest, and what would make it fit.
     """
     grid = grid or SearchSpace()
-    best = [*search_each([forecast, *others], grid=grid).best.values()]
+    best = [*search(forecast, grid=grid).best.values()]
     alike = [one for one in best if is_tie(one, min(best, key=key_of))]
-    plain = [simpler(of, one, grid=grid) for of in (forecast, *others) for one in alike if _is_of(one, of)]
+    plain = [simpler(forecast, one, grid=grid) for one in alike]
     return advice_of(forecast, [*best, *(one for one in plain if one is not None)], grid=grid)
-
-
-def _is_of(estimate: Estimate, forecast: CostModel) -> bool:
-    return estimate.candidate.precision == forecast.facts.precision
 
 
 def advice_of(forecast: CostModel, estimates: Iterable[Estimate], *, grid: SearchSpace | None = None) -> Advice:

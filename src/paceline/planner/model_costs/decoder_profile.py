@@ -59,7 +59,6 @@ def decoder_facts(
     residual_bytes: int | None = None,
     is_fused: bool = False,
     is_flash: bool = True,
-    optimizer: OptimizerFootprint = ADAMW,
 ) -> ModelProfile:
     """Return the profile of a decoder with float32 parameters.
 
@@ -99,7 +98,7 @@ def decoder_facts(
         first=first,
         blocks=tuple(replace(block, name=f"layers.{i}") for i in range(sizes.layers)),
         last=_head(sizes, short, wide),
-        optimizer=optimizer,
+        optimizer=ADAMW,
         global_batch_size=global_batch_size,
         length=length,
         tied=head if sizes.is_tied else 0,

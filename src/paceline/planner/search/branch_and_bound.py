@@ -4,7 +4,7 @@ Nodes are visited in the order of their lower bounds; a node that cannot beat th
 `bounds` for why this misses nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -53,20 +53,6 @@ def search(forecast: CostModel, *, grid: SearchSpace | None = None) -> SearchRes
     walk = _Walk(forecast=forecast, grid=grid, bounds=Bounds(forecast=forecast, grid=grid))
     walk.run()
     return SearchResult(best=walk.best, num_estimates=walk.num_estimates, num_nodes=walk.num_nodes)
-
-
-def search_each(forecasts: Sequence[CostModel], *, grid: SearchSpace | None = None) -> SearchResult:
-    """Return the best of each family in any of several cost models, e.g. of one model in several precisions."""
-    best: dict[str, Estimate] = {}
-    every = [search(forecast, grid=grid) for forecast in forecasts]
-    for family, estimate in (pair for found in every for pair in found.best.items()):
-        if family not in best or key_of(estimate) < key_of(best[family]):
-            best[family] = estimate
-    return SearchResult(
-        best=best,
-        num_estimates=sum(found.num_estimates for found in every),
-        num_nodes=sum(found.num_nodes for found in every),
-    )
 
 
 def try_all(forecast: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:

@@ -29,9 +29,7 @@ class Comparison:
     recorded: tuple[int, int] = (0, 0)
 
 
-def compare_recordings(
-    a: Sequence[Record], b: Sequence[Record], *, floor: float = FLOOR, same_ranks: bool = True
-) -> Comparison:
+def compare_recordings(a: Sequence[Record], b: Sequence[Record], *, same_ranks: bool = True) -> Comparison:
     """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
 
     If `same_ranks` is false, a rank's own batch rightly differs and is not compared.
@@ -45,10 +43,10 @@ def compare_recordings(
         pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
     steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(a), _num_steps(b))
     worst = 0.0
-    doubt = IllConditionedCheck(pairs, floor=floor)
+    doubt = IllConditionedCheck(pairs, floor=FLOOR)
     for one, other in pairs:
         doubt.step(one.step)
-        found = _first_in(one, other, floor, doubt)
+        found = _first_in(one, other, doubt)
         if found is not None:
             text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
             return Comparison(verdict="different", steps=steps, text=text, first=found, recorded=recorded)
@@ -68,7 +66,7 @@ def compare_recordings(
     return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
 
 
-def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = FLOOR) -> dict[str, Any] | None:
+def ranks_part(ranks: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
     """Return where replicas of one run diverge: the first step, rank and parameter that differ from rank 0."""
     for rank, records in enumerate(ranks[1:], start=1):
         others = {(record.step, record.optimizer): record for record in records}
@@ -77,7 +75,7 @@ def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = FLOOR) -> di
             if other is None or record.step == 0:
                 continue
             shared = sorted(set(record.weights) & set(other.weights))
-            apart = {n: d for n in shared if (d := record.weights[n].distance(other.weights[n])) > floor}
+            apart = {n: d for n in shared if (d := record.weights[n].distance(other.weights[n])) > FLOOR}
             if apart:
                 name = max(apart, key=lambda n: apart[n])
                 return {"step": record.step, "rank": rank, "parameter": name, "distance": apart[name]}
@@ -114,7 +112,7 @@ def _place(found: Mapping[str, Any]) -> str:
     return f"step {found['step']}" if found["step"] else "the start"
 
 
-def _first_in(one: Record, other: Record, floor: float, doubt: IllConditionedCheck) -> dict[str, Any] | None:
+def _first_in(one: Record, other: Record, doubt: IllConditionedCheck) -> dict[str, Any] | None:
     for kind, left, right, is_rounding in (
         ("gradient", one.gradients, other.gradients, doubt.gradient),
         ("weight", one.weights, other.weights, doubt.weight),
@@ -124,7 +122,7 @@ def _first_in(one: Record, other: Record, floor: float, doubt: IllConditionedChe
             cause = f"only one run has a {kind} for it: not trained, frozen or not used in the other"
             return {"step": one.step, "kind": kind, "parameter": names[0], "cause": cause}
         distances = {name: left[name].distance(right[name]) for name in left}
-        bad = {name: value for name, value in distances.items() if value > floor and not is_rounding(name, one.step)}
+        bad = {name: value for name, value in distances.items() if value > FLOOR and not is_rounding(name, one.step)}
         if bad:
             name = max(bad, key=lambda key: bad[key])
             cause = _cause(kind, one, other, left, right, sorted(bad))
