@@ -8,7 +8,7 @@ Tested on torch 2.11 to 2.13:
 - the worker info of a data worker, how a batch is pinned, and how a DataLoader's iterator ends;
 - the default process group, disabled for a while; the group that a collective names;
 - the number of the backward that a thread is in; the call that `torch.autograd.backward` and `torch.autograd.grad`
-  make of the engine; the hooks of a tensor;
+  make of the engine; the hooks of a tensor or a module, and the numbers they get;
 - the guards of compiled modules; the exception of a failing compiler, and when it is raised;
 - how a loss scaler unscales gradients;
 - the key of a storage, a tensor's class, and a module's own dicts, in which `Module.__getattr__` looks buffers up;
@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import worker as _data_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "BatchNormBase",
@@ -63,12 +64,14 @@ __all__ = [
     "has_hooks",
     "has_tiles",
     "hide_worker",
+    "hook_tables",
     "in_backward",
     "introduce_worker",
     "is_view",
     "lerp_all",
     "make_wrapper_tensor",
     "module_registries",
+    "next_hook_number",
     "of_type",
     "pin_memory",
     "remove_all_hooks",
@@ -374,6 +377,20 @@ class CallInterceptor:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         inner: Callable[..., Any] = self._module._call_impl if self._inner is None else self._inner
         return inner(*args, **kwargs)
+
+
+def next_hook_number() -> int:
+    """Return the number that the next hook of this process gets; numbers increase."""
+    return RemovableHandle.next_id
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Return the tables of a module's own hooks, and of its own parameters' hooks, each by the hook's number."""
+    tables = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            tables += filter(None, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
+    return tables
 
 
 def remove_all_hooks(module: torch.nn.Module) -> None:

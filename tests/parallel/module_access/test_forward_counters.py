@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import thread_worlds
-from paceline.parallel.module_access.forward_numbers import ForwardNumbers
+from paceline.parallel.module_access.forward_numbers import ForwardNumbers, ModuleNumbers
 from tests.conftest import Shop
 
 JOB = """
@@ -185,3 +185,58 @@ def test_a_tensor_of_one_number_and_an_attribute_that_is_made_later_are_put_back
     assert (other.made, other.scale) == (4, 1.5)
     numbers.put_back()
     assert float(model.scale) == 0.5 and not hasattr(model, "made")
+
+
+class InstallsOnce(nn.Module):
+    """A model whose first forward installs hooks and an object, and sets flags; it is wrong with one and not the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.weight = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "installed", False):
+            self.layer.register_forward_hook(lambda module, inputs, output: output * 2)
+            self.layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+            self.weight.register_hook(lambda gradient: gradient * 3)
+            self.scale = {"by": torch.ones(2)}
+            self.installed = True
+        assert self.scale["by"].sum() == 2
+        return self.layer(x) * self.weight
+
+
+def test_hooks_that_a_forward_installs_once_go_with_their_flag() -> None:
+    """A step that is repeated installs them again: with the old ones, everything would be done twice."""
+    model, x = InstallsOnce(), torch.ones(1, 2)
+    numbers = ModuleNumbers(model)
+    handle = model.norm.register_forward_hook(lambda *_: None)
+    numbers.keep()
+    right = model(x)
+    right.sum().backward()
+    gradient = model.weight.grad
+    for _ in range(3):
+        numbers.put_back()
+        assert not hasattr(model, "installed") and not model.layer._forward_hooks
+        model.weight.grad = None
+        again = model(x)
+        again.sum().backward()
+        assert torch.equal(again, right) and torch.equal(model.weight.grad, gradient)
+    assert handle.id in model.norm._forward_hooks
+    later = ModuleNumbers(model)
+    numbers.put_back()
+    model(x)
+    later.put_back()  # the flag is as it was, so the hooks that were installed in between stay
+    assert model.installed and torch.equal(model(x), right)
+
+
+def test_a_flag_of_what_a_forward_installs_is_not_another_rank_s() -> None:
+    worlds = thread_worlds(replicas=2)
+    models = [InstallsOnce() for _ in worlds]
+    numbers = [ForwardNumbers(model, world=world, always=True) for model, world in zip(models, worlds, strict=True)]
+    for each in numbers:
+        each.begin(num_micro=2, again=False)
+    for number, (each, model) in enumerate(zip(numbers, models, strict=True)):
+        each.at(number)
+        model(torch.ones(1, 2))
+    assert all(each.is_settled() for each in numbers)
+    assert all(each.carried == [] for each in numbers)

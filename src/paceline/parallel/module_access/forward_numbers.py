@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
+from paceline.torch_internals.private_api import hook_tables, next_hook_number
 
 _FIRST_STEPS = 2
 _MOST_REPEATS = 3
@@ -40,7 +41,8 @@ class ModuleNumbers:
     """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
 
     Attributes that a forward adds are included. An attribute's name is its module's FQN and its own. `keep` remembers
-    all, `put_back` restores them. `but` gives the attributes of a module to ignore.
+    all; `put_back` restores them. If that unsets a flag, the hooks that were added since go with it, because a forward
+    that installs hooks once installs them again. `but` gives the attributes of a module to ignore.
     """
 
     def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
@@ -50,6 +52,10 @@ class ModuleNumbers:
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._objects: dict[str, Any] = {}
         self._of_tensors: dict[str, Number | str] = {}
+        self._model = model
+        self._hook_number = 0
+        self._contents: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+        self._kept_contents = self._contents
         self.keep()
 
     def keep(self) -> None:
@@ -57,14 +63,29 @@ class ModuleNumbers:
         self._find()
         self._objects = {name: attributes.get(key, MISSING) for name, (attributes, key) in self._places.items()}
         self._of_tensors = {n: _number(value) for n, value in self._objects.items() if type(value) is Tensor}
+        self._hook_number, self._kept_contents = next_hook_number(), self._contents
 
     def put_back(self) -> None:
         """Restore the remembered values, and remove attributes that were added since."""
+        is_unset = False
         for name in self.changed():
+            is_unset = is_unset or (self.value(name) is True and self.kept(name) in (MISSING, False))
             if name in self._of_tensors:  # other modules may hold the same tensor
                 attributes, key = self._places[name]
                 attributes[key] = self._objects[name]
             self.assign(name, self.kept(name))
+        for table, number in self._new_hooks() if is_unset else ():
+            del table[number]
+
+    def installs(self, name: str) -> bool:
+        """Return True if the attribute is a flag that was set since `keep`, together with something that was added.
+
+        A forward then installs hooks, buffers or objects once: the flag is wrong on a rank that hasn't got them.
+        """
+        if self.value(name) is not True or self.kept(name) not in (MISSING, False):
+            return False
+        module = f"{name.rpartition('.')[0]}.".lstrip(".")
+        return bool(self._new_hooks()) or _contents(self._modules[module]) != self._kept_contents[module]
 
     def changed(self) -> list[str]:
         """Return the names of the attributes that are another number than remembered, or are new."""
@@ -129,6 +150,7 @@ class ModuleNumbers:
         sizes = [len(attributes) for attributes in self._modules.values()]
         if sizes != self._sizes:
             self._sizes = sizes
+            self._contents = {module: _contents(attributes) for module, attributes in self._modules.items()}
             found = {
                 f"{module}{name}": (attributes, name)
                 for module, attributes in self._modules.items()
@@ -136,6 +158,18 @@ class ModuleNumbers:
                 if name not in _TORCHS and name not in self._ignored[module] and _number(value) != MISSING
             }
             self._places = {**self._places, **found}
+
+    def _new_hooks(self) -> list[tuple[dict[int, Callable[..., Any]], int]]:
+        """Return the tables and numbers of the hooks that were added since `keep`, other than this package's."""
+        if next_hook_number() == self._hook_number:
+            return []
+        return [
+            (table, number)
+            for module in self._model.modules()
+            for table in hook_tables(module)
+            for number, hook in table.items()
+            if number >= self._hook_number and not str(getattr(hook, "__module__", "")).startswith("paceline.")
+        ]
 
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
         module, _, attribute = name.rpartition(".")
@@ -221,7 +255,8 @@ class ForwardNumbers:
             self._touched |= set(self.numbers.changed())
         if self._always or self._is_early(self._steps + 1):
             known = set(self.carried)
-            self._found = {name: self._increment(name) for name in sorted(self._touched) if name not in known}
+            names = sorted(name for name in self._touched - known if not self.numbers.installs(name))
+            self._found = {name: self._increment(name) for name in names}
         return not (self._broken or self._found)
 
     def agree(self, *, relayed: bool = False) -> bool:
@@ -355,6 +390,12 @@ class NumberTape:
 
     def close(self) -> None:
         """Do nothing: the model has no hooks of this tape."""
+
+
+def _contents(attributes: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of a module's attributes that are no numbers, and of its parameters, buffers and submodules."""
+    registered = (name for key in ("_parameters", "_buffers", "_modules") for name in attributes.get(key, ()))
+    return frozenset(name for name, value in attributes.items() if _number(value) == MISSING), frozenset(registered)
 
 
 def _number(value: Any) -> Number | str:
