@@ -7,6 +7,7 @@ from tests.conftest import Shop
 JOB = """
 import torch, torch.nn as nn, torch.nn.functional as F
 import paceline as pl
+from torch.utils.flop_counter import FlopCounterMode
 
 class Net(nn.Module):
     def __init__(self, way):
@@ -29,6 +30,9 @@ class Net(nn.Module):
             return self.run(x) + self.run(x + 0.3 * push.sign())
         if self.way == "decaying":
             self.norm.momentum *= 0.8
+        if self.way == "observed":
+            with FlopCounterMode(display=False):
+                return self.run(x)
         if self.way == "looking":
             return self.run(x) + 0.1 * self.norm.running_mean[:4]
         return self.run(x)
@@ -71,6 +75,20 @@ def test_what_it_costs_is_told_and_the_weights_are_the_same_bits_on_other_ranks(
     assert len({shop.digest(f"run-{ranks}") for ranks in ("1", "2", "3")}) == 1
     line = "norm runs in eval mode and in training mode in one step: ranks run their forwards one after another"
     assert [ended.text.count(line) for ended in told] == [0, 1, 1], told[1].text
+
+
+@pytest.mark.parametrize(("way", "layout"), [("plain", "threads"), ("observed", "ddp")])
+def test_a_mode_that_watches_operations_is_no_read(shop: Shop, way: str, layout: str) -> None:
+    """The user's mode, or ours that looks for random numbers: it passes each kernel its statistics."""
+    shop.write("job.py", JOB)
+    words = ("train", "job.py", "--job.way", way, "--train.steps", "2", "--train.exact", "true", *MICRO)
+    told = [
+        shop.run(*words, "--ranks", ranks, *more, "--run-dir", f"run-{ranks}")
+        for ranks, more in (("1", ()), ("2", ("--layout", layout)))
+    ]
+    assert [ended.code for ended in told] == [0, 0], told[1].text[-3000:]
+    assert "one after another" not in told[1].text
+    assert shop.digest("run-1") == shop.digest("run-2")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class StatisticsReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Report the norms whose statistics `func` reads, then run it."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or _name(func) in _ABOUT or _is_ours(sys._getframe(1)):
+        caller = sys._getframe(1)
+        if torch.compiler.is_compiling() or _name(func) in _ABOUT or _is_ours(caller) or _is_passed_on(caller):
             return func(*args, **kwargs)
         norms = self._sources((*args, *kwargs.values()))
         inside = [norm for norm in norms if self._is_inside(norm)]
@@ -144,6 +145,17 @@ def _is_ours(frame: FrameType) -> bool:
     return code.co_filename.startswith(_OUR_FOLDER) and code is not KernelWatch.__torch_function__.__code__
 
 
+def _is_passed_on(frame: FrameType | None) -> bool:
+    """Return whether a dispatch mode runs an operation on its way to the kernel.
+
+    Whoever called the operation came here before. Only a norm's own backward did not, and it reads the statistics.
+    """
+    while frame is not None and frame.f_code.co_filename == _OPERATIONS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "__torch_dispatch__"
+
+
+_OPERATIONS = torch._ops.__file__
 _OUR_FOLDER = __file__.rpartition("parallel")[0]
 
 
