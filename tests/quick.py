@@ -19,7 +19,7 @@ QUICK = (
     "launch/failures/test_first_failure.py",
     "launch/failures/test_oom_detection.py",
     "launch/failures/test_uncaught_exceptions.py",
-    "launch/test_environment_owner.py",
+    "launch/test_inherited_environment.py",
     "launch/test_environments.py",
     "measured_planning/test_plan_uncertainty_notes.py",
     "measured_planning/test_schedule_benchmark.py",

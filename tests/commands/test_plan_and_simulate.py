@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paceline.cli import main
-from paceline.commands.common import config_as_job as bare
-from paceline.commands.common.config_as_job import JOB, as_job, is_config
+from paceline.commands.common import hf_config_as_job as bare
 from paceline.commands.common.execution import RunOptions, make_task
+from paceline.commands.common.hf_config_as_job import JOB, as_job, is_config
 from paceline.commands.simulate import simulate
 from paceline.errors import MachineError, PacelineError
 from paceline.measured_planning.profile.profile_job import profile_model

@@ -10,7 +10,7 @@ import pytest
 from paceline.config.job_reference import parse_jobref
 from paceline.errors import JobError, UsageError
 from paceline.job import import_job_module
-from paceline.launch.environment_owner import own_rank
+from paceline.launch.inherited_environment import own_rank
 
 
 @pytest.mark.parametrize("stem", ["torch", "paceline", "numpy", "safetensors", "random", "notalibrary"])

@@ -7,9 +7,9 @@ import pytest
 
 SCRIPT = """
 import os, sys, time
-from paceline.data import started_fork
+from paceline.data import fork_with_retry
 
-started_fork.PATIENCE_SECONDS = (0.3, 0.3, 0.3)
+fork_with_retry.PATIENCE_SECONDS = (0.3, 0.3, 0.3)
 hangs = [int(sys.argv[1])]
 
 def hang():
@@ -22,7 +22,7 @@ def say(word):
     print(word, flush=True)
     os._exit(3) if word == "ends" else None
 
-process = started_fork.STARTED_FORK.Process(target=say, args=(sys.argv[2],))
+process = fork_with_retry.STARTED_FORK.Process(target=say, args=(sys.argv[2],))
 process.start()
 process.join(20)
 print("exit code", process.exitcode, "forked", int(sys.argv[1]) - hangs[0])

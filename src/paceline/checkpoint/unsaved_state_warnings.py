@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.process_group import World
-from paceline.step.loss.captured_modules import found_modules
+from paceline.step.loss.modules_captured_by_loss import found_modules
 
 _SAVED = ("state", "param_groups", "defaults")
 _TORCH = ("_step_count", "_numel_cache")  # written by torch, to warn or to be faster

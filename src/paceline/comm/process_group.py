@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from paceline.bytes_sent import SHARES, Traffic
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError
-from paceline.launch.environment_owner import LISTEN_FD, own_environ
+from paceline.launch.inherited_environment import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
 # torch 2.13 has new names for both and warns about the old ones; torch 2.11 has only the old ones.

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import Printed
-from paceline.commands.common.config_as_job import as_job
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
@@ -24,6 +23,7 @@ from paceline.commands.common.execution import (
     read_answer,
     with_run,
 )
+from paceline.commands.common.hf_config_as_job import as_job
 from paceline.commands.compare_layouts import page_line
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import Printed
-from paceline.commands.common.config_as_job import as_job, is_config
 from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.common.hf_config_as_job import as_job, is_config
 from paceline.commands.compare_layouts import page_line
 from paceline.commands.plan import refuse_ranks
 from paceline.config.layout import parse_layout

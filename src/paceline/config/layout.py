@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.config.activation_checkpointing import parse_remat
-from paceline.config.auto_layout_word import AUTO
+from paceline.config.auto_layout import AUTO
 from paceline.config.axis_counts import REST, is_count, read_size, read_virtual
 from paceline.config.update_rule import UpdateKind as Rule
 from paceline.console.formatting import did_you_mean

@@ -17,8 +17,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from paceline.data.fetch import obey_rank, raise_worker_error, worker_error, worker_init
+from paceline.data.fork_with_retry import STARTED_FORK
 from paceline.data.source import Source
-from paceline.data.started_fork import STARTED_FORK
 from paceline.data.worker_serialization import load
 from paceline.data.workers import closed_at_exit, start_workers, worker_died
 from paceline.errors import DataError, PacelineError

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from paceline.console.formatting import plural
 from paceline.data.fetch import Fetcher, MicrobatchRequest, worker_init
+from paceline.data.fork_with_retry import STARTED_FORK
 from paceline.data.source import Source
-from paceline.data.started_fork import STARTED_FORK
 from paceline.data.worker_serialization import pack, unpack
 from paceline.errors import DataError
 from paceline.launch.agent.socket_paths import short_temporary_folder

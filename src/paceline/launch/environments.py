@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.launch.environment_owner import own_environ
+from paceline.launch.inherited_environment import own_environ
 
 _LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node {local}",

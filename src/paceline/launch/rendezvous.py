@@ -16,8 +16,8 @@ from typing import Any
 from paceline.errors import MachineError, UsageError
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.run_lock import is_holder_alive, this_process
-from paceline.launch.environment_owner import drop_inherited, mark_owner
 from paceline.launch.environments import JoinedWorld, is_loopback
+from paceline.launch.inherited_environment import drop_inherited, mark_owner
 
 _WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.02

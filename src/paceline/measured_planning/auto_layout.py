@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, was_saved
-from paceline.config.auto_layout_word import AUTO, is_auto
+from paceline.config.auto_layout import AUTO, is_auto
 from paceline.config.compression import parse_compress
 from paceline.config.loading import as_typed, settings_from_text
 from paceline.config.task import Task
@@ -21,9 +21,9 @@ from paceline.console.formatting import format_duration, format_size
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json
-from paceline.launch.environment_owner import attempt_folder
 from paceline.launch.environments import detect
 from paceline.launch.failures.failure_record import Failure
+from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from paceline.errors import LayoutError
 from paceline.launch.failures.oom_detection import only_new
 from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
-from paceline.planner.advice.asked_layouts import NamedLayouts, judge_asked_layouts
+from paceline.planner.advice.named_layouts import NamedLayouts, judge_asked_layouts
 from paceline.planner.advice.recommendations import Advice, PlanRow, advice_of, advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate

@@ -13,7 +13,7 @@ from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import truncate_depth
 from paceline.measured_planning.timing.layout_timing import can_be_cut, time_layouts
-from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import judge_asked_layouts
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.cost.layout_candidate import Candidate

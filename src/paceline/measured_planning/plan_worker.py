@@ -16,7 +16,7 @@ from paceline.measured_planning.plan_cache import store_plan
 from paceline.measured_planning.plan_local import LocalMachineRequest, PlannedLayouts, chosen_here, profile_for_plan
 from paceline.measured_planning.profile.probe_job import grid_of
 from paceline.measured_planning.timing import timing_cache as timed_here
-from paceline.planner.advice.asked_layouts import NamedLayouts
+from paceline.planner.advice.named_layouts import NamedLayouts
 from paceline.planner.advice.numeric_options import numerics_options, option_lines
 from paceline.planner.advice.recommendations import Advice, PlanRow
 from paceline.planner.cost.cost_model import CostModel

@@ -20,8 +20,8 @@ from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
 from paceline.launch.agent.shared_status import Pulse
 from paceline.launch.agent.signals import stop_flag
-from paceline.launch.environment_owner import START_NUMBER, attempt_folder
 from paceline.launch.failures.failure_record import at_step
+from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
 from paceline.step.forward_backward import backward, forward, loss_for_backward
 from paceline.step.parameter_server.flat_buffers import flat_of, kinds_of, pack_gradients
 from paceline.step.parameter_server.model_state import fixed_tensors, model_digest

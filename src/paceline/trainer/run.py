@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.config.auto_layout_word import is_auto
+from paceline.config.auto_layout import is_auto
 from paceline.config.compression import parse_compress
 from paceline.config.layout import parse_layout
 from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
@@ -31,9 +31,9 @@ from paceline.launch.agent.launcher_death import die_with_launcher, outlive_laun
 from paceline.launch.agent.malloc_settings import configure_malloc
 from paceline.launch.agent.process_exit import run_finish
 from paceline.launch.agent.signals import is_main_thread, stop_flag
-from paceline.launch.environment_owner import attempt_folder
 from paceline.launch.environments import detect, world_size
 from paceline.launch.failures.uncaught_exceptions import UncaughtHook, report_exit, watch_uncaught
+from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.launcher import choose_kernels, last_words, too_late
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.execution_plan import refuse_backend

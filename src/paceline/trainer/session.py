@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.abandoned_branch import set_aside
 from paceline.checkpoint.files.checkpoint_folder import BEST, OpenCheckpoint, pointed_checkpoint, step_of
+from paceline.checkpoint.files.superseded_checkpoints import set_aside
 from paceline.checkpoint.lr_schedule_state import refuse_short
 from paceline.checkpoint.resume_checks import note_changes
 from paceline.comm.process_group import World
@@ -28,7 +28,7 @@ from paceline.filesystem.atomic_files import read_json, write_json, write_text
 from paceline.filesystem.disk_full import as_checkpoint_error
 from paceline.launch.agent.shared_status import Pulse
 from paceline.launch.agent.signals import stop_flag
-from paceline.launch.environment_owner import attempt_folder
+from paceline.launch.inherited_environment import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import FallbackLayout

@@ -25,7 +25,7 @@ from paceline.parallel.tensor_parallel.collectives import WorldWire
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
 from paceline.parallel.tensor_parallel.sharding import even_cut
 from paceline.parallel.tensor_parallel.tensor_parallel import split_over
-from paceline.parallel.tensor_parallel.user_hook_calls import expose_local_shards
+from paceline.parallel.tensor_parallel.user_hook_local_shards import expose_local_shards
 
 CP = TP = 2
 SEQUENCE = {"0": 1, "1": 1}

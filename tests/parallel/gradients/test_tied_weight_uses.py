@@ -13,7 +13,7 @@ from paceline.errors import LayoutError
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.sharding.unit_single_input import one_input
+from paceline.parallel.sharding.unit_gradient_order import one_input
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.console.formatting import format_size
 from paceline.errors import LayoutError, PacelineError, UsageError
-from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import judge_asked_layouts
 from paceline.planner.advice.plan_file_diff import diff_plan_files
 from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel

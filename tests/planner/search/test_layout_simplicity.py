@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import LayoutError
-from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import judge_asked_layouts
 from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime

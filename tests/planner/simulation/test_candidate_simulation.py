@@ -11,7 +11,7 @@ import pytest
 
 from paceline.commands.simulate import simulate
 from paceline.errors import PacelineError, UsageError
-from paceline.planner.advice.asked_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import judge_asked_layouts
 from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate

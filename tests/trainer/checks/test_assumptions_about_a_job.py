@@ -24,8 +24,8 @@ from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
 from paceline.schedule.weight_version_rules import Rule, VersionRule
-from paceline.step.loss.captured_modules import found_parameters
 from paceline.step.loss.loss_return_value import LossContract
+from paceline.step.loss.modules_captured_by_loss import found_parameters
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.pipedream.weight_versions import WeightVersions
 from paceline.trainer.checks.loss_modules import loss_notes

@@ -138,7 +138,7 @@ ContextParallelMode._around = around
         parameters=("blocks.", "embed"),
         says=("not trained", "gradient is zero|no gradient"),
         code="""
-from paceline.parallel.tensor_parallel import user_hook_calls as seam
+from paceline.parallel.tensor_parallel import user_hook_local_shards as seam
 _back = seam._Laid.put_back
 
 def put_back(self, values):

@@ -23,7 +23,7 @@ from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.agent.supervisor import INHERITED
-from paceline.launch.environment_owner import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_owner
+from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_owner
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 

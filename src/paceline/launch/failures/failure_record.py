@@ -31,8 +31,8 @@ from paceline.errors import (
 from paceline.filesystem.atomic_files import write_text
 from paceline.filesystem.disk_full import explain_refusal, is_full
 from paceline.launch.agent.shared_status import read_failure_text, write_failure_text
-from paceline.launch.environment_owner import ATTEMPT_FOLDER, own_rank
 from paceline.launch.failures.oom_detection import explain_lack, is_out_of_memory, out_of_memory, own_of, tightest_room
+from paceline.launch.inherited_environment import ATTEMPT_FOLDER, own_rank
 from paceline.user_code import is_users_own
 
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)

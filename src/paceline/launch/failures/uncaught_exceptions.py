@@ -19,11 +19,11 @@ from typing import Any
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, called_exit
 from paceline.filesystem.atomic_files import write_text
-from paceline.launch.environment_owner import attempt_folder, own_environ
 from paceline.launch.failures.failure_record import Failure, current_rank, failure_of
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import is_timeout
 from paceline.launch.failures.single_reporter import ReportTurn, claim_turn
+from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.user_code import hide_own_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

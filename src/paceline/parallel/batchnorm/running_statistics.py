@@ -31,7 +31,7 @@ from paceline.parallel.batchnorm.norm_tape import (
 from paceline.parallel.batchnorm.order_dependence import OrderNeed
 from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
 from paceline.parallel.batchnorm.statistics_reads import AccessPlaces, StatisticsReads
-from paceline.parallel.module_access.forward_numbers import ForwardNumbers, NumberTape
+from paceline.parallel.module_access.forward_counters import ForwardNumbers, NumberTape
 from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import NormBase, in_backward
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import PendingMessage, World
-from paceline.parallel.module_access.forward_numbers import WIDTH, ForwardNumbers
+from paceline.parallel.module_access.forward_counters import WIDTH, ForwardNumbers
 from paceline.torch_internals.private_api import NormBase
 
 

@@ -19,6 +19,12 @@ from torch.utils.checkpoint import CheckpointError
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.errors import LayoutError
+from paceline.parallel.context_parallel.compare_split_results import (
+    equal_up_to_rounding,
+    equal_when_joined,
+    largest_magnitude,
+    sequence_dimension,
+)
 from paceline.parallel.context_parallel.context_parallel import ContextParallel, refuse_model, refuse_window
 from paceline.parallel.context_parallel.random_ops import (
     NoAttentionDropout,
@@ -28,12 +34,6 @@ from paceline.parallel.context_parallel.random_ops import (
     watched_draws,
 )
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, batch_length
-from paceline.parallel.context_parallel.split_equality import (
-    equal_up_to_rounding,
-    equal_when_joined,
-    largest_magnitude,
-    sequence_dimension,
-)
 from paceline.parallel.module_access.model_copy import copy_model
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.torch_internals.private_api import add_gradients

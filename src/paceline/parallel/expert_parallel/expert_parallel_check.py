@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.errors import LayoutError
+from paceline.parallel.context_parallel.compare_split_results import equal_up_to_rounding
 from paceline.parallel.context_parallel.context_parallel_check import InDouble, eager_experts, to_float64
-from paceline.parallel.context_parallel.split_equality import equal_up_to_rounding
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from paceline.parallel.module_access.model_copy import copy_model

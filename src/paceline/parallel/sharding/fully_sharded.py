@@ -25,11 +25,11 @@ from paceline.parallel.sharding.fsdp_options import FullySharded
 from paceline.parallel.sharding.reduce_scatter import ScatterReducer
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit, cut_rows, shares_of, view_of
 from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
+from paceline.parallel.sharding.unit_gradient_order import one_input
 from paceline.parallel.sharding.unit_guard import UnitGuards
-from paceline.parallel.sharding.unit_single_input import one_input
 from paceline.parallel.sharding.units import find_units
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
-from paceline.parallel.tensor_parallel.user_hook_calls import expose_local_shards
+from paceline.parallel.tensor_parallel.user_hook_local_shards import expose_local_shards
 from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 
 

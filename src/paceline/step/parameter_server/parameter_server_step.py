@@ -24,7 +24,8 @@ from paceline.errors import RunError
 from paceline.launch.failures.failure_record import at_step
 from paceline.step.microbatches import StepBatch
 from paceline.step.parameter_server.connections import WorkerConnections
-from paceline.step.parameter_server.gradients import (
+from paceline.step.parameter_server.model_state import held_by, row_tables
+from paceline.step.parameter_server.pushed_gradients import (
     AppliedUpdate,
     GradientPush,
     PushedBatch,
@@ -33,7 +34,6 @@ from paceline.step.parameter_server.gradients import (
     from_words,
     sum_pushed_gradients,
 )
-from paceline.step.parameter_server.model_state import held_by, row_tables
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import CONNECT_SECONDS, ConnectionAcceptor
 from paceline.step.replica_context import StepContext

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import DesyncError, RunError
 from paceline.step.parameter_server.flat_buffers import flat_of
-from paceline.step.parameter_server.gradients import GradientPush
+from paceline.step.parameter_server.pushed_gradients import GradientPush
 
 _PATIENCE = 0.25  # fraction of the time after which the other end gives up
 

@@ -8,7 +8,7 @@ from paceline.checkpoint.tensor_bytes import first_names
 from paceline.comm.process_group import World
 from paceline.errors import JobError
 from paceline.parallel.module_access.tensor_access import bits_checksum
-from paceline.step.loss.captured_modules import found_modules, found_parameters
+from paceline.step.loss.modules_captured_by_loss import found_modules, found_parameters
 
 
 def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:

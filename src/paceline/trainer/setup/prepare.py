@@ -19,7 +19,7 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
-from paceline.launch.environment_owner import attempt_folder
+from paceline.launch.inherited_environment import attempt_folder
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.profiling.backends import built_in

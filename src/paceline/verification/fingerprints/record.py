@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.data.stream.iterable_loader import checksum
 from paceline.errors import UsageError
-from paceline.launch.environment_owner import own_rank
+from paceline.launch.inherited_environment import own_rank
 from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, digest_of, faint_size, signs_for
 
 _INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -17,8 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
 from paceline.console.formatting import plural
-from paceline.step.parameter_server.gradients import AppliedUpdate
 from paceline.step.parameter_server.parameter_server_step import ServerStep
+from paceline.step.parameter_server.pushed_gradients import AppliedUpdate
 from paceline.step.parameter_server.transport import reach_store
 from paceline.trainer.parameter_server_worker import compute
 from paceline.trainer.setup.build_training_setup import TrainingSetup

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from paceline.comm.process_group import LaunchInfo
-from paceline.launch.environment_owner import OWNER, attempt_folder, drop_inherited, mark_owner, own_environ
 from paceline.launch.environments import detect
+from paceline.launch.inherited_environment import OWNER, attempt_folder, drop_inherited, mark_owner, own_environ
 from paceline.launch.rendezvous import adopt_launcher_variables
 
 OURS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",

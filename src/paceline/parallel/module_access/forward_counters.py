@@ -255,8 +255,8 @@ class ForwardNumbers:
             self._touched |= set(self.numbers.changed())
         if self._always or self._is_early(self._steps + 1):
             known = set(self.carried)
-            names = sorted(name for name in self._touched - known if not self.numbers.installs(name))
-            self._found = {name: self._increment(name) for name in names}
+            new = sorted(name for name in self._touched - known if not self.numbers.installs(name))
+            self._found = {name: self._increment(name) for name in new}
         return not (self._broken or self._found)
 
     def agree(self, *, relayed: bool = False) -> bool:
