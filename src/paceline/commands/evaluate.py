@@ -7,9 +7,9 @@ from dataclasses import replace
 from paceline.checkpoint.files.checkpoint_folder import BEST, pointed_checkpoint
 from paceline.commands.command_table import EvaluateOptions, Printed
 from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, failure_result
-from paceline.config.auto_layout import AUTO
 from paceline.config.job_reference import parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
+from paceline.config.parse_auto_layout import AUTO
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural

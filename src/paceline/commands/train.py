@@ -18,7 +18,7 @@ from paceline.commands.common.execution import (
     run_options,
     with_run,
 )
-from paceline.config.auto_layout import AUTO, is_auto
+from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.reporting.run_history import json_or_none, read_history

@@ -15,8 +15,8 @@ from paceline.commands.common.execution import (
     run_options,
     with_run,
 )
-from paceline.config.auto_layout import AUTO, is_auto
 from paceline.config.layout import parse_layout
+from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import ExitCode, LayoutError, RunError, UsageError

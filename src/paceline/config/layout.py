@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.config.activation_checkpointing import parse_remat
-from paceline.config.auto_layout import AUTO
 from paceline.config.axis_counts import REST, is_count, read_size, read_virtual
+from paceline.config.parse_auto_layout import AUTO
 from paceline.config.update_rule import UpdateKind as Rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import LayoutError, PacelineError, raise_all

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, was_saved
-from paceline.config.auto_layout import AUTO, is_auto
 from paceline.config.compression import parse_compress
 from paceline.config.loading import as_typed, settings_from_text
+from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
 from paceline.console.formatting import format_duration, format_size

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.config.auto_layout import is_auto
 from paceline.config.compression import parse_compress
 from paceline.config.layout import parse_layout
 from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
+from paceline.config.parse_auto_layout import is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
