@@ -23,8 +23,9 @@ from paceline.checkpoint.files.checkpoint_folder import (
     verify,
 )
 from paceline.checkpoint.files.safetensors_io import TensorBytes
-from paceline.checkpoint.files.two_phase_commit import commit, save, write_part
+from paceline.checkpoint.files.two_phase_commit import commit
 from paceline.errors import CheckpointError
+from tests.checkpoint.write_checkpoint import save, write_part
 
 STATE = {
     "identity": {"seed": 1},

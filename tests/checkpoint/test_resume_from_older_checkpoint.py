@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint.files.checkpoint_folder import all_steps
-from paceline.checkpoint.files.two_phase_commit import save
 from paceline.filesystem.atomic_files import write_json
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of
 from tests.checkpoint.test_damaged_checkpoints import STATE
+from tests.checkpoint.write_checkpoint import save
 from tests.conftest import Shop
 
 WORDS = ("--checkpoint.every", "4", "--checkpoint.keep", "9", "--eval.every", "4")

@@ -30,7 +30,6 @@ from paceline.checkpoint.files.checkpoint_folder import (
 from paceline.checkpoint.files.hf_folder import check_consolidated, digest_files, seal, write_folder
 from paceline.checkpoint.files.resharding_reader import check_cover
 from paceline.checkpoint.files.safetensors_io import TensorBytes, TensorEntry, digest
-from paceline.checkpoint.files.two_phase_commit import save
 from paceline.checkpoint.state_json import from_plain
 from paceline.commands import ckpt
 from paceline.errors import CheckpointError, MachineError, SaveError, UsageError
@@ -40,6 +39,7 @@ from paceline.filesystem.run_lock import LOCK, FolderIdentity, lock_run_folder, 
 from paceline.reporting.sinks.jsonl import JsonlSink, read_counted
 from paceline.run_folder.run_folder import RunFolder
 from tests.checkpoint.test_damaged_checkpoints import STATE, tensors, write
+from tests.checkpoint.write_checkpoint import save
 
 MODEL = "model.safetensors"
 

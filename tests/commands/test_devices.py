@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 from paceline.launch.environments import detect
 from paceline.planner.layout import host_resources as machine
 from paceline.planner.layout.execution_plan import refuse_backend
-from paceline.profiling.backends import built_in
+from paceline.profiling.backends import available_backends
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
 
@@ -68,7 +68,7 @@ def test_numbers_that_a_shell_has_left_over_are_said_with_what_takes_them_away()
 
 @pytest.mark.parametrize("asked", ["nccl", "mpi", "ucc"])
 def test_a_backend_that_torch_lacks_is_refused_with_those_that_it_has(asked: str) -> None:
-    has = built_in()
+    has = available_backends()
     found = refuse_backend(asked, has)
     assert bool(found) is (asked not in has)
     for problem in found:

@@ -21,7 +21,7 @@ from paceline.errors import ExitCode, PacelineError, Problems
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 from paceline.verification.compare_in_lockstep import Lockstep, feed_of
-from paceline.verification.precision import built_in
+from paceline.verification.precision import build_in_precision
 from paceline.verification.reference.float64_mode import in_double
 from paceline.verification.reference.reference import RunPosition
 from paceline.verification.rung_result import BITWISE, VERDICTS
@@ -78,7 +78,7 @@ def _run(case: Case, world: World) -> dict[str, Any]:
     ready = ready_of(case)
     found: dict[str, Any] = {"verdict": BITWISE, "layout": ready.plan.layout, "parts": {}}
     if "start" in case.checks or "final" in case.checks:
-        built = built_in(ready, world, None)
+        built = build_in_precision(ready, world, None)
         found["start"] = weights_digest(sorted(wholes(built).items()))
         if "final" in case.checks:
             for given in islice(_feed(built), case.steps):
@@ -107,7 +107,7 @@ def _precisions(case: Case, ready: PreparedJob, world: World) -> list[str]:
 
 
 def _lockstep(case: Case, ready: PreparedJob, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
-    built = built_in(ready, world, dtype)
+    built = build_in_precision(ready, world, dtype)
     alone = reference(ready, dtype) if world.is_main else None
     rung_result = Lockstep(built=built, reference=alone, say=_nothing).run(compared_steps(ready, case.steps))
     _leave(built)

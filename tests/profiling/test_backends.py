@@ -10,7 +10,7 @@ import torch
 
 from paceline.launch.launcher import LaunchRequest, start
 from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
-from paceline.profiling.backends import built_in
+from paceline.profiling.backends import available_backends
 from paceline.run_folder.run_folder import RunFolder
 
 
@@ -157,4 +157,4 @@ def test_what_is_not_there_is_refused(asked: str, word: str) -> None:
 
 
 def test_this_build_has_gloo() -> None:
-    assert "gloo" in built_in()
+    assert "gloo" in available_backends()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from paceline.comm.process_group import World
 from paceline.parallel.compression import quantized as dense
 from paceline.parallel.compression.codecs import Bf16
-from paceline.parallel.compression.quantized import DenseUnit
+from paceline.parallel.compression.quantized import QuantizedBucket
 from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
 from paceline.parallel.module_access.parameters import NamedParameter
 
@@ -33,10 +33,10 @@ def test_many_small_gradients_of_a_bf16_model_are_not_lost(monkeypatch: pytest.M
     monkeypatch.setattr(dense, "start_all_gather", gathered)
     parameter = nn.Parameter(torch.zeros(RANKS, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 1 + 2**-7)
-    unit = DenseUnit([NamedParameter(index=0, name="weight", parameter=parameter)], grain=Bf16(), ranks=RANKS)
-    unit.launch(Alike(device=torch.device("cpu")))
-    unit.pass_on()
-    unit.land(float(RANKS))
+    bucket = QuantizedBucket([NamedParameter(index=0, name="weight", parameter=parameter)], grain=Bf16(), ranks=RANKS)
+    bucket.launch(Alike(device=torch.device("cpu")))
+    bucket.pass_on()
+    bucket.land(float(RANKS))
     assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
     # in bfloat16 the sum would stand still at 256; the sum itself crosses with 8 bits, so that half of 2^-7 may be lost
     assert (parameter.grad.float() - (1 + 2**-7)).abs().max() <= 2**-7

@@ -77,15 +77,15 @@ def job_of(dtype: torch.dtype = torch.float32, *, norm: bool = False, lr: float 
 
 def verify(job: pl.Job, spoil: Spoil | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any]:
     """All rungs on one rank, with a fault in what the layout's side has built."""
-    build = worker.built_in
+    build = worker.build_in_precision
 
-    def built_in(*given: Any, **more: Any) -> TrainingSetup:
+    def build_in_precision(*given: Any, **more: Any) -> TrainingSetup:
         built = build(*given, **more)
         if spoil is not None:
             spoil(built)
         return built
 
-    monkeypatch.setattr(worker, "built_in", built_in)
+    monkeypatch.setattr(worker, "build_in_precision", build_in_precision)
     ready = prepare(Task(verb="verify", job="job.py", ranks=1, settings=settings), job=job)
     return worker.run_all_rungs(ready, World.alone(), steps=2)
 

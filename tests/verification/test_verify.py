@@ -26,12 +26,12 @@ FAULTS = {
     "reduced twice": (
         FACTORY
         + """
-_launch = _r._Unit.land
+_launch = _r._Bucket.land
 def land(self, divisor):
     _launch(self, divisor)
     for p in self.parameters:
         p.grad.mul_(2)
-_r._Unit.land = land
+_r._Bucket.land = land
 """,
         "factor of 2",
         None,

@@ -13,7 +13,7 @@ from paceline.launch.environments import detect
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
 from paceline.planner.layout.host_resources import visible_gpus
-from paceline.profiling.backends import built_in
+from paceline.profiling.backends import available_backends
 
 
 def found_world(*, device: str, settings: Settings) -> World:
@@ -33,7 +33,7 @@ def found_world(*, device: str, settings: Settings) -> World:
         adopt_launcher_variables(joined, os.environ)
     ranks = 1 if joined is None else joined.world_size
     problems: list[PacelineError] = []
-    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in=built_in())
+    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in=available_backends())
     backend, _ = settle_backend(Resources(ranks=ranks, device=kind), facts, problems)
     raise_all(problems)
     place = LaunchInfo.read(os.environ) if joined is not None else LaunchInfo()

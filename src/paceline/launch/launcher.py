@@ -61,7 +61,7 @@ class LaunchOutcome:
     ranks: int
 
     @property
-    def goes_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Return whether the same command continues the run."""
         return can_go_on(self.attempt_folder.parents[1], self.exit_code, self.failure)
 
@@ -221,7 +221,7 @@ def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) 
     `go_on` is the command that continues it, empty if there is none.
     """
     if outcome.failure is not None:
-        return failure_screen(outcome, go_on=go_on if outcome.goes_on else "", more=more)
+        return failure_screen(outcome, go_on=go_on if outcome.can_resume else "", more=more)
     if outcome.exit_code == ExitCode.STOPPED:
         return f"Stopped and saved. Resume: {go_on}"
     if outcome.exit_code:

@@ -252,7 +252,7 @@ class FullSharding:
 
     def apply(self, placement: Placement) -> None:
         """Divide each parameter into rows."""
-        placement.divide(partial(divide_fully, placement.model))
+        placement.apply_data_parallel(partial(divide_fully, placement.model))
 
 
 class ShardedOptimizer:
@@ -267,7 +267,7 @@ class ShardedOptimizer:
     def apply(self, placement: Placement) -> None:
         """Divide the rows that the optimizer updates."""
         stage = placement.request.worlds.mesh.zero
-        placement.divide(partial(divide_rows, placement.model, stage=stage))
+        placement.apply_data_parallel(partial(divide_rows, placement.model, stage=stage))
 
 
 class Replication:
@@ -281,7 +281,7 @@ class Replication:
 
     def apply(self, placement: Placement) -> None:
         """Put the reducer's hooks on the parameters."""
-        placement.divide(replicate)
+        placement.apply_data_parallel(replicate)
 
 
 class ExpertGradients:

@@ -118,7 +118,7 @@ class Placement:
             rows=self.rows,
         )
 
-    def divide(self, over_ranks: Callable[[Sequence[NamedParameter], Sharding], Partition]) -> None:
+    def apply_data_parallel(self, over_ranks: Callable[[Sequence[NamedParameter], Sharding], Partition]) -> None:
         """Divide this rank's parameters over the data-parallel ranks; expert parameters stay whole."""
         now, hollow = dict(self.model.named_parameters()), self.hollow
         self.current = [replace(one, parameter=now[one.name]) for one in self.named if one.name not in hollow]

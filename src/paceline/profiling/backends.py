@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 
-def built_in() -> tuple[str, ...]:
+def available_backends() -> tuple[str, ...]:
     """Return the backends that this build of torch has."""
     asked = {
         "nccl": dist.is_nccl_available,

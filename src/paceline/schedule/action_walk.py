@@ -71,7 +71,7 @@ class WalkResult:
 def walk_actions(program: Program, *, costs: Costs) -> WalkResult:
     """Run all actions that can run, in any program, even an invalid one."""
     walk = _Walk(program, costs)
-    while walk.goes_on():
+    while walk.advances():
         pass
     return WalkResult(program=program, done=tuple(walk.done), reached=tuple(walk.reached), ends=tuple(walk.now))
 
@@ -90,7 +90,7 @@ class _Walk:
         self.arrives: dict[_Key, float] = {}
         self.link_is_free: dict[tuple[int, int | None], float] = {}
 
-    def goes_on(self) -> bool:
+    def advances(self) -> bool:
         """Advance each rank as far as possible, and return whether any rank advanced."""
         before = sum(self.reached)
         for rank, row in enumerate(self.program.actions):

@@ -87,7 +87,7 @@ class SynchronousStep:
         """True if ranks see the result of a step at different times, so that no rank may wait for another there."""
         return bool(self.lag)
 
-    def mean_in_place(self) -> AbstractContextManager[dict[str, Tensor]]:
+    def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context with the weights to evaluate, save or export; it yields what this rank trains on instead.
 
         It yields nothing if those are the weights of the model.

@@ -59,7 +59,7 @@ from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.synchronous import SynchronousStep
 from paceline.step.update_rules import step_rule
-from paceline.trainer.local_sgd_state import SitesState, is_writer, mean_in_place
+from paceline.trainer.local_sgd_state import SitesState, is_writer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -188,7 +188,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         place = dict(feed.state())
-        with mean_in_place(self._built) as own:
+        with self._built.step.synchronised_weights() as own:
             files, state = files_of(trained_of(self._built))
             files, state = rule_state(self._built).extend(files, {**state, "stash": None}, own)
             held, owed = held_files(self._built.placed.reducer)
@@ -205,8 +205,8 @@ class Checkpointer:
             path = write_checkpoint(
                 self._world, folder=self._folder, step=cursor.step, files=files, state=state, place=self._place
             )
-        on_all_ranks(self._world, partial(self._mark, path, cursor.step, best))
         self.last_saved = cursor.step
+        on_all_ranks(self._world, partial(self._mark, path, cursor.step, best))
         lost = self._unsaved.note(self._world)
         if not self._world.is_main:
             return []
@@ -263,7 +263,7 @@ class Checkpointer:
             prune(self._folder, keep=self._built.settings.checkpoint.keep)
 
 
-def goes_on(task: Task) -> str | None:
+def checkpoint_to_resume(task: Task) -> str | None:
     """Return the checkpoint to resume from. Ask again once the run folder is locked: another run may have saved."""
     if task.resume is None and task.verb == "train" and task.run and was_saved(RunFolder(Path(task.run)).checkpoints):
         return "newest"
@@ -383,7 +383,7 @@ def write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
     The digest is of the weights in training, with or without an average, and is stored with what its bits depend on.
     Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
     """
-    with mean_in_place(built):
+    with built.step.synchronised_weights():
         return _write_final(built, run, step=step)
 
 

@@ -1,7 +1,6 @@
 """The state of local SGD sites in a checkpoint: their mean as the model, and what each site has of its own."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,11 +28,6 @@ Files = dict[str, list[Writable]]
 def sites_of(built: TrainingSetup) -> FragmentSchedule | None:
     """Return the outer optimizer if there are several sites, else None."""
     return built.step.sites if isinstance(built.step, LocalStep) else None
-
-
-def mean_in_place(built: TrainingSetup) -> AbstractContextManager[dict[str, Tensor]]:
-    """Put the mean of the sites in place of the weights, to evaluate, save or export. Yields the site's own weights."""
-    return built.step.mean_in_place()
 
 
 def is_writer(built: TrainingSetup) -> bool:

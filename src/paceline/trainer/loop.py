@@ -28,7 +28,6 @@ from paceline.trainer.diagnostics.replica_check import check_replicas
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, numbers_and_text
-from paceline.trainer.local_sgd_state import mean_in_place
 from paceline.trainer.random_access_reading import whole_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
@@ -174,7 +173,7 @@ class Loop:
     def at_rest(self) -> Iterator[None]:
         """Complete any step in flight, and with local SGD put the sites' mean in place of the weights. Collective."""
         self.settle()
-        with mean_in_place(self.built):
+        with self.built.step.synchronised_weights():
             yield
 
     def _run(self, given: StepInput) -> StepResult:
@@ -209,7 +208,7 @@ class Loop:
         self.settle()
         began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
-        with self.built.as_evaluated(), mean_in_place(self.built):
+        with self.built.as_evaluated(), self.built.step.synchronised_weights():
             size = eval_batch_size(self.built)
             found = self._evaluator.run(data, batch_size=size, name=f"{split}_data", beat=self._beat, stop=stop)
             if found is None:

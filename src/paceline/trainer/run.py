@@ -39,7 +39,7 @@ from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.planner.layout.host_resources import visible_gpus
 from paceline.plugins import START_FOLDER, resolve
-from paceline.profiling.backends import built_in
+from paceline.profiling.backends import available_backends
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.step.generate import generate
 from paceline.step.step_reduction import StepResult
@@ -115,7 +115,7 @@ class Run:
         self._exact = merged.train.exact
         check_names(merged.watch.to)
         if count > 1:
-            raise_all(refuse_backend(merged.train.backend, built_in()))
+            raise_all(refuse_backend(merged.train.backend, available_backends()))
         self._task = Task(
             verb="train",
             job=job.name or script,

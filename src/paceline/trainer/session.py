@@ -40,8 +40,8 @@ from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
     Checkpointer,
     began_as,
+    checkpoint_to_resume,
     find_checkpoint,
-    goes_on,
     restore,
     run_identity,
     write_final,
@@ -142,47 +142,53 @@ def open_session(ready: PreparedJob, *, world: World, target: Any = None) -> Ses
         PacelineError: something is not possible as requested.
     """
     began = time.monotonic()
-    folder, resume = world.share_json([ready.task.run, goes_on(ready.task)])
+    folder, resume = world.share_json([ready.task.run, checkpoint_to_resume(ready.task)])
     run = RunFolder(Path(folder))
-    start = Path(resume or "")
-    given = start if start.name.startswith("step-") else None
+    requested = Path(resume or "")
+    requested_checkpoint = requested if requested.name.startswith("step-") else None
     if ready.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
         ready = as_first_cut(ready, folder=run.path, world=world)
     if resume is not None:
-        begun = run_of(given) if given is not None else run
-        ready = as_first_cut(ready, folder=begun.path, world=world)
+        original_run = run_of(requested_checkpoint) if requested_checkpoint is not None else run
+        ready = as_first_cut(ready, folder=original_run.path, world=world)
     before = MemoryBaseline.now()
     with naming_memory(None, before):
         built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
     opening = _Opening(
-        ready=ready, world=world, run=run, built=built, resume=resume, start=given, before=before.built()
+        ready=ready,
+        world=world,
+        run=run,
+        built=built,
+        resume=resume,
+        requested_checkpoint=requested_checkpoint,
+        before=before.built(),
     )
     return opening.session(target, began=began)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """A session that is being opened. `start` is the checkpoint that the user asked for."""
+    """A session that is being opened. `requested_checkpoint` is the one that the user named."""
 
     ready: PreparedJob
     world: World
     run: RunFolder
     built: TrainingSetup
     resume: str | None
-    start: Path | None
+    requested_checkpoint: Path | None
     before: MemoryBaseline
 
     def session(self, target: Any, *, began: float) -> Session:
         """Load the checkpoint, and return the session, which is announced."""
         ready = self.ready
-        forecast = self._foretold()
-        loaded, events = self._found()
+        forecast = self._find_forecast()
+        loaded, events = self._open_checkpoint()
         facts = self._look_at_data()
         identity = run_identity(self.built, **_told(facts), job=file_name(ready.task.job))
         cursor = Cursor()
         if loaded is not None:
             cursor = restore(loaded, built=self.built, identity=identity, allow=ready.task.allow)
-            events += self._branched(loaded)
+            events += self._set_aside_later(loaded)
             changes = note_changes(loaded.state.get("settings"), ready.settings)
             events += [Note(text=text, level="warning") for text in changes]
         feed = self._make_feed(cursor, facts)
@@ -222,7 +228,7 @@ class _Opening:
         found = schedules_in_epochs(schedules, total_steps=total, epoch_steps=epoch_steps)
         return [Note(text=text, level="warning") for text in found]
 
-    def _foretold(self) -> FallbackLayout | None:
+    def _find_forecast(self) -> FallbackLayout | None:
         """Return the forecast that rank 0 finds for this run, shared with all ranks."""
         if not can_be_foretold(self.ready):
             return None
@@ -237,14 +243,14 @@ class _Opening:
         kept = self.built.kept
         return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
 
-    def _found(self) -> tuple[OpenCheckpoint | None, list[Event]]:
+    def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
         if self.resume is None:
             return None, []
-        return find_checkpoint(self.run.checkpoints, asked=self.start, world=self.world)
+        return find_checkpoint(self.run.checkpoints, asked=self.requested_checkpoint, world=self.world)
 
-    def _branched(self, loaded: OpenCheckpoint) -> list[Event]:
+    def _set_aside_later(self, loaded: OpenCheckpoint) -> list[Event]:
         """Set aside what this run saved after the older checkpoint that it resumes from."""
-        goes_back = self.start is not None and loaded.is_in(self.run.checkpoints)
+        goes_back = self.requested_checkpoint is not None and loaded.is_in(self.run.checkpoints)
         if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
             return []
         with as_checkpoint_error("later checkpoints,", self.run.checkpoints):
@@ -395,9 +401,9 @@ class _Opening:
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.built.model)):
             lines.append(step_rule(rule).buffer_note(settings.train.buffers))
-        micro, goes_on = self.ready.plan.micro_batch_size, self.resume is not None
+        micro, is_resumed = self.ready.plan.micro_batch_size, self.resume is not None
         lines += evaluation_notes(
-            self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on
+            self.ready.job, settings, model=self.built.model, micro_batch_size=micro, is_resumed=is_resumed
         )
         lines += last_batch_notes(
             self.ready.plan,
@@ -405,7 +411,7 @@ class _Opening:
             self.built.model,
             samples=samples,
             total_steps=loop.total_steps,
-            goes_on=goes_on,
+            is_resumed=is_resumed,
         )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")

@@ -15,7 +15,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.trainer.diagnostics.replica_check import averaged_names, first_apart
-from paceline.trainer.local_sgd_state import mean_in_place, sites_of
+from paceline.trainer.local_sgd_state import sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
 from paceline.verification.compare_in_lockstep import Say, feed_of, unmoved_weights_note
@@ -58,7 +58,7 @@ def run_free(
     if apart is not None:
         rung_result.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
     weights = of_layout(built) | buffers_of(built)
-    with mean_in_place(built):
+    with built.step.synchronised_weights():
         evaluated, kept = evaluated_by(built), state_dict_tensors(built)
     if reference is not None and steps < asked:
         why = "one process has no finite gradient there, or a term without targets"

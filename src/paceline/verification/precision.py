@@ -33,7 +33,7 @@ def job_in(job: Job, dtype: torch.dtype | None) -> Job:
     return replace(job, model=lambda: in_type(job.model(), dtype), loss=loss)
 
 
-def built_in(
+def build_in_precision(
     ready: PreparedJob, world: World, dtype: torch.dtype | None, *, scale: float = LOSS_SCALE
 ) -> TrainingSetup:
     """Return this rank's share of the run in this precision; `scale` is the fp16 loss scale."""

@@ -27,7 +27,7 @@ from paceline.trainer.setup.optimizers import lr_factor
 from paceline.trainer.setup.prepare import PreparedJob, is_gradient_worker, join_world, prepare
 from paceline.verification.compare_in_lockstep import Lockstep
 from paceline.verification.compare_independent_runs import WeightDrift
-from paceline.verification.precision import LOSS_SCALE, built_in, cast_to, job_in
+from paceline.verification.precision import LOSS_SCALE, build_in_precision, cast_to, job_in
 from paceline.verification.reference.compressed import refuse_joined
 from paceline.verification.reference.dropout_isolation import has_dropout, without_dropout
 from paceline.verification.reference.float64_mode import in_double
@@ -272,7 +272,7 @@ def _lockstep(
             return compared()
 
     def compared() -> RungResult:
-        built = built_in(ready, world, dtype, scale=scale)
+        built = build_in_precision(ready, world, dtype, scale=scale)
         alone = reference(ready, dtype, scale=scale) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
@@ -308,7 +308,7 @@ def _free(
             return compared()
 
     def compared() -> RungResult:
-        built = built_in(ready, world, dtype, scale=scale)
+        built = build_in_precision(ready, world, dtype, scale=scale)
         alone = reference(ready, dtype, make=select_reference(built), scale=scale) if world.is_main else None
         with _comparable(ready, built, alone):
             say = _say(world, "free running")

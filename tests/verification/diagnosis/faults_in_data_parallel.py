@@ -266,15 +266,15 @@ built.make_update = make_update
         should="Every reduced gradient is right to 3 digits only: something rounds to bf16 on the way.",
         says=("bf16|bfloat16|precision|rounded|digits|low",),
         code="""
-from paceline.parallel.data_parallel.reducer import _Unit
-_payload = _Unit._payload
+from paceline.parallel.data_parallel.reducer import _Bucket
+_payload = _Bucket._payload
 
 def payload(self):
     sent = _payload(self)
     sent.copy_(sent.bfloat16())
     return sent
 
-_Unit._payload = payload
+_Bucket._payload = payload
 """,
     ),
     Planted(
@@ -285,8 +285,8 @@ _Unit._payload = payload
         should="Rank 1 sends up_proj's gradient as gate_proj's and the other way round: another order there.",
         says=("gate_proj", "up_proj", "swap|place|order|exchange|mixed|another parameter"),
         code="""
-from paceline.parallel.data_parallel.reducer import _Unit
-_payload = _Unit._payload
+from paceline.parallel.data_parallel.reducer import _Bucket
+_payload = _Bucket._payload
 
 def payload(self):
     names = [member.name for member in self.members]
@@ -296,7 +296,7 @@ def payload(self):
         one.grad, two.grad = two.grad, one.grad
     return _payload(self)
 
-_Unit._payload = payload
+_Bucket._payload = payload
 """,
     ),
     Planted(
@@ -323,8 +323,8 @@ MapStyleLoader.__init__ = start
         should="blocks.0.mlp.2.weight holds each rank's own gradient: it was not reduced. All others agree.",
         says=("not reduced|own gradient|local|not summed",),
         code="""
-from paceline.parallel.data_parallel.reducer import _Unit
-_payload, _land = _Unit._payload, _Unit.land
+from paceline.parallel.data_parallel.reducer import _Bucket
+_payload, _land = _Bucket._payload, _Bucket.land
 SKIPPED = "blocks.0.mlp.2.weight"
 
 def payload(self):
@@ -339,7 +339,7 @@ def land(self, divisor):
         if divisor is not None:
             member.parameter.grad.div_(divisor)
 
-_Unit._payload, _Unit.land = payload, land
+_Bucket._payload, _Bucket.land = payload, land
 """,
     ),
 ]

@@ -72,7 +72,7 @@ def refuse_missing_backend(asked: str) -> list[PacelineError]:
     """
     if asked in ("auto", "gloo"):
         return []
-    ask = "import json; from paceline.profiling.backends import built_in; print(json.dumps(built_in()))"
+    ask = "import json; from paceline.profiling import backends; print(json.dumps(backends.available_backends()))"
     try:
         told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
         return refuse_backend(asked, json.loads(told.stdout.splitlines()[-1]))

@@ -260,7 +260,7 @@ def read_answer(task: Task, verb: str) -> Any:
 
 def answer_of(task: Task, outcome: LaunchOutcome) -> CommandOutcome:
     """Build the result of an outcome: the last lines and, if memory ran out, the layouts that need less."""
-    go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
+    go_on = command_again(task) if task.verb == "train" and outcome.can_resume else ""
     more: tuple[str, ...] = ()
     if go_on and outcome.failure is not None and outcome.failure.is_short_of_memory:
         from paceline.measured_planning.auto_layout import on_rung
@@ -318,8 +318,8 @@ def failure_result(answer: CommandOutcome) -> CommandOutcome:
         text = "".join(format_exception(answer.error)) + text
     lines = [text] if turn.tells_all or turn.tells_line else []
     is_only_echo = turn.is_told and is_echo(failure)  # another rank, or a checkpoint, tells whether to resume
-    goes_on = answer.screen and not (is_only_echo and not was_saved(RunFolder(answer.run).checkpoints))
-    screen = "\n".join([*lines, *([answer.screen] if goes_on else [])])
+    shows_resume = answer.screen and not (is_only_echo and not was_saved(RunFolder(answer.run).checkpoints))
+    screen = "\n".join([*lines, *([answer.screen] if shows_resume else [])])
     if screen and not turn.tells_all:
         print_line(screen, sys.stderr)
     return replace(answer, tells=turn.tells_all, screen=screen)

@@ -8,10 +8,10 @@ from paceline.config.compression import Compression, Method
 from paceline.console.formatting import format_size
 from paceline.errors import JobError
 from paceline.parallel.compression.codecs import Bf16, BlockScaledCodec, Codec
-from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer, HeldUnit
-from paceline.parallel.compression.powersgd import LowRankUnit
-from paceline.parallel.compression.quantized import DenseUnit
-from paceline.parallel.compression.topk import TopKUnit
+from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer, HeldBackBucket
+from paceline.parallel.compression.powersgd import LowRankBucket
+from paceline.parallel.compression.quantized import QuantizedBucket
+from paceline.parallel.compression.topk import TopKBucket
 from paceline.parallel.data_parallel.reducer import BucketReducer
 from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
 
@@ -20,7 +20,7 @@ _GRAINS: Mapping[Method, Callable[[Compression], Codec]] = {
     Method.FP16: lambda how: BlockScaledCodec(block=how.block, is_float=True),
     Method.INT8: lambda how: BlockScaledCodec(block=how.block, is_float=False),
 }
-_HELD: Mapping[Method, Callable[..., HeldUnit]] = {Method.TOPK: TopKUnit, Method.POWERSGD: LowRankUnit}
+_HELD: Mapping[Method, Callable[..., HeldBackBucket]] = {Method.TOPK: TopKBucket, Method.POWERSGD: LowRankBucket}
 
 
 def compressed_reducer(
@@ -42,9 +42,11 @@ def compressed_reducer(
             )
     if how.has_memory:
         return ErrorFeedbackReducer(
-            named=named, world=world, unit=partial(_HELD[how.method], how=how), replica=world.rank
+            named=named, world=world, make_bucket=partial(_HELD[how.method], how=how), replica=world.rank
         )
-    return BucketReducer(named=named, world=world, unit=partial(DenseUnit, grain=grain_of(how), ranks=world.world_size))
+    return BucketReducer(
+        named=named, world=world, make_bucket=partial(QuantizedBucket, grain=grain_of(how), ranks=world.world_size)
+    )
 
 
 def grain_of(how: Compression) -> Codec:

@@ -17,17 +17,17 @@ from paceline.parallel.module_access.parameters import NamedParameter, make_buck
 from paceline.torch_internals.private_api import divide_all
 
 
-class HeldUnit(Protocol):
+class HeldBackBucket(Protocol):
     """A group of parameters sent together, in one message or two; `errors` are their residuals."""
 
     errors: ResidualBuffers
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """Return all buffers that the unit keeps from step to step."""
+        """Return all buffers that the bucket keeps from step to step."""
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that a rank sends for this unit."""
+        """Return the bytes that a rank sends for this bucket."""
 
     def launch(self, world: World) -> None:
         """Select what to send, and start the first message."""
@@ -52,18 +52,18 @@ class ErrorFeedbackReducer:
         *,
         named: Sequence[NamedParameter],
         world: World,
-        unit: Callable[[Sequence[NamedParameter]], HeldUnit],
+        make_bucket: Callable[[Sequence[NamedParameter]], HeldBackBucket],
         replica: int,
     ) -> None:
         self.replica = replica
         self.replicas = world.world_size
         self._world = world
         self._named = renumber_parameters(named)
-        self._units = [unit(members) for members in make_buckets(self._named)]
+        self._buckets = [make_bucket(members) for members in make_buckets(self._named)]
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends in a step."""
-        return sum(unit.sent_bytes(ranks) for unit in self._units) + 2 * (ranks - 1) / ranks * len(self._named)
+        return sum(bucket.sent_bytes(ranks) for bucket in self._buckets) + 2 * (ranks - 1) / ranks * len(self._named)
 
     def begin(self) -> None:
         """Clear the last step's gradients."""
@@ -83,11 +83,11 @@ class ErrorFeedbackReducer:
         flagged = self._world.start_all_reduce(flags, op="max")
         if divisor is not None:
             divide_all([grad for grad in grads if grad is not None], divisor)
-        for unit in self._units:
-            unit.launch(self._world)
-        for unit in self._units:
-            unit.pass_on()
-        ok = torch.isfinite(torch.stack([unit.land() for unit in self._units]).sum())
+        for bucket in self._buckets:
+            bucket.launch(self._world)
+        for bucket in self._buckets:
+            bucket.pass_on()
+        ok = torch.isfinite(torch.stack([bucket.land() for bucket in self._buckets]).sum())
         flagged()
         missing = [member for member, grad in zip(self._named, grads, strict=True) if grad is None]
         absent = [member for member in missing if not flags[member.index]]
@@ -108,14 +108,14 @@ class ErrorFeedbackReducer:
     @property
     def errors(self) -> Mapping[str, Tensor]:
         """Return this replica's residuals, by FQN."""
-        return {name: tensor for unit in self._units for name, tensor in unit.errors.now.items()}
+        return {name: tensor for bucket in self._buckets for name, tensor in bucket.errors.now.items()}
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
         """Return the other buffers that are kept from step to step, equal on every replica."""
-        others = [memory for unit in self._units for memory in unit.memories if memory is not unit.errors]
+        others = [memory for bucket in self._buckets for memory in bucket.memories if memory is not bucket.errors]
         return {name: tensor for memory in others for name, tensor in memory.now.items()}
 
     def _memories(self) -> Iterator[ResidualBuffers]:
-        for unit in self._units:
-            yield from unit.memories
+        for bucket in self._buckets:
+            yield from bucket.memories

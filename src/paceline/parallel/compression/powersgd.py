@@ -14,7 +14,7 @@ from paceline.torch_internals.rng import stream_key
 _MOST = 126  # an exponent that float32 represents with either sign
 
 
-class LowRankUnit:
+class LowRankBucket:
     """Parameters whose factors are sent together. One-dimensional or incompressible parameters are sent unchanged."""
 
     def __init__(self, members: Sequence[NamedParameter], *, how: Compression) -> None:
@@ -41,7 +41,7 @@ class LowRankUnit:
         return self.errors, self.basis
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that a rank sends for this unit."""
+        """Return the bytes that a rank sends for this bucket."""
         numbers = sum(m.parameter.numel() for m in self._rest) + sum(rows * rank for rows, rank in self._left)
         numbers += sum(tensor.numel() for tensor in self.basis.now.values())
         return 2 * (ranks - 1) / ranks * numbers * self._dtype.itemsize

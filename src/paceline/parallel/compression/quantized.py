@@ -1,4 +1,4 @@
-"""Quantized all-reduce of a unit: all-to-all to the rank that adds each part, all-gather of the sums.
+"""Quantized all-reduce of a bucket: all-to-all to the rank that adds each part, all-gather of the sums.
 
 Every rank adds one part of the numbers, in rank order and in full precision, so all replicas end with the same bits
 whatever their number. Each rank sends as much as in a reduce-scatter and an all-gather.
@@ -18,7 +18,7 @@ from paceline.parallel.sharding.flat_buffer import start_all_gather
 from paceline.torch_internals.private_api import copy_all
 
 
-class DenseUnit:
+class QuantizedBucket:
     """Gradients that are sent together. Each parameter starts a new block and is padded with zeros to whole blocks.
 
     With `num_flags` it also reduces this many flags: which parameters got a gradient on any rank.
@@ -47,12 +47,12 @@ class DenseUnit:
         self._landed = False
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that a rank sends for this unit."""
+        """Return the bytes that a rank sends for this bucket."""
         flags = 0 if self.flags is None else self.flags.numel()
         return 2 * (ranks - 1) * (self._grain.num_bytes(self._part) + flags / ranks)
 
     def forget(self) -> None:
-        """Reset the unit for a new step, after waiting for messages of a dropped step."""
+        """Reset the bucket for a new step, after waiting for messages of a dropped step."""
         for wait in (self.wait if self._second is None else self._second, self._flagged):
             if wait is not None and not self._landed:
                 wait()

@@ -13,7 +13,7 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.sharding.flat_buffer import start_all_gather
 
 
-class TopKUnit:
+class TopKBucket:
     """Parameters whose elements are sent together. Among equal elements the first are sent."""
 
     def __init__(self, members: Sequence[NamedParameter], *, how: Compression) -> None:
@@ -35,7 +35,7 @@ class TopKUnit:
         return (self.errors,)
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that a rank sends for this unit."""
+        """Return the bytes that a rank sends for this bucket."""
         return (ranks - 1) * sum(self._counts) * (self._index.itemsize + self._sum.itemsize)
 
     def launch(self, world: World) -> None:

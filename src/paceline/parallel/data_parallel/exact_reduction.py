@@ -99,7 +99,7 @@ class FixedPointGrid:
             self.exponents[index] = min(max(top + HEADROOM_BITS - VALUE_BITS, LOWEST), HIGHEST)
 
 
-class _Unit:
+class _Bucket:
     """A bucket of int64 sums that are all-reduced together."""
 
     def __init__(self, members: Sequence[NamedParameter], *, device: torch.device) -> None:
@@ -109,6 +109,11 @@ class _Unit:
         self.parts = list(self.sums.split(sizes))
         self.ready = 0
         self.wait: Callable[[], object] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether all gradients of the bucket are there."""
+        return self.ready == len(self.parts)
 
 
 class ExactReducer:
@@ -123,16 +128,16 @@ class ExactReducer:
         self._world = world
         self._named = list(named)
         self._grid = grid
-        self._units = [_Unit(members, device=world.device) for members in make_buckets(named)]
+        self._buckets = [_Bucket(members, device=world.device) for members in make_buckets(named)]
         self._scratch = scratch_on(world.device)
         self._sizes = GradientMagnitudes(num_parameters=len(grid.names))
         self._touched = [False] * len(grid.names)
         self._armed = False
         self._next = 0
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(self._hook(unit, member, part))
-            for unit in self._units
-            for member, part in zip(unit.members, unit.parts, strict=True)
+            member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member, part))
+            for bucket in self._buckets
+            for member, part in zip(bucket.members, bucket.parts, strict=True)
         ]
 
     def begin(self) -> None:
@@ -142,8 +147,8 @@ class ExactReducer:
         self._armed = False
         self._next = 0
         self._grid.begin()
-        for unit in self._units:
-            unit.ready, unit.wait = 0, None
+        for bucket in self._buckets:
+            bucket.ready, bucket.wait = 0, None
         for member in self._named:
             member.parameter.grad = None
 
@@ -160,14 +165,14 @@ class ExactReducer:
         Raises:
             RunError: no grid holds gradients of this size; raised on every rank.
         """
-        while self._next < len(self._units):
+        while self._next < len(self._buckets):
             self._launch_next()
         largest = self._grid.joint(self._sizes, [self._world])
         fits = self._grid.holds(largest)
-        for unit in self._units:
-            assert unit.wait is not None
-            unit.wait()
-            for member, part in zip(unit.members, unit.parts, strict=True):
+        for bucket in self._buckets:
+            assert bucket.wait is not None
+            bucket.wait()
+            for member, part in zip(bucket.members, bucket.parts, strict=True):
                 if fits:
                     total = self._grid.over_stages(member.name, part)
                     member.parameter.grad = self._gradient(member, total, largest[member.index], divisor)
@@ -180,17 +185,17 @@ class ExactReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, unit: _Unit, member: NamedParameter, part: Tensor) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: _Bucket, member: NamedParameter, part: Tensor) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            if unit.wait is not None:
+            if bucket.wait is not None:
                 raise second_gradient(member.name)
             for summand in self._grid.summands(member.name, gradient):
                 self._take(member, summand, part)
-            unit.ready += self._armed
-            while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
+            bucket.ready += self._armed
+            while self._next < len(self._buckets) and self._buckets[self._next].is_full:
                 self._launch_next()
 
         return add
@@ -204,11 +209,11 @@ class ExactReducer:
             self._touched[member.index] = True
 
     def _launch_next(self) -> None:
-        unit = self._units[self._next]
-        for member, part in zip(unit.members, unit.parts, strict=True):
+        bucket = self._buckets[self._next]
+        for member, part in zip(bucket.members, bucket.parts, strict=True):
             if not self._touched[member.index]:
                 part.zero_()
-        unit.wait = self._world.start_all_reduce(unit.sums)
+        bucket.wait = self._world.start_all_reduce(bucket.sums)
         self._next += 1
 
     def _gradient(

@@ -69,7 +69,7 @@ class LocalReducer:
         """Do nothing: there are no hooks to remove."""
 
 
-class Unit(Protocol):
+class Bucket(Protocol):
     """A bucket of gradients that are reduced together, in one or two messages; a model's last bucket has `flags`."""
 
     members: list[NamedParameter]
@@ -93,7 +93,7 @@ class Unit(Protocol):
         """Wait for the sums, divide them and store them in every `.grad`."""
 
 
-class _Unit:
+class _Bucket:
     """A bucket of gradients reduced by one all-reduce. A single large gradient is reduced in place, without a copy.
 
     The last bucket carries `num_flags` extra numbers, which tell which parameters got a gradient on this rank.
@@ -156,35 +156,37 @@ class _Unit:
 
 
 class BucketReducer:
-    """A reducer that all-reduces gradients in buckets, overlapped with backward. `unit` creates each bucket."""
+    """A reducer that all-reduces gradients in buckets, overlapped with backward. `make_bucket` creates each bucket."""
 
     needs_equal_microbatches = False
 
-    def __init__(self, *, named: Sequence[NamedParameter], world: World, unit: Callable[..., Unit] = _Unit) -> None:
+    def __init__(
+        self, *, named: Sequence[NamedParameter], world: World, make_bucket: Callable[..., Bucket] = _Bucket
+    ) -> None:
         self._world = world
         self._named = named = renumber_parameters(named)
-        units = make_buckets(named)  # empty on a stage where every parameter is frozen
-        self._units = [unit(members) for members in units[:-1]]
-        self._units += [unit(last, num_flags=len(named)) for last in units[-1:]]
+        buckets = make_buckets(named)  # empty on a stage where every parameter is frozen
+        self._buckets = [make_bucket(members) for members in buckets[:-1]]
+        self._buckets += [make_bucket(last, num_flags=len(named)) for last in buckets[-1:]]
         self._touched = [False] * len(named)
         self._armed = False
         self._next = 0
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(self._hook(unit, member))
-            for unit in self._units
-            for member in unit.members
+            member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
+            for bucket in self._buckets
+            for member in bucket.members
         ]
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that one rank sends in a step."""
-        return sum(unit.sent_bytes(ranks) for unit in self._units)
+        return sum(bucket.sent_bytes(ranks) for bucket in self._buckets)
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
         for member in self._named:
             member.parameter.grad = None
-        for unit in self._units:
-            unit.forget()
+        for bucket in self._buckets:
+            bucket.forget()
         self._touched = [False] * len(self._named)
         self._armed = False
         self._next = 0
@@ -198,13 +200,13 @@ class BucketReducer:
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Launch the remaining buckets, wait for all of them and divide."""
-        while self._next < len(self._units):
+        while self._next < len(self._buckets):
             self._launch_next()
-        for unit in self._units:
-            unit.pass_on()
-        for unit in self._units:
-            unit.land(divisor)
-        flags = self._units[-1].flags if self._units else None
+        for bucket in self._buckets:
+            bucket.pass_on()
+        for bucket in self._buckets:
+            bucket.land(divisor)
+        flags = self._buckets[-1].flags if self._buckets else None
         for member in self._named:
             assert flags is not None
             if not self._touched[member.index] and not flags[member.index]:
@@ -216,33 +218,33 @@ class BucketReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, unit: Unit, member: NamedParameter) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: Bucket, member: NamedParameter) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
             self._touched[member.index] = True
             if not self._armed:
                 return
-            if unit.wait is not None:
+            if bucket.wait is not None:
                 raise second_gradient(member.name)
-            unit.ready += 1
-            while self._next < len(self._units) and self._is_full(self._units[self._next]):
+            bucket.ready += 1
+            while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
                 self._launch_next()
 
         return ready
 
     @staticmethod
-    def _is_full(unit: Unit) -> bool:
-        return unit.ready == len(unit.members)
+    def _is_full(bucket: Bucket) -> bool:
+        return bucket.ready == len(bucket.members)
 
     def _launch_next(self) -> None:
-        unit = self._units[self._next]
-        if unit is self._units[-1] and unit.flags is not None:
-            unit.flags.fill_(1.0)
+        bucket = self._buckets[self._next]
+        if bucket is self._buckets[-1] and bucket.flags is not None:
+            bucket.flags.fill_(1.0)
             absent = [member.index for member in self._named if not self._touched[member.index]]
             if absent:
-                unit.flags[absent] = 0.0
+                bucket.flags[absent] = 0.0
         if self._next > 1:  # while backward runs, and in the same order on every rank
-            self._units[self._next - 2].pass_on()
-        unit.launch(self._world)
+            self._buckets[self._next - 2].pass_on()
+        bucket.launch(self._world)
         self._next += 1
 
 

@@ -40,7 +40,7 @@ class JobFacts:
     threads: int | None = None
     backend: str = "auto"
     built_in: tuple[str, ...] = ("nccl", "gloo")
-    goes_on: bool = False
+    is_resumed: bool = False
     """True if the job continues a run whose microbatches are already fixed."""
 
 
@@ -215,7 +215,7 @@ def _notes(
     idle = max(0, replicas - num_micro)
     fair = -(-facts.global_batch_size // replicas)
     unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
-    if facts.goes_on:
+    if facts.is_resumed:
         unused = (
             f"warning: {idle} of {replicas} replicas get no samples with the microbatch size that this run was started "
             f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, but changes the training"

@@ -14,7 +14,7 @@ from paceline.errors import PacelineError, raise_all
 from paceline.filesystem.atomic_files import write_json
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, Rates
 from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend, settle_threads
-from paceline.profiling.backends import built_in
+from paceline.profiling.backends import available_backends
 from paceline.profiling.cpu_contention import CpuTimes, most_of_others, read_cpu_times
 from paceline.profiling.machine_benchmarks.collective_benchmarks import measure_links
 from paceline.profiling.machine_benchmarks.compute_benchmarks import measure_compute, measure_copies
@@ -60,7 +60,7 @@ def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]
 
 def _join(mark: Fingerprint) -> World:
     problems: list[PacelineError] = []
-    facts = JobFacts(global_batch_size=1, built_in=built_in())
+    facts = JobFacts(global_batch_size=1, built_in=available_backends())
     backend, _ = settle_backend(Resources(ranks=mark.ranks, device=mark.device), facts, problems)
     raise_all(problems)
     place = LaunchInfo.read(os.environ)

@@ -81,7 +81,7 @@ class LocalStep(SynchronousStep):
         """Wait until no all-reduce between sites is in flight."""
         self.sites.arrive()
 
-    def mean_in_place(self) -> AbstractContextManager[dict[str, Tensor]]:
+    def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Put the mean of the sites in place of the weights; yield the site's own weights."""
         return self.sites.together()
 

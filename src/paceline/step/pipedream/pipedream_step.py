@@ -41,7 +41,7 @@ class PipeDreamStep(SynchronousStep):
         self._stash = stash
         self._stream = Stream()
         self._course = StageVersions(stash=stash, stage=self._stage, stream=self._stream)
-        self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world, goes_on=True)
+        self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world, is_continuous=True)
         self._work = _Work(parts, piped=piped, tells=piped.has_loss)
         self._stand = IdleReplica(parts, always=True)
         self._parameters = parts.update.parameters

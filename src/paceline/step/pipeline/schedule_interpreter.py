@@ -54,12 +54,18 @@ class Pipeline:
     """An interpreter of one rank's part of a program over a `World` whose ranks are the program's.
 
     `splits=False` computes a stage's whole backward at INPUT and does nothing at WEIGHT, for stages that recompute or
-    are sharded, whose backward cannot be split. `goes_on`: `expect` and `one` are called repeatedly until `pause`, and
-    a receive is always posted for the next message of each edge.
+    are sharded, whose backward cannot be split. `is_continuous`: `expect` and `one` are called repeatedly until
+    `pause`, and a receive is always posted for the next message of each edge.
     """
 
     def __init__(
-        self, program: Program, *, world: World, splits: bool = True, goes_on: bool = False, watch: Watch | None = None
+        self,
+        program: Program,
+        *,
+        world: World,
+        splits: bool = True,
+        is_continuous: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         if program.num_ranks != world.world_size:
             raise LayoutError(
@@ -70,8 +76,8 @@ class Pipeline:
         self._rank = world.rank
         self._splits = splits
         self._watch = watch
-        self._goes_on = goes_on
-        self._wire = StageChannel(world, channel=int(goes_on))
+        self._is_continuous = is_continuous
+        self._wire = StageChannel(world, channel=int(is_continuous))
         self._sent_on: set[StageLink] = set()
         self._own = set(program.stages_of(world.rank))
         self._live: dict[At, _Live] = {}
@@ -228,7 +234,7 @@ class Pipeline:
     def _send(self, action: Action, tensors: list[Tensor], note: Any) -> None:
         edge = _edge(action)
         self._wire.send(edge, tensors, note)
-        if self._goes_on:
+        if self._is_continuous:
             self._sent_on.add(edge)
 
     def _receive_backward(self, action: Action, work: StageWork) -> None:
@@ -240,7 +246,7 @@ class Pipeline:
         edge = _edge(action)
         found = self._wire.receive(edge)
         self._expected[edge] -= 1
-        if (self._expected[edge] or self._goes_on) and self._wire.matches_tags:
+        if (self._expected[edge] or self._is_continuous) and self._wire.matches_tags:
             self._wire.expect(edge)
         return found
 

@@ -82,11 +82,11 @@ def asked_of(job: Job) -> dict[str, Any]:
 
 
 def evaluation_notes(
-    job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, goes_on: bool = False
+    job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, is_resumed: bool = False
 ) -> Iterator[str]:
     """Yield lines for the banner. A resumed run has already reported its microbatches at its first start."""
     train = settings.train
-    settled = goes_on or train.micro_batch_size or train.gradient_accumulation_steps
+    settled = is_resumed or train.micro_batch_size or train.gradient_accumulation_steps
     if (
         not settled
         and train.buffers != "sync_bn"
@@ -125,7 +125,7 @@ def last_batch_notes(
     *,
     samples: int | None,
     total_steps: int | None,
-    goes_on: bool = False,
+    is_resumed: bool = False,
 ) -> Iterator[str]:
     """Yield a warning if an epoch's last batch has a microbatch of one sample, which batch norm can't be trained on."""
     if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
@@ -138,7 +138,7 @@ def last_batch_notes(
             f"warning: step {samples // plan.global_batch_size + 1}, the last of an epoch, has a microbatch of one "
             "sample: "
             f"a batch norm with one value per channel ends the run there; --data.drop_last true"
-            f"{' --allow drop_last' * goes_on} leaves it out"
+            f"{' --allow drop_last' * is_resumed} leaves it out"
         )
 
 

@@ -22,7 +22,7 @@ from paceline.job_transfer import receive_job
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.profiling.backends import built_in
+from paceline.profiling.backends import available_backends
 from paceline.run_folder.run_folder import choose_run, new_run
 from paceline.step.update_rules import step_rule
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
@@ -72,9 +72,9 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
 
 
 def make_plan(
-    task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None, goes_on: bool = False
+    task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None, is_resumed: bool = False
 ) -> ExecutionPlan:
-    """Return the plan of the task's layout on its ranks. With `goes_on`, the run's microbatches are already fixed.
+    """Return the plan of the task's layout on its ranks. With `is_resumed`, the run's microbatches are already fixed.
 
     Raises:
         PacelineError, Problems: the requested options exclude each other.
@@ -86,8 +86,8 @@ def make_plan(
         one_thread=settings.train.exact or task.verb == "verify",
         threads=settings.train.threads,
         backend=settings.train.backend,
-        built_in=built_in(),
-        goes_on=goes_on,
+        built_in=available_backends(),
+        is_resumed=is_resumed,
     )
     return make_execution_plan(
         layout=parse_layout(task.layout),
@@ -109,10 +109,10 @@ def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJ
     if own or saved["micro_batch_size"] == now.micro_batch_size:
         asked = train.micro_batch_size
         return replace(
-            ready, plan=make_plan(ready.task, ready.job, ready.settings, micro_batch_size=asked, goes_on=True)
+            ready, plan=make_plan(ready.task, ready.job, ready.settings, micro_batch_size=asked, is_resumed=True)
         )
     micro = saved["micro_batch_size"]
-    plan = make_plan(ready.task, ready.job, ready.settings, micro_batch_size=micro, goes_on=True)
+    plan = make_plan(ready.task, ready.job, ready.settings, micro_batch_size=micro, is_resumed=True)
     note = f"batch: microbatches of {plan.micro_batch_size}, as at the start of this run"
     return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
 

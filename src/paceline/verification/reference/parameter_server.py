@@ -34,7 +34,7 @@ from paceline.verification.compare_independent_runs import (
     state_dict_tensors,
 )
 from paceline.verification.noise_floor import can_disturb, disturb_reference
-from paceline.verification.precision import built_in
+from paceline.verification.precision import build_in_precision
 from paceline.verification.reference.float64_mode import in_double
 from paceline.verification.reference.loss_terms import counts_of_part
 from paceline.verification.reference.reference import Reference, RunPosition
@@ -81,7 +81,7 @@ def run_errands(ready: PreparedJob, place: LaunchInfo) -> int:
             return 0
         dtype = torch.float64 if what == _DOUBLE else None
         with in_double(active=dtype is not None):
-            built = built_in(ready, World.alone(), dtype)
+            built = build_in_precision(ready, World.alone(), dtype)
             compute(ready, built, WorkerEntrance(place=place, session=str(number)))
             built.close()
 
