@@ -20,6 +20,7 @@ from paceline.torch_internals.rng import get_states, preserve_rng, seed_all, set
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 600.0
+_SIMULATION_SECONDS = 60.0  # a simulated rank waits for computation of the same step alone
 
 
 class PeerFailed(Exception):
@@ -35,7 +36,8 @@ class _Round:
 class ThreadRendezvous:
     """A rendezvous in numbered rounds; a replica may post the next round before it has read the last one.
 
-    `pause(replica)` is a context in which that replica waits for the others.
+    `pause(replica)` is a context in which that replica waits for the others. `simulates`: they are ranks that are
+    simulated to check a layout, which an error says.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class ThreadRendezvous:
         replicas: int,
         timeout_seconds: float,
         pause: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+        simulates: bool = False,
     ) -> None:
+        self._simulates = simulates
         self.replicas = replicas
         self._pause = pause
         self._timeout = timeout_seconds
@@ -102,6 +106,12 @@ class ThreadRendezvous:
         raise PeerFailed if came else self._late(f"only {place.present} of {self.replicas} replicas came")
 
     def _late(self, what: str) -> RunError:
+        if self._simulates:
+            return RunError(
+                f"{what.replace('replica', 'simulated rank')} within {self._timeout:g} s.",
+                cause="the ranks run different collectives: the forward depends on the rank or on random numbers",
+                hint="a forward that runs the same operations on every rank, or a layout without tp, cp and ep",
+            )
         return RunError(
             f"{what} within {self._timeout:g} s.",
             cause="a thread is stuck in the model, the loss or a lock that another thread holds",
@@ -251,12 +261,14 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
         BaseException: the error of the first rank that failed by itself.
     """
     if seed is None:
-        meeting = ThreadRendezvous(replicas=ranks, timeout_seconds=_PATIENCE_SECONDS)
+        meeting = ThreadRendezvous(replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, simulates=True)
         worlds = _worlds(World.alone(), meeting)
         return run_threads(lambda rank: work(worlds[rank]), ranks=ranks, leave=meeting.leave)
     with preserve_rng():
         turns = _Turns(ranks=ranks, seed=seed)
-        meeting = ThreadRendezvous(replicas=ranks, timeout_seconds=_PATIENCE_SECONDS, pause=turns.pause)
+        meeting = ThreadRendezvous(
+            replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, pause=turns.pause, simulates=True
+        )
         worlds = _worlds(World.alone(), meeting)
 
         def in_turn(rank: int) -> T:

@@ -19,7 +19,7 @@ from paceline.planner.search.search_space import FAMILY, SearchSpace, is_lost, i
 from paceline.planner.search.shortlist import RejectedLayout, as_timed, usual_ratio
 
 _SEEN = 3  # samples: the profiler has tried microbatches up to this size
-_SHORTLIST = 3  # replays of one family at most; two equal refusals end it
+_SHORTLIST = 3  # misfits after which a family is left; two equal refusals end it too
 _MOST_REFUSED = 12  # refusals: after these, once time is over, the next is recommended on its forecast
 
 

@@ -154,7 +154,7 @@ _RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], Rule
 
 def rule_state(built: TrainingSetup) -> RuleState:
     """Return what the run's update rule adds to a checkpoint."""
-    build = _RULE_STATES.get(type(built.step))
+    build = next((_RULE_STATES[kind] for kind in type(built.step).__mro__ if kind in _RULE_STATES), None)
     return NoRuleState() if build is None else build(built.step, built)
 
 

@@ -141,7 +141,7 @@ class Loop:
             raise
 
     def _step(self, given: StepInput) -> StepResult:
-        if given is not self._handout.waiting:
+        if given is None or given is not self._handout.waiting:
             self._handout.check(given)
         self._stop.renew()
         for faults in self._faults_before_step:

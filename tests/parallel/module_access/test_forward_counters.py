@@ -240,3 +240,61 @@ def test_a_flag_of_what_a_forward_installs_is_not_another_rank_s() -> None:
         model(torch.ones(1, 2))
     assert all(each.is_settled() for each in numbers)
     assert all(each.carried == [] for each in numbers)
+
+
+class TiedAndHooked(nn.Module):
+    """Its first forward hooks a tied weight; it is built in eval mode, as pretrained models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.last.weight = self.first.weight
+        self.handle, self.ready, self.flip, self.last_input = None, False, False, None
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.handle is None:
+            self.handle = self.first.register_forward_hook(lambda module, inputs, output: output * 2)
+        if not self.ready:
+            self.first.weight.register_hook(lambda gradient: gradient * 3)
+            self.ready = True
+        self.flip = not self.flip
+        self.last_input = x
+        return self.last(self.first(x))
+
+
+def test_hooks_of_tied_weights_and_behind_handles_are_installed_again_once() -> None:
+    model, x = TiedAndHooked(), torch.ones(1, 2)
+    numbers = ModuleNumbers(model)
+    model.train()
+    right = model(x)
+    right.sum().backward()
+    gradient = model.first.weight.grad
+    for _ in range(2):
+        numbers.put_back()
+        assert model.handle is None and not model.ready
+        model.train()
+        model.first.weight.grad = None
+        again = model(x)
+        again.sum().backward()
+        assert torch.equal(again, right) and torch.equal(model.first.weight.grad, gradient)
+
+
+def test_a_mode_is_no_flag_that_takes_hooks_with_it() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2)).eval(), torch.ones(1, 2)
+    numbers = ModuleNumbers(model)
+    model.train()
+    model[0].register_forward_hook(lambda module, inputs, output: output * 2)  # behind a guard that is no attribute
+    right = model(x)
+    numbers.put_back()
+    assert not model.training and torch.equal(model(x), right)
+
+
+def test_a_toggle_in_a_module_that_remembers_something_is_still_found() -> None:
+    model, world = TiedAndHooked(), thread_worlds(replicas=2)[0]
+    model.ready, model.handle = True, model.first.register_forward_hook(lambda *_: None)
+    numbers = ForwardNumbers(model, world=world, always=True)
+    numbers.begin(num_micro=2, again=False)
+    numbers.at(0)
+    model(torch.ones(1, 2))
+    assert not numbers.is_settled() and "flip" in numbers._found

@@ -269,9 +269,9 @@ from paceline.trainer.checks import parallel_checks as context
 _plan_route = experts.plan_route
 context.check_experts = lambda **_: None  # which would find it before verify does
 
-def plan_route(index, *, ranges, exchange):
-    route = _plan_route(index, ranges=ranges, exchange=exchange)
-    start, stop = ranges[exchange.rank]
+def plan_route(index, *, ranges, world):
+    route = _plan_route(index, ranges=ranges, world=world)
+    start, stop = ranges[world.rank]
     return replace(route, expert=stop - start - 1 - route.expert)
 
 experts.plan_route = plan_route

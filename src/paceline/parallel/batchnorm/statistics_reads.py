@@ -150,9 +150,10 @@ def _is_passed_on(frame: FrameType | None) -> bool:
 
     Whoever called the operation came here before. Only a norm's own backward did not, and it reads the statistics.
     """
-    while frame is not None and frame.f_code.co_filename == _OPERATIONS:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "__torch_dispatch__"
+    caller = frame
+    while caller is not None and caller.f_code.co_filename == _OPERATIONS:
+        caller = caller.f_back
+    return caller is not None and caller is not frame and caller.f_code.co_name == "__torch_dispatch__"
 
 
 _OPERATIONS = torch._ops.__file__

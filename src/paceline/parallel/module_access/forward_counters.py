@@ -9,8 +9,8 @@ held; the step in which it is found, or no longer holds, is repeated.
 No rank can compute other changes alone (a factor that decays, a cycle). They are each rank's own, and are reported,
 unless forwards run one after another and pass them on.
 
-`ModuleNumbers` finds the numbers, `ForwardNumbers` follows them, and `NumberTape` does so in the steps of a model
-without norm statistics; `running_statistics` does it where there are some.
+`ModuleNumbers` finds the numbers, `ForwardNumbers` follows them, and `NumberTape` does so in steps that fold
+no norm statistics; `running_statistics` does it where there are some.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
@@ -41,8 +42,8 @@ class ModuleNumbers:
     """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
 
     Attributes that a forward adds are included. An attribute's name is its module's FQN and its own. `keep` remembers
-    all; `put_back` restores them. If that unsets a flag, the hooks that were added since go with it, because a forward
-    that installs hooks once installs them again. `but` gives the attributes of a module to ignore.
+    all; `put_back` restores them. If that unsets a flag, or a handle, the hooks that its module added since go with it,
+    because a forward that installs hooks once installs them again. `but` gives the attributes of a module to ignore.
     """
 
     def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
@@ -54,7 +55,7 @@ class ModuleNumbers:
         self._of_tensors: dict[str, Number | str] = {}
         self._model = model
         self._hook_number = 0
-        self._contents: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+        self._contents: dict[str, frozenset[str]] = {}
         self._kept_contents = self._contents
         self.keep()
 
@@ -67,25 +68,29 @@ class ModuleNumbers:
 
     def put_back(self) -> None:
         """Restore the remembered values, and remove attributes that were added since."""
-        is_unset = False
+        unset = [self._take_handles_back()]
         for name in self.changed():
-            is_unset = is_unset or (self.value(name) is True and self.kept(name) in (MISSING, False))
+            if self._is_set_since(name):
+                unset.append(self._new_hooks(under=_module_of(name)))
             if name in self._of_tensors:  # other modules may hold the same tensor
                 attributes, key = self._places[name]
                 attributes[key] = self._objects[name]
             self.assign(name, self.kept(name))
-        for table, number in self._new_hooks() if is_unset else ():
-            del table[number]
+        for table, number in (hook for hooks in unset for hook in hooks):
+            table.pop(number, None)  # a tied parameter's hooks are found in each of its modules
 
     def installs(self, name: str) -> bool:
         """Return True if the attribute is a flag that was set since `keep`, together with something that was added.
 
         A forward then installs hooks, buffers or objects once: the flag is wrong on a rank that hasn't got them.
         """
-        if self.value(name) is not True or self.kept(name) not in (MISSING, False):
+        if not self._is_set_since(name):
             return False
-        module = f"{name.rpartition('.')[0]}.".lstrip(".")
-        return bool(self._new_hooks()) or _contents(self._modules[module]) != self._kept_contents[module]
+        attributes, kept = self._modules[_module_of(name)], self._kept_contents[_module_of(name)]
+        added = _contents(attributes) - kept
+        return any(_number(attributes.get(each, MISSING)) == MISSING for each in added) or bool(
+            self._new_hooks(under=_module_of(name))
+        )
 
     def changed(self) -> list[str]:
         """Return the names of the attributes that are another number than remembered, or are new."""
@@ -147,7 +152,7 @@ class ModuleNumbers:
 
     def _find(self) -> None:
         """List the attributes that are numbers, again if a module has got or lost one."""
-        sizes = [len(attributes) for attributes in self._modules.values()]
+        sizes = [_size(attributes) for attributes in self._modules.values()]
         if sizes != self._sizes:
             self._sizes = sizes
             self._contents = {module: _contents(attributes) for module, attributes in self._modules.items()}
@@ -159,13 +164,34 @@ class ModuleNumbers:
             }
             self._places = {**self._places, **found}
 
-    def _new_hooks(self) -> list[tuple[dict[int, Callable[..., Any]], int]]:
-        """Return the tables and numbers of the hooks that were added since `keep`, other than this package's."""
+    def _is_set_since(self, name: str) -> bool:
+        """Return whether the attribute is a flag that was set since `keep`; the module's mode is none."""
+        is_mode = name.rpartition(".")[2] == "training"
+        return not is_mode and self.value(name) is True and self.kept(name) in (MISSING, False)
+
+    def _take_handles_back(self) -> list[tuple[dict[int, Callable[..., Any]], int]]:
+        """Restore attributes that now hold the handle of a new hook instead of None, and return those hooks."""
+        hooks, taken = self._new_hooks(), set[int]()
+        for module, attributes in self._modules.items() if hooks else ():
+            for key, value in [*attributes.items()]:
+                name = f"{module}{key}"
+                is_new = isinstance(value, RemovableHandle) and value.id >= self._hook_number
+                if is_new and self.kept(name) in (MISSING, None):
+                    self.assign(name, self.kept(name))
+                    taken.add(value.id)
+        return [(table, number) for table, number in hooks if number in taken]
+
+    def _new_hooks(self, *, under: str = "") -> list[tuple[dict[int, Callable[..., Any]], int]]:
+        """Return tables and numbers of the hooks that were added since `keep` in a module and those below it.
+
+        This package's own are not among them. `under` is the module's FQN with a dot, empty for the model.
+        """
         if next_hook_number() == self._hook_number:
             return []
         return [
             (table, number)
-            for module in self._model.modules()
+            for name, module in self._model.named_modules()
+            if f"{name}.".lstrip(".").startswith(under)
             for table in hook_tables(module)
             for number, hook in table.items()
             if number >= self._hook_number and not str(getattr(hook, "__module__", "")).startswith("paceline.")
@@ -334,7 +360,7 @@ class ForwardNumbers:
 
 
 class NumberTape:
-    """The tape of a model without norm statistics, which sets and checks only numbers in module attributes.
+    """The tape where no norm statistics are folded, which sets and checks only numbers in module attributes.
 
     `over_batch`: the loss is over the whole batch, so each rank runs one forward, and numbers are not followed.
     """
@@ -358,7 +384,7 @@ class NumberTape:
         self._has_run = True
 
     def watching(self) -> AbstractContextManager[object]:
-        """Return an empty context: there are no statistics that code could read."""
+        """Return an empty context: no statistics are folded, so no read of them differs."""
         return nullcontext()
 
     def left(self, microbatch: int) -> None:
@@ -392,10 +418,21 @@ class NumberTape:
         """Do nothing: the model has no hooks of this tape."""
 
 
-def _contents(attributes: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of a module's attributes that are no numbers, and of its parameters, buffers and submodules."""
-    registered = (name for key in ("_parameters", "_buffers", "_modules") for name in attributes.get(key, ()))
-    return frozenset(name for name, value in attributes.items() if _number(value) == MISSING), frozenset(registered)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def _module_of(name: str) -> str:
+    """Return the FQN of an attribute's module, with a dot; empty for the model itself."""
+    return f"{name.rpartition('.')[0]}.".lstrip(".")
+
+
+def _size(attributes: Mapping[str, Any]) -> int:
+    return len(attributes) + sum(len(attributes.get(key, ())) for key in _REGISTRIES)
+
+
+def _contents(attributes: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of a module's attributes, parameters, buffers and submodules."""
+    return frozenset(attributes).union(*(attributes.get(key, ()) for key in _REGISTRIES))
 
 
 def _number(value: Any) -> Number | str:

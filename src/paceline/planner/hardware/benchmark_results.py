@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import log
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.bytes_sent import SHARES
 from paceline.errors import MachineError
@@ -14,7 +14,6 @@ HEAD_WIDTH = 64  # measured width; other widths count as more or fewer heads
 ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head, in units of length² × width
 _QUIET = 0.2
 _AGAIN = "probe_here(ranks=N, again=True) measures again"
-_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True, kw_only=True)

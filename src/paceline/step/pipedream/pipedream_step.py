@@ -69,10 +69,10 @@ class PipeDreamStep(SynchronousStep):
         batch = self._admit(given)
         actions = self._with_messages(self._course.batch())
         waited = 0.0
-        if not self._work.telling.is_agreed:
+        if not self._work.reporter.is_agreed:
             first = 1 + next(n for n, action in enumerate(actions) if action.op in self._leaves)
             waited += self._follow(actions[:first])
-            self._work.telling.agree(next(iter(batch.terms.values()), None))
+            self._work.reporter.agree(next(iter(batch.terms.values()), None))
             actions = actions[first:]
         result = self._work.open(batch, stop=stop)
         waited += self._follow(actions)
@@ -211,7 +211,7 @@ class _Work:
         self._piped = piped
         self._names: list[str] | None = None
         self.tells = tells
-        self.telling = parts.loss_reporter(tells=tells)
+        self.reporter = parts.loss_reporter(tells=tells)
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
@@ -226,7 +226,7 @@ class _Work:
 
     def open(self, batch: Batch, *, stop: bool) -> StepResult:
         """Create the batch's reduction and result; a rank with nothing to report sends now, so nobody waits for it."""
-        batch.joint = self.telling.joint(batch.given, None, stop=stop)
+        batch.joint = self.reporter.joint(batch.given, None, stop=stop)
         samples = batch.given.num_samples
         batch.result = StepResult(
             step=batch.number + 1,
@@ -280,5 +280,5 @@ class _Work:
     def _tell(self, batch: Batch) -> None:
         assert batch.joint is not None
         for index, terms in batch.terms.items():
-            self.telling.put(batch.joint, index, terms)
-        self.telling.send(batch.joint)
+            self.reporter.put(batch.joint, index, terms)
+        self.reporter.send(batch.joint)
