@@ -156,8 +156,7 @@ def worker(payload: dict[str, Any]) -> int:
     if world.is_main:
         Path(payload["answer"]).write_text(json.dumps(everybody))
     world.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    return 0
 
 
 def _sent(way: Way) -> float:

@@ -36,7 +36,7 @@ from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.task import Task
 from paceline.launch.launcher import LaunchRequest, failure_screen, start
 from paceline.run_folder.run_folder import RunFolder
-from paceline.trainer.session import Session
+from paceline.trainer.session import open_session
 from paceline.trainer.setup.prepare import prepare
 
 Step = Callable[[], object]
@@ -124,7 +124,7 @@ class Bench:
             verb="train", job="overhead", layout="ddp" if ranks > 1 else "single", ranks=ranks, device="cpu",
             run=str(self.folder / name), settings=asked, origins=dict.fromkeys(asked, "benchmark"),
         )  # fmt: skip
-        session = Session(prepare(task, job=job), world=self.world)
+        session = open_session(prepare(task, job=job), world=self.world)
         session.built.update._check = finite
         if not pulse:
             session.loop._pulse = None
@@ -223,8 +223,8 @@ def worker(payload: dict) -> int:
     if world.is_main:
         answer = {"times": times, "equal": equal, "missing": missing}
         (folder / "answer.json").write_text(json.dumps(answer))
-    sys.stdout.flush()
-    os._exit(0)
+    world.barrier()
+    return 0
 
 
 def measure(*, rounds: int, ranks: int, width: int, batch: int, checks: bool) -> dict:
