@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 
 _TAG = "__paceline__"
-_JOB_CREATED = "made anew"
+_JOB_CREATED = "made anew"  # stands in files: another word would make old checkpoints unreadable
 _MOST_ELEMENTS = 4096
 _NUMPY_KINDS = "biufc"
 

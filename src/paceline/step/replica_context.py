@@ -1,6 +1,6 @@
 """The components that one replica needs to run a step.
 
-A feature that is off leaves no component: it is None, or missing from a list that the step goes through.
+If a feature is off, its component is None or missing from the list that the step goes through.
 """
 
 from collections.abc import Callable, Iterator, Sequence
