@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
-from paceline.torch_internals.private_api import hook_tables, next_hook_number
+from paceline.parallel.module_access.installed_hooks import Hook, new_handles, new_hooks, remove_hooks
+from paceline.torch_internals.private_api import next_hook_number
 
 _FIRST_STEPS = 2
 _MOST_REPEATS = 3
@@ -68,16 +68,15 @@ class ModuleNumbers:
 
     def put_back(self) -> None:
         """Restore the remembered values, and remove attributes that were added since."""
-        unset = [self._take_handles_back()]
+        hooks = self._take_handles_back()
         for name in self.changed():
             if self._is_set_since(name):
-                unset.append(self._new_hooks(under=_module_of(name)))
+                hooks += self._new_hooks_with(name)
             if name in self._of_tensors:  # other modules may hold the same tensor
                 attributes, key = self._places[name]
                 attributes[key] = self._objects[name]
             self.assign(name, self.kept(name))
-        for table, number in (hook for hooks in unset for hook in hooks):
-            table.pop(number, None)  # a tied parameter's hooks are found in each of its modules
+        remove_hooks(hooks)
 
     def installs(self, name: str) -> bool:
         """Return True if the attribute is a flag that was set since `keep`, together with something that was added.
@@ -88,9 +87,8 @@ class ModuleNumbers:
             return False
         attributes, kept = self._modules[_module_of(name)], self._kept_contents[_module_of(name)]
         added = _contents(attributes) - kept
-        return any(_number(attributes.get(each, MISSING)) == MISSING for each in added) or bool(
-            self._new_hooks(under=_module_of(name))
-        )
+        has_object = any(_number(attributes.get(each, MISSING)) == MISSING for each in added)
+        return has_object or bool(self._new_hooks_with(name))
 
     def changed(self) -> list[str]:
         """Return the names of the attributes that are another number than remembered, or are new."""
@@ -169,33 +167,18 @@ class ModuleNumbers:
         is_mode = name.rpartition(".")[2] == "training"
         return not is_mode and self.value(name) is True and self.kept(name) in (MISSING, False)
 
-    def _take_handles_back(self) -> list[tuple[dict[int, Callable[..., Any]], int]]:
+    def _take_handles_back(self) -> list[Hook]:
         """Restore attributes that now hold the handle of a new hook instead of None, and return those hooks."""
-        hooks, taken = self._new_hooks(), set[int]()
-        for module, attributes in self._modules.items() if hooks else ():
-            for key, value in [*attributes.items()]:
-                name = f"{module}{key}"
-                is_new = isinstance(value, RemovableHandle) and value.id >= self._hook_number
-                if is_new and self.kept(name) in (MISSING, None):
-                    self.assign(name, self.kept(name))
-                    taken.add(value.id)
+        hooks, taken = new_hooks(self._model, since=self._hook_number), set[int]()
+        for name, number in [*new_handles(self._modules, since=self._hook_number)] if hooks else []:
+            if self.kept(name) in (MISSING, None):
+                self.assign(name, self.kept(name))
+                taken.add(number)
         return [(table, number) for table, number in hooks if number in taken]
 
-    def _new_hooks(self, *, under: str = "") -> list[tuple[dict[int, Callable[..., Any]], int]]:
-        """Return tables and numbers of the hooks that were added since `keep` in a module and those below it.
-
-        This package's own are not among them. `under` is the module's FQN with a dot, empty for the model.
-        """
-        if next_hook_number() == self._hook_number:
-            return []
-        return [
-            (table, number)
-            for name, module in self._model.named_modules()
-            if f"{name}.".lstrip(".").startswith(under)
-            for table in hook_tables(module)
-            for number, hook in table.items()
-            if number >= self._hook_number and not str(getattr(hook, "__module__", "")).startswith("paceline.")
-        ]
+    def _new_hooks_with(self, flag: str) -> list[Hook]:
+        """Return the hooks that the module of this attribute, or a module below it, was given since `keep`."""
+        return new_hooks(self._model, since=self._hook_number, under=_module_of(flag))
 
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
         module, _, attribute = name.rpartition(".")

@@ -1,0 +1,50 @@
+"""Hooks that a forward installs once, in its first call.
+
+When a step is repeated, the flag or the handle by which the forward knows that it has installed them is restored. The
+hooks have to go with it, or the repeated forward installs them twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.torch_internals.private_api import hook_tables, next_hook_number
+
+Hook = tuple[dict[int, Callable[..., Any]], int]
+"""The table that has the hook, and the hook's number in it."""
+
+
+def new_hooks(model: nn.Module, *, since: int, under: str = "") -> list[Hook]:
+    """Return the hooks with numbers from `since` on, of a module and those below it; this package's are left out.
+
+    `under` is the module's FQN followed by a dot; it is empty for the whole model.
+    """
+    if next_hook_number() == since:
+        return []
+    return [
+        (table, number)
+        for name, module in model.named_modules()
+        if f"{name}.".lstrip(".").startswith(under)
+        for table in hook_tables(module)
+        for number, hook in table.items()
+        if number >= since and not str(getattr(hook, "__module__", "")).startswith("paceline.")
+    ]
+
+
+def new_handles(modules: Mapping[str, dict[str, Any]], *, since: int) -> Iterator[tuple[str, int]]:
+    """Yield the name of each attribute that holds the handle of a hook with a number from `since` on, and the number.
+
+    `modules` are the attributes of each module, by its FQN followed by a dot.
+    """
+    for module, attributes in modules.items():
+        for key, value in attributes.items():
+            if isinstance(value, RemovableHandle) and value.id >= since:
+                yield f"{module}{key}", value.id
+
+
+def remove_hooks(hooks: list[Hook]) -> None:
+    """Remove hooks. A hook of a tied parameter is found in each module that has the parameter."""
+    for table, number in hooks:
+        table.pop(number, None)
