@@ -42,10 +42,10 @@ if plant == "at once":  # what should be taken later
 
     outer.Fragment.send = sent
 if plant == "whole":  # gradients divided by the count of all sites
-    from paceline.step.step_reduction import StepReduction
+    from paceline.step.step_totals import TotalsReduction
 
-    divisor = StepReduction.divisor
-    StepReduction.divisor = lambda self: divisor(self) * 2
+    divisor = TotalsReduction.divisor
+    TotalsReduction.divisor = lambda self: divisor(self) * 2
 """
 JOB = STASH + PLANTS
 

@@ -27,7 +27,7 @@ def first_step(loss: Any, *, replicas: int, asks: bool) -> tuple[str, dict[str, 
     made = built(job, replicas, micro=MICRO)
     cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=MICRO)
     feed = make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
-    contract = made.step.parts.contract
+    contract = made.step.replica.contract
     if asks:
         contract.ask_mean()
     try:

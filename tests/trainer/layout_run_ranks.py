@@ -56,7 +56,7 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
     assert session.finish() == 0
     answer["whole"] = session.built.weights.is_whole and session.built.kept.is_whole
     session._feed.close()
-    session.stream.close()
+    session.event_bus.close()
     session.built.close()
     if world.is_main:
         (folder / name / "answer.json").write_text(json.dumps(answer))

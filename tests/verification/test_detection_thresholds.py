@@ -222,7 +222,7 @@ def wrong_loss(built: TrainingSetup) -> None:
 
     def gradients(given: Any) -> Any:
         result = step(given)
-        object.__setattr__(result.agreed, "loss", result.agreed.loss * 1.001)
+        object.__setattr__(result.reduced, "loss", result.reduced.loss * 1.001)
         return result
 
     built.step.gradients = gradients  # type: ignore[method-assign]

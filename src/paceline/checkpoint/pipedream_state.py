@@ -58,7 +58,7 @@ class StashedWeightsState:
 
 
 def _kept(step: PipeDreamStep, stored: StoredTensors, weights: ShardedTensors) -> dict[int, Mapping[str, Tensor]]:
-    mine = [member.name for member in step.parts.update.named]
+    mine = [member.name for member in step.replica.update.named]
     found: dict[int, Mapping[str, Tensor]] = {}
     ago = 1
     while mine and all(f"{ago}/{name}" in stored for name in mine):

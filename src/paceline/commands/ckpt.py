@@ -304,7 +304,7 @@ def unknown_action_error(word: str) -> UsageError:
     )
 
 
-def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
+def run_verb(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
     """Run the `ckpt` verb and return its exit code, the value that `--json` prints, and the lines for the screen."""
     if options.what == "ls":
         rows = ls(options.run)

@@ -189,20 +189,20 @@ class CkptOptions:
 
 
 VERBS: dict[str, Verb] = {
-    "new": Verb(options=NewOptions, run="paceline.commands.new:answer"),
-    "train": Verb(options=TrainOptions, run="paceline.commands.train:answer", takes_settings=True),
-    "verify": Verb(options=VerifyOptions, run="paceline.commands.verify:answer", takes_settings=True),
+    "new": Verb(options=NewOptions, run="paceline.commands.new:run_verb"),
+    "train": Verb(options=TrainOptions, run="paceline.commands.train:run_verb", takes_settings=True),
+    "verify": Verb(options=VerifyOptions, run="paceline.commands.verify:run_verb", takes_settings=True),
     "plan": Verb(
-        options="paceline.commands.plan:PlanOptions", run="paceline.commands.plan:answer", takes_settings=True
+        options="paceline.commands.plan:PlanOptions", run="paceline.commands.plan:run_verb", takes_settings=True
     ),
     "simulate": Verb(
         options="paceline.commands.simulate:SimulateOptions",
-        run="paceline.commands.simulate:answer",
+        run="paceline.commands.simulate:run_verb",
         takes_settings=True,
     ),
-    "evaluate": Verb(options=EvaluateOptions, run="paceline.commands.evaluate:answer"),
-    "compare": Verb(options=CompareOptions, run="paceline.commands.compare:answer", takes_settings=True),
-    "report": Verb(options=ReportOptions, run="paceline.commands.report:answer"),
-    "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:answer"),
-    "config": Verb(options=ConfigOptions, run="paceline.commands.config:answer", takes_settings=True),
+    "evaluate": Verb(options=EvaluateOptions, run="paceline.commands.evaluate:run_verb"),
+    "compare": Verb(options=CompareOptions, run="paceline.commands.compare:run_verb", takes_settings=True),
+    "report": Verb(options=ReportOptions, run="paceline.commands.report:run_verb"),
+    "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:run_verb"),
+    "config": Verb(options=ConfigOptions, run="paceline.commands.config:run_verb", takes_settings=True),
 }

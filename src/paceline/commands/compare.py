@@ -209,7 +209,7 @@ def _lines(sides: list[ComparedRun], parted: list[LossDivergence]) -> list[str]:
     return found
 
 
-def answer(options: CompareOptions, settings: list[str]) -> Printed:
+def run_verb(options: CompareOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     if options.layouts:
         return _compare_layouts(options, settings)

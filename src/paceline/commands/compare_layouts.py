@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_result, with_run
 from paceline.config.job_reference import GIVEN, short_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.task import Task
@@ -62,8 +62,8 @@ def compare_layouts(
         task = with_run(_with_micro(task, micro), resume=None)
         if not common.quiet:
             print_line(f"{name}: {task.run}")
-        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
-        found[name] = (task, replace(answer, value=read_answer(task, "compare")))
+        outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+        found[name] = (task, replace(outcome, value=read_result(task, "compare")))
         micro = micro or (found[name][1].value or {}).get("micro_batch_size")
     measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
     proof = _proof(measured, job)
@@ -174,14 +174,14 @@ def _with_micro(task: Task, micro: int | None) -> Task:
     )
 
 
-def _measured(name: str, task: Task, answer: CommandOutcome, steps: int) -> Measured:
-    if answer.value is None:
-        refused = answer.exit_code == ExitCode.REFUSED
-        reason = str(answer.keys.get("what") or answer.screen or f"exit code {answer.exit_code}").splitlines()[0]
+def _measured(name: str, task: Task, outcome: CommandOutcome, steps: int) -> Measured:
+    if outcome.value is None:
+        refused = outcome.exit_code == ExitCode.REFUSED
+        reason = str(outcome.keys.get("what") or outcome.screen or f"exit code {outcome.exit_code}").splitlines()[0]
         return Measured(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
     history = read_history(RunFolder(Path(task.run)))
-    ranks = answer.value["ranks"]
-    schedule = answer.value.get("schedule") or {}
+    ranks = outcome.value["ranks"]
+    schedule = outcome.value.get("schedule") or {}
 
     def middle(metric: str) -> float | None:
         values = [value for step, value in history.points(metric) if _WARM < step <= steps]

@@ -66,7 +66,7 @@ def _by_job(ref: JobRef, asked: RequestedSettings) -> dict[str, Any]:
     return found
 
 
-def answer(options: ConfigOptions, settings: list[str]) -> Printed:
+def run_verb(options: ConfigOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     rows = config(options.job, file=options.config, overrides=settings)
     width = max(len(row.name) for row in rows)

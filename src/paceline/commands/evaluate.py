@@ -20,10 +20,9 @@ from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.environments import detect
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import mesh_of
-from paceline.run_folder.run_folder import find_run, read_task
+from paceline.run_folder.run_folder import RunFolder, find_run, read_task
 
 ENTRY = "paceline.trainer.entrypoints:evaluate"
-ANSWER = "answer-evaluate.json"
 
 
 def evaluate(
@@ -54,17 +53,18 @@ def evaluate(
         given = common.job_handle is not None
         print_line("the job: the object that was passed" if given else f"the job (its code runs): {task.job}")
     with scratch_folder("evaluate") as aside:
-        task = replace(task, options={**options, "answer": str(aside.path / ANSWER)})
-        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
-        if answer.exit_code:
-            if answer.failure is not None:
+        answer = RunFolder(aside.path).answer("evaluate")
+        task = replace(task, options={**options, "answer": str(answer)})
+        outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
+        if outcome.exit_code:
+            if outcome.failure is not None:
                 aside.keep()  # the failure message names these logs
-            return answer
-        value = read_json(aside.path / ANSWER) if (aside.path / ANSWER).exists() else None
+            return outcome
+        value = read_json(answer) if answer.exists() else None
     if value is not None:
         with suppress(OSError):  # the disk may be read-only
-            write_json(folder.path / ANSWER, value)
-    return replace(answer, value=value)
+            write_json(folder.answer("evaluate"), value)
+    return replace(outcome, value=value)
 
 
 def as_evaluated(task: Task, common: RunOptions) -> Task:
@@ -96,7 +96,7 @@ def as_evaluated(task: Task, common: RunOptions) -> Task:
     return replace(task, layout=text, ranks=ranks, settings=settings)
 
 
-def answer(options: EvaluateOptions, _: list[str]) -> Printed:
+def run_verb(options: EvaluateOptions, _: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     common = RunOptions(ranks=options.ranks, layout=options.layout, quiet=options.json)
     ended = failure_result(evaluate(options.run, split=options.split, best=options.best, common=common))

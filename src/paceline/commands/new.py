@@ -36,7 +36,7 @@ def new(name: str, *, folder: Path | None = None) -> Path:
     return target
 
 
-def answer(options: NewOptions, _: list[str]) -> Printed:
+def run_verb(options: NewOptions, _: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     path = new(options.name)
     text = f"wrote {path}\nnext:\n  paceline train {path} --ranks 2\n  paceline verify {path} --layout ddp --ranks 2"

@@ -20,7 +20,7 @@ from paceline.commands.common.execution import (
     execute,
     failure_result,
     make_task,
-    read_answer,
+    read_result,
     with_run,
 )
 from paceline.commands.common.hf_config_as_job import as_job
@@ -137,10 +137,10 @@ def plan(
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:
         _say_what_comes(seconds=options.get("here", {}).get("seconds", 0.0))
-    answer = _executed(task, common)
-    value = read_answer(task, "plan")
+    outcome = _executed(task, common)
+    value = read_result(task, "plan")
     if value is None:
-        return answer
+        return outcome
     value["assumed"] = assumed
     lines = [*value.pop("lines"), *assumed, *_corrected(fleet_of(value["cluster"]))]
     if before is not None:
@@ -153,8 +153,8 @@ def plan(
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
     lines.append(f"full plan: {Path(task.run) / NAME}")
-    code = answer.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
-    return replace(answer, exit_code=code, value=value, screen="\n".join(lines))
+    code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
+    return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
 
 
 def _read_before(path: Path) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _corrected(fleet: Cluster) -> Iterator[str]:
             yield f"{what} are corrected by the ratio of measurement to forecast in runs here: {said}"
 
 
-def answer(options: PlanOptions, settings: list[str]) -> Printed:
+def run_verb(options: PlanOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     ended = failure_result(plan_from_options(options, settings))
     return ended.exit_code, ended.summary() if ended.value is None else ended.value, ended.screen

@@ -78,7 +78,7 @@ def train(
         job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
         run_dir=run_dir, faults=faults, dry_run=dry_run,
     ) as (text, common):  # fmt: skip
-        answer = train_verb.train(
+        outcome = train_verb.train(
             text,
             common=common,
             overrides=_words(settings),
@@ -86,9 +86,9 @@ def train(
             allow=tuple(allow),
             evaluate_first=evaluate_first,
         )
-        if answer.value is None:
-            answer = replace(answer, value=train_verb.came_to(answer))
-        return _result(answer)
+        if outcome.value is None:
+            outcome = replace(outcome, value=train_verb.came_to(outcome))
+        return _result(outcome)
 
 
 def verify(
@@ -167,7 +167,7 @@ def plan(
         text,
         common,
     ):
-        answer = plan_verb.plan(
+        outcome = plan_verb.plan(
             text,
             cluster=cluster,
             layouts=layouts,
@@ -177,7 +177,7 @@ def plan(
             common=common,
             overrides=_words(settings),
         )
-        return _result(answer, is_found=answer.value is not None)
+        return _result(outcome, is_found=outcome.value is not None)
 
 
 def simulate(
@@ -372,38 +372,38 @@ def _resumed(resume: str | Path | bool) -> str | None:
     return str(resume)
 
 
-def _result(answer: CommandOutcome, *, is_found: bool = False) -> Result:
+def _result(outcome: CommandOutcome, *, is_found: bool = False) -> Result:
     """Return what the verb found, or raise what ended it; with `is_found` return it even after an error.
 
     Raises:
         KeyboardInterrupt: it was interrupted twice. PacelineError: it failed. In a process of another launcher what
             ended this rank is raised as it is, with the user's own lines.
     """
-    if answer.exit_code == ExitCode.INTERRUPTED:
+    if outcome.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
-    if answer.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not is_found:
-        raise _error(answer)
-    value = answer.value if isinstance(answer.value, Mapping) else {}
-    started = {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds}
-    return Result({**started, **value}, text=answer.screen)
+    if outcome.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not is_found:
+        raise _error(outcome)
+    value = outcome.value if isinstance(outcome.value, Mapping) else {}
+    started = {"exit_code": outcome.exit_code, "run": str(outcome.run), "seconds": outcome.seconds}
+    return Result({**started, **value}, text=outcome.screen)
 
 
-def _error(answer: CommandOutcome) -> BaseException:
+def _error(outcome: CommandOutcome) -> BaseException:
     """Return the error of the first failing rank, with its own type if that is one of ours."""
-    said = answer.keys
-    if answer.error is not None:
-        return _with_notes(answer.error, said)
+    said = outcome.keys
+    if outcome.error is not None:
+        return _with_notes(outcome.error, said)
     kind = getattr(errors, str(said.get("error", "")), RunError)
     if not (isinstance(kind, type) and issubclass(kind, PacelineError)) or kind is errors.OutOfMemory:
         kind = RunError
     if "what" not in said or kind is errors.Problems:
-        error: PacelineError = RunError(answer.screen or f"the run ended with exit code {answer.exit_code}.")
+        error: PacelineError = RunError(outcome.screen or f"the run ended with exit code {outcome.exit_code}.")
     else:
         what = str(said["what"]) if kind.__name__ == said["error"] else f"{said['error']}: {said['what']}"
         rank = said.get("rank")
         where = ", ".join(filter(None, ["" if rank is None else f"rank {rank}", str(said.get("where", ""))]))
         error = kind(what, where=where, cause=str(said.get("cause", "")), hint=str(said.get("hint", "")))
-    error.exit_code = ExitCode(answer.exit_code)
+    error.exit_code = ExitCode(outcome.exit_code)
     return _with_notes(error, said)
 
 

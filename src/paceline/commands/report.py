@@ -24,7 +24,7 @@ def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
     return write_report(folder, to=to)
 
 
-def answer(options: ReportOptions, _: list[str]) -> Printed:
+def run_verb(options: ReportOptions, _: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     path = report(options.run, page=options.page)
     return 0, {"report": str(path)}, str(path)

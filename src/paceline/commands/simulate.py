@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import Printed
-from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer, with_run
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_result, with_run
 from paceline.commands.common.hf_config_as_job import as_job, is_config
 from paceline.commands.compare_layouts import page_line
 from paceline.commands.plan import refuse_ranks
@@ -220,10 +220,10 @@ def _of_job(
         fleet = fleet_here(probe, ranks=asked.ranks, memory_bytes=node_memory(asked.device))
     task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
     task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
-    answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
-    value = read_answer(task, "simulate")
+    outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+    value = read_result(task, "simulate")
     if value is None:
-        return answer
+        return outcome
     forecast = CostModel(facts=read_facts(value), fleet=fleet)
     micro = int(task.settings[_MICRO]) if _MICRO in task.settings else None
     if layout is None:
@@ -233,7 +233,7 @@ def _of_job(
     return _Found(forecast=forecast, estimate=best, assumed=assumed)
 
 
-def answer(options: SimulateOptions, settings: list[str]) -> Printed:
+def run_verb(options: SimulateOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     found = simulate_from_options(options, settings)
     return found.exit_code, found.value, found.text

@@ -11,7 +11,7 @@ from paceline.commands.command_table import Printed, TrainOptions
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
-    answer_of,
+    command_outcome,
     execute,
     failure_result,
     make_task,
@@ -57,31 +57,31 @@ def train(
     if chooses:
         task, failed = resolve_auto_layout(task, quiet=common.quiet)
         if failed is not None:
-            return answer_of(replace(task, layout=AUTO), failed)
-    answer = execute(task, entry=ENTRY, common=common)
-    while chooses and (then := fallen_back(task, answer.failure)) is not None:
+            return command_outcome(replace(task, layout=AUTO), failed)
+    outcome = execute(task, entry=ENTRY, common=common)
+    while chooses and (then := fallen_back(task, outcome.failure)) is not None:
         task = then
-        answer = execute(task, entry=ENTRY, common=common)
-    return answer
+        outcome = execute(task, entry=ENTRY, common=common)
+    return outcome
 
 
-def came_to(answer: CommandOutcome) -> dict[str, Any]:
+def came_to(outcome: CommandOutcome) -> dict[str, Any]:
     """Return the last step, the last evaluation and (if written) the weights' digest of a run that completed."""
-    run = RunFolder(answer.run)
+    run = RunFolder(outcome.run)
     latest = pointed_checkpoint(run.checkpoints, LATEST)
-    if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
+    if outcome.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
         return {}
     step, weights = step_of(latest), json_or_none(run.path / "weights.json")
     found: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
     told = [event for event in read_history(run).of("EvalDone") if event.get("step", step + 1) <= step]
     if told:
         found["evaluation"] = {name: told[-1].get(name) for name in ("step", "split", "metrics")}
-    if answer.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:
+    if outcome.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:
         found["digest"] = weights.get("digest")
     return found
 
 
-def answer(options: TrainOptions, settings: list[str]) -> Printed:
+def run_verb(options: TrainOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     allow = [name for name in options.allow.split(",") if name]
     if options.verbose:

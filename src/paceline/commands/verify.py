@@ -11,7 +11,7 @@ from paceline.commands.common.execution import (
     execute,
     failure_result,
     make_task,
-    read_answer,
+    read_result,
     run_options,
     with_run,
 )
@@ -51,12 +51,12 @@ def verify(
     if common.dry_run:
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
     task = with_run(replace(task, options={"steps": steps}), resume=None)
-    answer = execute(task, entry=ENTRY, common=common, one_thread=True)
-    value = read_answer(task, "verify")
+    outcome = execute(task, entry=ENTRY, common=common, one_thread=True)
+    value = read_result(task, "verify")
     if value is None:
-        return answer
-    code = ExitCode.DIFFERENT if value["verdict"] == "different" else answer.exit_code
-    return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
+        return outcome
+    code = ExitCode.DIFFERENT if value["verdict"] == "different" else outcome.exit_code
+    return replace(outcome, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
 
 
 def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[RunOptions, Sequence[str]]:
@@ -101,7 +101,7 @@ def _refuse_rounding(task: Task) -> None:
     )
 
 
-def answer(options: VerifyOptions, settings: list[str]) -> Printed:
+def run_verb(options: VerifyOptions, settings: list[str]) -> Printed:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     ended = verify(
         options.job, common=run_options(options), overrides=settings, steps=options.steps, against=options.against

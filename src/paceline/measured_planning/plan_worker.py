@@ -25,6 +25,7 @@ from paceline.planner.hardware.assumed_rates import assumption_lines, assumption
 from paceline.planner.hardware.cluster import Cluster, fleet_of
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.run_folder.plan_file import write_advice, write_doing
+from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.checks.parallel_checks import is_small
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
@@ -62,7 +63,7 @@ def _plan(task: Task, ready: PreparedJob) -> None:
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
         answer["others"] = found.others
         write_advice(Path(task.run), answer)
-        write_json(Path(task.run) / "answer-plan.json", answer)
+        write_json(RunFolder(Path(task.run)).answer("plan"), answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
         store_plan(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
         timed_here.store_timings(ready, found.forecast, found.options, disturbed=found.others > 0)
@@ -73,7 +74,7 @@ def write_job_profile(payload: Mapping[str, Any]) -> int:
     """Write only the job's profile, for `simulate`."""
     task = Task.from_json(payload)
     found = profile_for_plan(prepare(task), most_ranks=int(task.options["ranks"])).facts
-    write_json(Path(task.run) / f"answer-{task.verb}.json", found.as_json())
+    write_json(RunFolder(Path(task.run)).answer(task.verb), found.as_json())
     return 0
 
 

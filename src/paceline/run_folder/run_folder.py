@@ -56,6 +56,10 @@ class RunFolder:
         """The report page."""
         return self.path / "report.html"
 
+    def answer(self, verb: str) -> Path:
+        """Return the file in which rank 0 leaves the result of a command such as `verify`."""
+        return self.path / f"answer-{verb}.json"
+
     def attempt_folder(self, number: int) -> Path:
         """Return the folder with the logs of one attempt."""
         return self.logs / f"attempt-{number}"

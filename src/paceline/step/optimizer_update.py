@@ -13,7 +13,7 @@ from paceline.errors import JobError, NonFiniteError
 from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.step.step_reduction import StepResult
+from paceline.step.step_totals import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
 Norm = Callable[[], Tensor]
@@ -276,8 +276,8 @@ class DeferredFiniteCheck:
         """
         last, self._last = self._last, result
         if last is not None and not last.finite:
-            agreed = last.agreed
-            raise self._update.refusal(step=last.step, loss=last.loss, counts=agreed.counts, broken=agreed.broken)
+            reduced = last.reduced
+            raise self._update.refusal(step=last.step, loss=last.loss, counts=reduced.counts, broken=reduced.broken)
 
 
 def gradient_values(gradient: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.step_reduction import LossReporter
+from paceline.step.step_totals import LossReporter
 from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import RandomStreams
 
@@ -82,7 +82,7 @@ class LocalMicrobatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepContext:
+class ReplicaContext:
     """Everything one replica needs to run a step. `take_back()` undoes reducer state when a reduced step is skipped.
 
     `turns` exists only if several replicas are threads of this process.

@@ -19,7 +19,7 @@ from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.parallel.placement import ParallelizedModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.step.replica_context import StepContext
+from paceline.step.replica_context import ReplicaContext
 from paceline.step.shared_memory.rng_turns import HostRngTurns
 from paceline.step.synchronous import SynchronousStep
 
@@ -44,14 +44,14 @@ class RuleTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRequest:
-    """What a step is made from. `parts` has one context for each replica of this process.
+    """What a step is made from. `contexts` has one context for each replica of this process.
 
     `mirror` and `turns` are there if the replicas are threads, `shared` if processes share one model in memory.
     `replicas` is the world of this rank's counterparts in the other replicas.
     """
 
     plan: ExecutionPlan
-    parts: Sequence[StepContext]
+    contexts: Sequence[ReplicaContext]
     placed: ParallelizedModel
     mirror: ThreadReplicas | None
     turns: HostRngTurns | None

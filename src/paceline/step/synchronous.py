@@ -13,8 +13,8 @@ from paceline.parallel.data_parallel.exact_reduction import no_grid
 from paceline.step.forward_backward import ForwardBackward, passes_of
 from paceline.step.microbatches import StepBatch
 from paceline.step.optimizer_update import DeferredFiniteCheck
-from paceline.step.replica_context import StepContext
-from paceline.step.step_reduction import AsyncScalars, StepReduction, StepResult
+from paceline.step.replica_context import ReplicaContext
+from paceline.step.step_totals import AsyncScalars, StepResult, TotalsReduction
 from paceline.torch_internals.private_api import tensor_version
 
 MOST_ATTEMPTS = 8
@@ -28,12 +28,12 @@ class SynchronousStep:
 
     lag = 0
 
-    def __init__(self, parts: StepContext, *, passes: ForwardBackward | None = None) -> None:
-        self.parts = parts
-        self.step = 0
-        self.late = DeferredFiniteCheck(parts.update)
-        self.passes = passes or passes_of(parts)
-        self._seen_writes = parts.world.world_size == 1 and not parts.exact
+    def __init__(self, replica: ReplicaContext, *, passes: ForwardBackward | None = None) -> None:
+        self.replica = replica
+        self.steps_done = 0
+        self.late = DeferredFiniteCheck(replica.update)
+        self.passes = passes or passes_of(replica)
+        self._seen_writes = replica.world.world_size == 1 and not replica.exact
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Run forward, backward, gradient reduction, clipping and update. `stop` is this rank's request to stop after.
@@ -42,23 +42,23 @@ class SynchronousStep:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
             DesyncError: the ranks disagree on the loss terms or on the data.
         """
-        if not self.parts.model.training:
-            self.parts.model.train()
+        if not self.replica.model.training:
+            self.replica.model.train()
         result = self.gradients(given, stop=stop)
-        at_once = self.parts.world.device.type == "cpu" or self.parts.update.skips
-        self._finish(result, *((result.loss, result.agreed.counts) if at_once else (None, None)))
+        at_once = self.replica.world.device.type == "cpu" or self.replica.update.skips
+        self._finish(result, *((result.loss, result.reduced.counts) if at_once else (None, None)))
         return result
 
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update the weights; if `loss` is None (not read yet), run the finite check on the step before."""
         began = time.perf_counter()
-        broken = () if loss is None else result.agreed.broken
-        norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts, broken=broken)
+        broken = () if loss is None else result.reduced.broken
+        norm, taken = self.replica.update.commit(step=self.steps_done + 1, loss=loss, counts=counts, broken=broken)
         if not taken:
-            for tape in self.parts.tapes:
+            for tape in self.replica.tapes:
                 tape.undo()
-            self.parts.take_back()
-        self.step += 1
+            self.replica.take_back()
+        self.steps_done += 1
         result.norm = None if norm is None else AsyncScalars(norm)
         result.skipped = not taken
         result.compute_seconds += time.perf_counter() - began
@@ -74,7 +74,7 @@ class SynchronousStep:
     @property
     def sent_bytes(self) -> float | None:
         """The bytes that this rank has sent to others; None under ZeRO-3, where torch gathers units by itself."""
-        worlds = self.parts.worlds
+        worlds = self.replica.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.all_ranks.traffic.sent_bytes
 
     @property
@@ -109,31 +109,31 @@ class SynchronousStep:
         """Leave the global gradient in every `.grad`; apart from gradients, only running statistics are updated."""
         started = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
-            for tape in self.parts.tapes:
+            for tape in self.replica.tapes:
                 tape.begin(num_micro=given.num_micro)
-            self.parts.reducer.begin()
+            self.replica.reducer.begin()
             before = self._versions()
             try:
-                joint, divide = self.passes.run(given, step=self.step, stop=stop)
+                totals, divide = self.passes.run(given, step=self.steps_done, stop=stop)
             except BaseException as error:
                 self._explain(error, before)
                 raise
             waiting = time.perf_counter()
             self._refuse_writes(before)
-            if not self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
+            if not self.replica.reducer.finish(divisor=totals.divisor() if divide else None):
                 continue
-            if all(tape.fold(num_micro=given.num_micro) for tape in self.parts.tapes):
+            if all(tape.fold(num_micro=given.num_micro) for tape in self.replica.tapes):
                 break
-            self.parts.take_back()
-            self.parts.buffers.undo()
+            self.replica.take_back()
+            self.replica.buffers.undo()
         else:
-            raise no_grid(step=self.step + 1, attempts=MOST_ATTEMPTS)
-        self._settle_buffers(joint)
+            raise no_grid(step=self.steps_done + 1, attempts=MOST_ATTEMPTS)
+        self._settle_buffers(totals)
         ended = time.perf_counter()
         return StepResult(
-            step=self.step + 1,
+            step=self.steps_done + 1,
             samples=given.num_samples,
-            joint=joint,
+            totals=totals,
             norm=None,
             compute_seconds=waiting - started,
             communication_seconds=ended - waiting,
@@ -141,7 +141,7 @@ class SynchronousStep:
 
     def _explain(self, error: BaseException, before: list[int]) -> None:
         """Note how far this rank was, if it gathers units one by one; raise instead if a forward wrote to a weight."""
-        order = getattr(self.parts.reducer, "order", None)
+        order = getattr(self.replica.reducer, "order", None)
         if order is not None:
             annotate_progress(error, order.told())
         if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
@@ -149,17 +149,17 @@ class SynchronousStep:
 
     def close(self) -> None:
         """Remove the hooks that the step installed in the model."""
-        self.parts.reducer.close()
-        for tape in self.parts.tapes:
+        self.replica.reducer.close()
+        for tape in self.replica.tapes:
             tape.close()
 
     def _versions(self) -> list[int]:
         """Return the parameters' version counters in the first step of several replicas, to detect forward writes."""
-        return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.parts.model.parameters()]
+        return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
 
     def _refuse_writes(self, before: list[int]) -> None:
         after, self._seen_writes = self._versions(), True
-        pairs = zip(self.parts.model.named_parameters(), before, after, strict=False)
+        pairs = zip(self.replica.model.named_parameters(), before, after, strict=False)
         moved = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
         if moved:
             name, parameter = moved[0]
@@ -167,13 +167,13 @@ class SynchronousStep:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context that the forward and the loss run in."""
-        return self.parts.autocast()
+        return self.replica.autocast()
 
-    def _settle_buffers(self, joint: StepReduction) -> None:
+    def _settle_buffers(self, totals: TotalsReduction) -> None:
         """Settle buffers: on a CPU by the reduced flag, on a GPU by this rank's own flag, since reading would wait."""
-        agreed = joint.agreed() if self.parts.world.device.type == "cpu" else None
-        for buffers in self.parts.watched_buffers:
-            buffers.settle(changed=buffers.changed() if agreed is None else agreed.buffers_changed)
+        reduced = totals.reduced() if self.replica.world.device.type == "cpu" else None
+        for buffers in self.replica.watched_buffers:
+            buffers.settle(changed=buffers.changed() if reduced is None else reduced.buffers_changed)
 
 
 def writes_to(name: str, *, trains: bool = True) -> JobError:

@@ -18,11 +18,11 @@ class SynchronousRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the synchronous step, of a pipeline, of threads, or of one replica."""
-        parts, piped = request.parts, request.placed.piped
-        passes = None if piped is None else PipelineForwardBackward(parts[0], piped=piped)
+        contexts, piped = request.contexts, request.placed.piped
+        passes = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
         if request.mirror is None or request.turns is None:
-            return SynchronousStep(parts[0], passes=passes)
-        return ThreadsStep(parts[0], others=parts[1:], mirror=request.mirror, turns=request.turns)
+            return SynchronousStep(contexts[0], passes=passes)
+        return ThreadsStep(contexts[0], others=contexts[1:], mirror=request.mirror, turns=request.turns)
 
 
 STEP_RULES: Mapping[UpdateKind, StepRule] = {

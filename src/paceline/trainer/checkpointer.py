@@ -364,8 +364,8 @@ def _restore(
     if loaded.state["identity"].get("compress") == identity["compress"]:
         load_held(loaded, built.placed.reducer, world=built.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
-    built.step.step = cursor.step
-    built.step.parts.buffers.begin()
+    built.step.steps_done = cursor.step
+    built.step.replica.buffers.begin()
     return cursor
 
 

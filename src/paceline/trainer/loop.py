@@ -16,7 +16,7 @@ from paceline.faults import Faults
 from paceline.launch.agent.shared_status import Pulse
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import at_step
-from paceline.step.step_reduction import StepResult
+from paceline.step.step_totals import StepResult
 from paceline.step.update_rules import step_rule
 from paceline.trainer.batch_guard import BatchGuard
 from paceline.trainer.checkpointer import Checkpointer
@@ -43,7 +43,7 @@ class Loop:
         built: TrainingSetup,
         feed: BatchLoader,
         saver: Checkpointer,
-        stream: EventBus,
+        event_bus: EventBus,
         pulse: Pulse | None,
         faults: Faults,
         stop: StopFlag,
@@ -51,15 +51,15 @@ class Loop:
         cursor: Cursor,
         progress: Progress,
         before: MemoryBaseline,
-        against: ForecastCheck,
+        forecast_check: ForecastCheck,
         on_eval_target: Any = None,
     ) -> None:
         self.built = built
         self.cursor = cursor
         self.progress = progress
-        self.stream = stream
+        self.event_bus = event_bus
         self.feed = feed
-        self._handout = BatchGuard(feed)
+        self._batch_guard = BatchGuard(feed)
         self.stopping = False
         self.reason = ""
         self._is_read_out = False
@@ -71,17 +71,17 @@ class Loop:
         self._stop = stop
         self._open_lengths = [length] if length.is_open else []
         self._before = before
-        self.against = against
-        self._forecast_checks = [against] if against.is_on else []
+        self.forecast_check = forecast_check
+        self._forecast_checks = [forecast_check] if forecast_check.is_on else []
         self._target = on_eval_target
-        self._heard = StepLogger(built=built, feed=feed, stream=stream, progress=progress)
+        self._logger = StepLogger(built=built, feed=feed, event_bus=event_bus, progress=progress)
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
         self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
         self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
-        self._judge = BestMetricTracker(built.job, progress)
-        self.rule_changes = self._judge.rule_changes
-        self._is_ended_early = self._judge.is_over
+        self._best_metric = BestMetricTracker(built.job, progress)
+        self.rule_changes = self._best_metric.rule_changes
+        self._is_ended_early = self._best_metric.is_over
         self._evaluator = Evaluator(built)
         self._shared = SharedMetrics(built.world)
         self._began = self._checked = cursor.step
@@ -102,8 +102,8 @@ class Loop:
             self._record_verdict(self._improves(self.evaluate()))
         if self.stopping or self.is_over():
             return
-        batches = self._handout.loop()
-        self._heard.clock = Clock()
+        batches = self._batch_guard.loop()
+        self._logger.clock = Clock()
         self._beat()
         while True:
             began = time.perf_counter()
@@ -111,7 +111,7 @@ class Loop:
                 given = next(batches)
             except BaseException:
                 self._raise_explained(step=self.cursor.step + 1)
-            self._heard.clock.data += time.perf_counter() - began
+            self._logger.clock.data += time.perf_counter() - began
             yield given
             if self.stopping or self.is_over():
                 self._is_read_out = not self.stopping
@@ -141,21 +141,21 @@ class Loop:
             raise
 
     def _step(self, given: StepInput) -> StepResult:
-        if given is None or given is not self._handout.waiting:
-            self._handout.check(given)
+        if given is None or given is not self._batch_guard.waiting:
+            self._batch_guard.check(given)
         self._stop.renew()
         for faults in self._faults_before_step:
             faults.fire("step", step=self.cursor.step + 1)
-        self.built.step.step = self.cursor.step
+        self.built.step.steps_done = self.cursor.step
         with ExitStack() as timing:
             for check in self._forecast_checks:
                 timing.enter_context(check.timing())
             result = self._run(given)
         self.cursor = given.batch.after
-        self._handout.waiting = None
+        self._batch_guard.waiting = None
         for note in [*given.notes, *self.built.step.new_notes()]:
-            self.stream.emit(Note(text=note))
-        self._heard.record(result, cursor=self.cursor)
+            self.event_bus.emit(Note(text=note))
+        self._logger.record(result, cursor=self.cursor)
         for check in self._forecast_checks:
             check.report_when_ready(step=self.cursor.step, over=self.is_over())
         self._after()
@@ -165,9 +165,9 @@ class Loop:
         """Complete any step still in flight, so that the weights can be read."""
         with self._naming_inputs():
             self.built.step.settle()
-        self._heard.flush()
+        self._logger.flush()
         for note in self.built.step.new_notes():
-            self.stream.emit(Note(text=note))
+            self.event_bus.emit(Note(text=note))
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ class Loop:
             self.built.step.settle()  # with Hogwild no worker continues while another still reads the weights
         metrics = self._shared.share({**found.metrics, **extra})
         if self._shared.note:
-            self.stream.emit(Note(text=self._shared.note, level="warning"))
+            self.event_bus.emit(Note(text=self._shared.note, level="warning"))
         event = EvalDone(
             step=self.cursor.step,
             split=split,
@@ -229,8 +229,8 @@ class Loop:
             average=self.built.update.ema is not None,
             extra=text,
         )
-        self._heard.clock.evaluating += time.perf_counter() - began
-        self.stream.emit(event)
+        self._logger.clock.evaluating += time.perf_counter() - began
+        self.event_bus.emit(event)
         return event
 
     def save(self, *, best: bool = False) -> None:
@@ -244,15 +244,15 @@ class Loop:
         self._tell_late()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
-            self.stream.emit(event)
-        self._heard.clock.saving += time.perf_counter() - began
+            self.event_bus.emit(event)
+        self._logger.clock.saving += time.perf_counter() - began
 
     def _tell_late(self) -> None:
         """Emit the staleness that every rank measured, where updates are asynchronous."""
         mine = self.built.step.lateness()
         if mine is not None:
             told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
-            self.stream.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
+            self.event_bus.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
 
     @property
     def place(self) -> str:
@@ -276,8 +276,8 @@ class Loop:
         step = self.cursor.step
         if self.is_over():
             self.settle()
-            self._heard.log_last()
-        if self._heard.stops:
+            self._logger.log_last()
+        if self._logger.stops:
             self.stopping, self.reason = True, "signal"
         every = self.built.settings.train.check_every
         if step == self._began + 1 or (every and step % every == 0):
@@ -317,15 +317,15 @@ class Loop:
         if self._saver.last_saved == self.cursor.step:
             self._saver.amend(extra=self.progress.as_json(), best=best)
             if best:
-                self.stream.emit(Note(text=f"step {self.cursor.step} is the best so far"))
+                self.event_bus.emit(Note(text=f"step {self.cursor.step} is the best so far"))
         elif best or self.stopping:
             self.save(best=best)
 
     def _improves(self, event: EvalDone) -> bool:
-        verdict = self._judge.hear(event)
-        self._is_ended_early = self._judge.is_over
+        verdict = self._best_metric.hear(event)
+        self._is_ended_early = self._best_metric.is_over
         for note in verdict.notes:
-            self.stream.emit(note)
+            self.event_bus.emit(note)
         if verdict.ends:
             self.stopping, self.reason = True, "early"
         return verdict.best
@@ -342,7 +342,7 @@ class Loop:
 
     def _beat(self, *, phase: str = "step") -> None:
         if self._pulse is not None:
-            last = self._heard.last
+            last = self._logger.last
             loss = last.loss if last is not None and self._is_on_cpu else 0.0
             self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
 

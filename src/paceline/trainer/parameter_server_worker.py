@@ -33,7 +33,7 @@ from paceline.step.parameter_server.transport import (
     MessageKind,
     connect_to_server,
 )
-from paceline.step.step_reduction import own_counts
+from paceline.step.step_totals import own_counts
 from paceline.step.synchronous import writes_to
 from paceline.torch_internals.private_api import tensor_version
 from paceline.trainer.random_access_reading import leased_feed
@@ -111,11 +111,11 @@ class ParameterServerWorker:
 
     def __init__(self, ready: PreparedJob, built: TrainingSetup) -> None:
         self._built = built
-        self._parts = built.step.parts
+        self._replica = built.step.replica
         self._named = list(built.update.named)
         self._servers: list[_ServerConnection] = []
         self.num_pushed = 0
-        self._reporter = self._parts.loss_reporter(tells=True)
+        self._reporter = self._replica.loss_reporter(tells=True)
         self._seen = False
         self._faulted_step = 0
         self._sums_shares = ready.plan.rule.staleness == 0
@@ -135,7 +135,7 @@ class ParameterServerWorker:
         Raises:
             ConnectionLost: a server has gone, or has given this worker up.
         """
-        hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._parts.model)}
+        hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._replica.model)}
         for connection in connections:
             connection.send(Message(kind=MessageKind.HELLO, words=hello))
         self._servers = [self._greet(connection, _first_reply(connection)) for connection in connections]
@@ -168,11 +168,11 @@ class ParameterServerWorker:
 
     def _greet(self, connection: Connection, message: Message) -> "_ServerConnection":
         """Copy the server's frozen tensors and buffers, and return the server with the weights it holds."""
-        fixed = fixed_tensors(self._parts.model)
+        fixed = fixed_tensors(self._replica.model)
         if message.row is not None:
             for tensor, value in zip(fixed, flat_of(fixed).views(message.row), strict=True):
                 tensor.data.copy_(value)
-        self._parts.buffers.begin()
+        self._replica.buffers.begin()
         mine = {member.name: member.parameter for member in self._named}
         return _ServerConnection(connection, [mine[name] for name in message.words["names"]])
 
@@ -208,37 +208,37 @@ class ParameterServerWorker:
 
         They are those of the whole batch if it is one update, else of the share.
         """
-        if not self._parts.contract.counts_first:
+        if not self._replica.contract.counts_first:
             return None
         if self._sums_shares and len(given.micro) < given.num_micro:
             given = whole()
-        found = own_counts(self._parts.contract, [micro.data for micro in given.micro])
+        found = own_counts(self._replica.contract, [micro.data for micro in given.micro])
         return {name: torch.as_tensor(count) for name, count in found.items()}
 
     def _gradients(
         self, given: StepInput, *, step: int, counts: dict[str, Tensor] | None
     ) -> dict[int, dict[str, tuple[float, float]]]:
         """Run forward and backward of each microbatch, and return its loss terms."""
-        parts = self._parts
-        parts.model.train()
-        parts.reducer.begin()
-        before = [] if self._seen else [tensor_version(parameter) for parameter in parts.model.parameters()]
+        replica = self._replica
+        replica.model.train()
+        replica.reducer.begin()
+        before = [] if self._seen else [tensor_version(parameter) for parameter in replica.model.parameters()]
         told: dict[int, dict[str, tuple[float, float]]] = {}
         for position, micro in enumerate(given.micro):
-            portion = parts.load(micro.data)
-            terms = forward(parts, portion, step=step, index=micro.index, num_samples=micro.num_samples)
+            portion = replica.load(micro.data)
+            terms = forward(replica, portion, step=step, index=micro.index, num_samples=micro.num_samples)
             self._reporter.agree(terms)
             told[micro.index] = {name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()}
-            backward(parts, loss_for_backward(terms, counts), last=position == len(given.micro) - 1)
+            backward(replica, loss_for_backward(terms, counts), last=position == len(given.micro) - 1)
         self._refuse_writes(before)
         return told
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         """Raise a JobError if the forward writes to parameters or buffers, which nobody else would ever see."""
-        pairs = zip(self._parts.model.named_parameters(), before, strict=False)
+        pairs = zip(self._replica.model.named_parameters(), before, strict=False)
         for name in [name for (name, parameter), old in pairs if tensor_version(parameter) != old]:
             raise writes_to(name)
-        written = self._parts.buffers.written()
+        written = self._replica.buffers.written()
         if written:
             raise JobError(
                 f"the forward writes to the buffer {written[0]}: --update ps has no single order of microbatches.",

@@ -42,7 +42,7 @@ from paceline.plugins import START_FOLDER, resolve
 from paceline.profiling.backends import available_backends
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.step.generate import generate
-from paceline.step.step_reduction import StepResult
+from paceline.step.step_totals import StepResult
 from paceline.trainer.parameter_server_worker import WorkerFinished, run_worker
 from paceline.trainer.script_restart import (
     CHOSEN,

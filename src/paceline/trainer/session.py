@@ -77,7 +77,7 @@ class Session:
         run: RunFolder,
         built: TrainingSetup,
         feed: BatchLoader,
-        stream: EventBus,
+        event_bus: EventBus,
         loop: Loop,
         began: float,
     ) -> None:
@@ -85,7 +85,7 @@ class Session:
         self.world = world
         self.run = run
         self.built = built
-        self.stream = stream
+        self.event_bus = event_bus
         self.loop = loop
         self._feed = feed
         self._began = began
@@ -93,16 +93,16 @@ class Session:
     def finish(self) -> int:
         """Save, consolidate the final weights, and return the exit code."""
         code = int(self.loop.finish())
-        self.loop.against.remember()
+        self.loop.forecast_check.remember()
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
             line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
-            self.stream.emit(Note(text=line))
+            self.event_bus.emit(Note(text=line))
             self._tell_best()
         if self.world.is_main:
             self._add_late_modules()
         status = "done" if code == 0 else "stopped"
         seconds = time.monotonic() - self._began
-        self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
+        self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
         return code
 
     def _tell_best(self) -> None:
@@ -115,7 +115,7 @@ class Session:
                 "best weights are from step "
                 f"{step_of(best)}: paceline ckpt consolidate {self.run.path} --best --to best"
             )
-            self.stream.emit(Note(text=text))
+            self.event_bus.emit(Note(text=text))
 
     def _add_late_modules(self) -> None:
         """Add modules that the job's loss or model imported after the start to the code recorded in `env.json`."""
@@ -130,7 +130,7 @@ class Session:
         """Close the data feed, the event stream, the model and the process group."""
         self.loop.beat_over()
         self._feed.close()
-        self.stream.close()
+        self.event_bus.close()
         self.built.close()
         self.world.close()
 
@@ -192,7 +192,7 @@ class _Opening:
             changes = note_changes(loaded.state.get("settings"), ready.settings)
             events += [Note(text=text, level="warning") for text in changes]
         feed = self._make_feed(cursor, facts)
-        stream = self._make_stream()
+        event_bus = self._make_event_bus()
         saver = Checkpointer(
             built=self.built,
             folder=self.run.checkpoints,
@@ -200,20 +200,20 @@ class _Opening:
             names=[member.name for member in self.built.named],
             begun_from=loaded,
         )
-        check = ForecastCheck(forecast=forecast, built=self.built, before=self.before, stream=stream)
-        loop = self._make_loop(cursor, loaded, target, feed=feed, stream=stream, saver=saver, check=check)
+        check = ForecastCheck(forecast=forecast, built=self.built, before=self.before, event_bus=event_bus)
+        loop = self._make_loop(cursor, loaded, target, feed=feed, event_bus=event_bus, saver=saver, check=check)
         session = Session(
             ready=ready,
             world=self.world,
             run=self.run,
             built=self.built,
             feed=feed,
-            stream=stream,
+            event_bus=event_bus,
             loop=loop,
             began=began,
         )
         if ready.task.verb == "train":
-            self.built.step.parts.contract.ask_mean()
+            self.built.step.replica.contract.ask_mean()
             refuse_short(self.built.update.schedules, total_steps=loop.total_steps)
             refuse_large_batch(self.built.plan, num_samples=feed.num_samples)
             events += self._notes_of_schedules(feed, loop) if not cursor.step else []
@@ -289,17 +289,17 @@ class _Opening:
             facts=facts,
         )
 
-    def _make_stream(self) -> EventBus:
+    def _make_event_bus(self) -> EventBus:
         if not self.world.is_main:
             return EventBus()
         to = self.ready.settings.watch.to
         if self.ready.task.verb == "evaluate":
             to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # these record the training only
         sinks, left_out = make_sinks(to, run=self.run)
-        stream = EventBus(sinks)
+        event_bus = EventBus(sinks)
         for note in left_out:
-            stream.emit(Note(text=note))
-        return stream
+            event_bus.emit(Note(text=note))
+        return event_bus
 
     def _make_loop(
         self,
@@ -308,7 +308,7 @@ class _Opening:
         target: Any,
         *,
         feed: BatchLoader,
-        stream: EventBus,
+        event_bus: EventBus,
         saver: Checkpointer,
         check: ForecastCheck,
     ) -> Loop:
@@ -324,7 +324,7 @@ class _Opening:
             built=self.built,
             feed=feed,
             saver=saver,
-            stream=stream,
+            event_bus=event_bus,
             pulse=self._make_pulse(),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
@@ -332,7 +332,7 @@ class _Opening:
             cursor=cursor,
             progress=Progress.from_json(extra),
             before=self.before,
-            against=check,
+            forecast_check=check,
             on_eval_target=target,
         )
 
@@ -365,8 +365,8 @@ class _Opening:
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
         for event in events:
-            loop.stream.emit(event)
-        loop.stream.emit(
+            loop.event_bus.emit(event)
+        loop.event_bus.emit(
             RunStarted(
                 run_id=str(self.run.path),
                 job=task.job,

@@ -6,7 +6,7 @@ from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.events import EventBus, Note, StepDone
 from paceline.parallel.data_parallel.reducer import unused_parameters_note
-from paceline.step.step_reduction import StepResult
+from paceline.step.step_totals import StepResult
 from paceline.trainer.checks.evaluation_checks import refuse_unknown_metrics
 from paceline.trainer.diagnostics.parameter_statistics import statistics
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -16,14 +16,14 @@ from paceline.trainer.setup.duration import Clock, Pace, Progress, peak_gib
 class StepLogger:
     """A log of step results in step order, the same on every rank. `stops` is True once any rank has asked to stop."""
 
-    def __init__(self, *, built: TrainingSetup, feed: BatchLoader, stream: EventBus, progress: Progress) -> None:
+    def __init__(self, *, built: TrainingSetup, feed: BatchLoader, event_bus: EventBus, progress: Progress) -> None:
         self.clock = Clock()
         self.last: StepResult | None = None
         self.stops = False
         self._built = built
         self._update = built.update
         self._feed = feed
-        self._stream = stream
+        self._event_bus = event_bus
         self._progress = progress
         self._under_way: deque[tuple[StepResult, Cursor]] = deque()
         self._cursor = Cursor()
@@ -49,13 +49,13 @@ class StepLogger:
     def _hear(self, *, leave: int) -> None:
         while len(self._under_way) > leave:
             result, self._cursor = self._under_way.popleft()
-            agreed = result.agreed
-            agreed.check_counts()
-            self._update.refuse_empty(step=result.step, loss=agreed.loss, counts=agreed.counts)
+            reduced = result.reduced
+            reduced.check_counts()
+            self._update.refuse_empty(step=result.step, loss=reduced.loss, counts=reduced.counts)
             if self.last is None:
                 refuse_unknown_metrics(self._built.job, terms=result.terms)
             self.last = result
-            self.stops = self.stops or agreed.stop
+            self.stops = self.stops or reduced.stop
             self._count(result)
             if result.step % self._built.settings.log.every == 0 or result.step == 1:
                 self._log(result)
@@ -69,7 +69,7 @@ class StepLogger:
         clock.communication += result.communication_seconds
 
     def _count(self, result: StepResult) -> None:
-        tokens = max(result.agreed.counts.values(), default=0.0)
+        tokens = max(result.reduced.counts.values(), default=0.0)
         self._tokens_heard += tokens
         self._samples_heard += result.samples
         self._progress.tokens += tokens
@@ -83,7 +83,7 @@ class StepLogger:
         rate = self._tokens_heard / max(self._samples_heard, 1)
         has_tokens = self._tokens_heard != self._samples_heard
         self._tokens_heard, self._samples_heard = 0.0, 0
-        self._stream.emit(
+        self._event_bus.emit(
             StepDone(
                 step=result.step,
                 epoch=self._epoch(cursor),
@@ -110,11 +110,11 @@ class StepLogger:
     def _warn(self, *, first: bool) -> None:
         """Emit warnings that the user should see without asking for them."""
         text = unused_parameters_note(self._built.named) if first else ""
-        parts = self._built.step.parts
-        mean = parts.contract.note if first else ""
-        notes = [*filter(None, (text, mean)), *parts.buffers.new_notes()]
-        for note in [*notes, *(note for tape in parts.tapes for note in tape.new_notes())]:
-            self._stream.emit(Note(text=note, level="warning"))
+        replica = self._built.step.replica
+        mean = replica.contract.note if first else ""
+        notes = [*filter(None, (text, mean)), *replica.buffers.new_notes()]
+        for note in [*notes, *(note for tape in replica.tapes for note in tape.new_notes())]:
+            self._event_bus.emit(Note(text=note, level="warning"))
 
     def _epoch(self, cursor: Cursor) -> float:
         if self._feed.num_samples is None:

@@ -12,7 +12,7 @@ from paceline.data.stream.iterable_loader import checksum
 from paceline.data.types import StepInput
 from paceline.errors import DesyncError, JobError
 from paceline.parallel.module_access.tensor_access import copy_into
-from paceline.step.step_reduction import StepResult
+from paceline.step.step_totals import StepResult
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.job_data import cut_for, feed_for
 from paceline.verification.compare_step import StepComparison
@@ -94,7 +94,7 @@ class Lockstep:
         except DesyncError as error:  # on every rank
             self.rung_result.blame(step=at.number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}")
             return
-        self._built.step.step = cursor.step
+        self._built.step.steps_done = cursor.step
         judge, before = None, []
         if self._reference is not None:
             before = self._reference.statistics()
@@ -143,15 +143,17 @@ class Lockstep:
         for rank, (replica, rows) in enumerate(self._world.gather_json([self._built.worlds.data.rank, mine])):
             if found.setdefault(replica, rows) != rows:
                 cause = f"data order: rank {rank} read different samples than the other ranks of replica {replica}"
-                self.rung_result.blame(step=self._built.step.step + 1, parameter="(data)", cause=cause)
+                self.rung_result.blame(step=self._built.step.steps_done + 1, parameter="(data)", cause=cause)
         return [row for rows in found.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
         """Report counts that `train` refuses, since they explain the gradient; every rank has the same counts."""
         try:
-            result.agreed.check_counts()
+            result.reduced.check_counts()
         except JobError as error:
-            self.rung_result.blame(step=self._built.step.step + 1, parameter="(count)", cause=error.what.rstrip("."))
+            self.rung_result.blame(
+                step=self._built.step.steps_done + 1, parameter="(count)", cause=error.what.rstrip(".")
+            )
 
     def _see_own(
         self, given: StepInput, judge: StepComparison | None, gradients: Sequence[Mapping[str, Tensor]]
@@ -220,7 +222,7 @@ class Lockstep:
                 value = broadcast_tensor(name, source.get(name), holding=self._built.weights, world=self._world)
                 if held.tensor is not None and value is not None:
                     copy_into(held.tensor, value)
-        self._built.step.parts.buffers.begin()  # this copy, not a forward, wrote the buffers
+        self._built.step.replica.buffers.begin()  # this copy, not a forward, wrote the buffers
 
     def _given(self, cursor: Cursor) -> StepInput:
         feed = feed_of(self._built, cursor)

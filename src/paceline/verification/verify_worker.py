@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.data.source import refuse_no_batch
 from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
 from paceline.profiling.environment import code_facts
+from paceline.run_folder.run_folder import RunFolder
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.trainer.setup.build_training_setup import TrainingSetup, begun_whole
@@ -56,7 +58,7 @@ def verify(payload: Mapping[str, Any]) -> int:
     if world.is_main:
         masked = {name: mask_value(name, value) for name, value in task.settings.items()}
         about = {**code_facts(task.job), "device": world.device.type, "settings": masked}
-        write_json(Path(task.run) / "answer-verify.json", {**found, "about": about})
+        write_json(RunFolder(Path(task.run)).answer("verify"), {**found, "about": about})
     world.close()
     return 0
 
@@ -72,21 +74,21 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
     ]
     verified = step_rule(ready.plan.rule).traits.verified
     if rungs[0].result.verdict != DIFFERENT and verified == "replayed":
-        rungs += _served(ready, world, steps, rungs[0].result, errands)
+        rungs += _replayed_rungs(ready, world, steps, rungs[0].result, errands)
     elif rungs[0].result.verdict != DIFFERENT and (verified == "freely" or ready.plan.wire.is_on):
-        rungs += _freely(ready, world, steps, rungs[0].result, scale)
+        rungs += _independent_rungs(ready, world, steps, rungs[0].result, scale)
     elif rungs[0].result.verdict != DIFFERENT:
-        places = _places(ready, world, steps, rungs[0].result)
+        cursors = _steps_to_compare(ready, world, steps, rungs[0].result)
         for dtype, name in _precisions(ready, world, rungs[0].result):
             rules_out = "samples, gradients, loss, buffers or optimizer that differ"
-            climb = _lockstep(ready, world, dtype, name, places, scale)
-            rungs.append(_rung(f"lockstep in {name}", rules_out, climb))
+            run = partial(_run_lockstep, ready, world, dtype, name, cursors, scale)
+            rungs.append(_rung(f"lockstep in {name}", rules_out, run))
         if all(rung.result.verdict != DIFFERENT for rung in rungs):
             rungs.append(
                 _rung(
                     "free running",
                     "what one step does not show, evaluation",
-                    _free(ready, world, min(steps, len(places)), scale=scale),
+                    partial(_run_independently, ready, world, min(steps, len(cursors)), scale=scale),
                 )
             )
     plan = ready.plan
@@ -98,25 +100,27 @@ def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, 
     )
 
 
-def _served(
+def _replayed_rungs(
     ready: PreparedJob, world: World, steps: int, single: RungResult, errands: WorkerInstructions
 ) -> Iterator[Rung]:
     """Yield the rungs for parameter servers: workers run freely, and one process replays the order they took."""
     rules_out = "samples, gradients, weight versions, loss, optimizer or evaluation that differ"
     for dtype, name in _precisions(ready, world, single):
-        rung = _rung(f"repeated in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
+        run = partial(_run_independently, ready, errands.next(dtype), steps, dtype=dtype)
+        rung = _rung(f"repeated in {name}", rules_out, run)
         yield rung
         if rung.result.verdict == DIFFERENT:
             return
 
 
-def _freely(ready: PreparedJob, world: World, steps: int, single: RungResult, scale: float) -> Iterator[Rung]:
+def _independent_rungs(
+    ready: PreparedJob, world: World, steps: int, single: RungResult, scale: float
+) -> Iterator[Rung]:
     """Yield free runs in each precision, for rules whose steps depend on earlier steps and cannot be compared alone."""
     for dtype, name in _precisions(ready, world, single):
         rules_out, drift = allowed_drift(ready.plan, is_double=dtype is torch.float64)
-        rung = _rung(
-            f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift, scale=scale)
-        )
+        run = partial(_run_independently, ready, world, steps, dtype=dtype, drift=drift, scale=scale)
+        rung = _rung(f"free running in {name}", rules_out, run)
         yield rung
         if rung.result.verdict == DIFFERENT:
             return
@@ -175,7 +179,7 @@ def compared_steps(ready: PreparedJob, steps: int) -> list[Cursor]:
     return fitting
 
 
-def _places(ready: PreparedJob, world: World, steps: int, single: RungResult) -> list[Cursor]:
+def _steps_to_compare(ready: PreparedJob, world: World, steps: int, single: RungResult) -> list[Cursor]:
     """Return the steps to compare; the short final batch is included only if one process can run it at all."""
     found = compared_steps(ready, steps)
     last, problem = found[-1], ""
@@ -222,9 +226,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _rung(name: str, rules_out: str, climb: Callable[[], RungResult]) -> Rung:
+def _rung(name: str, rules_out: str, run: Callable[[], RungResult]) -> Rung:
     began = time.perf_counter()
-    rung_result = climb()
+    rung_result = run()
     return Rung(name=name, rules_out=rules_out, result=rung_result, seconds=time.perf_counter() - began)
 
 
@@ -264,24 +268,19 @@ def _precisions(ready: PreparedJob, world: World, single: RungResult) -> list[tu
     return [(torch.float64, "float64"), own]
 
 
-def _lockstep(
-    ready: PreparedJob, world: World, dtype: torch.dtype | None, name: str, places: Sequence[Cursor], scale: float
-) -> Callable[[], RungResult]:
-    def climb() -> RungResult:
-        with in_double(active=dtype is torch.float64):
-            return compared()
-
-    def compared() -> RungResult:
+def _run_lockstep(
+    ready: PreparedJob, world: World, dtype: torch.dtype | None, name: str, cursors: Sequence[Cursor], scale: float
+) -> RungResult:
+    """Compare each of these steps with one process, which starts every step from the ranks' weights."""
+    with in_double(active=dtype is torch.float64):
         built = build_in_precision(ready, world, dtype, scale=scale)
         alone = reference(ready, dtype, scale=scale) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
             lockstep.rung_result.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
-            found = lockstep.run(places)
+            found = lockstep.run(cursors)
         built.close()
         return found
-
-    return climb
 
 
 @contextmanager
@@ -294,7 +293,7 @@ def _comparable(ready: PreparedJob, built: TrainingSetup, alone: Reference | Non
         yield "Dropout is off here: under sync_bn one process can't draw each replica's random numbers."
 
 
-def _free(
+def _run_independently(
     ready: PreparedJob,
     world: World,
     steps: int,
@@ -302,12 +301,9 @@ def _free(
     dtype: torch.dtype | None = None,
     drift: WeightDrift | None = None,
     scale: float = LOSS_SCALE,
-) -> Callable[[], RungResult]:
-    def climb() -> RungResult:
-        with in_double(active=dtype is torch.float64):
-            return compared()
-
-    def compared() -> RungResult:
+) -> RungResult:
+    """Let the ranks and one process train for `steps` steps on their own, and compare what they end with."""
+    with in_double(active=dtype is torch.float64):
         built = build_in_precision(ready, world, dtype, scale=scale)
         alone = reference(ready, dtype, make=select_reference(built), scale=scale) if world.is_main else None
         with _comparable(ready, built, alone):
@@ -315,5 +311,3 @@ def _free(
             found = rule_reference(ready.plan).compare(built, reference=alone, steps=steps, say=say, drift=drift)
         built.close()
         return found
-
-    return climb

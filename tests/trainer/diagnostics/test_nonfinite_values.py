@@ -12,7 +12,7 @@ import paceline as pl
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.step_reduction import StepReduction
+from paceline.step.step_totals import TotalsReduction
 from paceline.trainer.diagnostics.nonfinite_inputs import place_of
 from tests.conftest import SMALL_JOB, Shop
 from tests.trainer.test_edge_cases_of_a_run import job, trained
@@ -43,12 +43,12 @@ def test_the_microbatch_whose_loss_is_not_finite_is_named_with_its_rank(
 
 
 def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> None:
-    joint = StepReduction(world=World.alone(), names=["main", "aux"], num_micro=5)
+    reduction = TotalsReduction(world=World.alone(), names=["main", "aux"], num_micro=5)
     for index in range(5):
         totals = {"main": 1.0, "aux": float("inf") if index in (1, 4) else 2.0}
-        joint.put(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
-    joint.start()
-    broken = joint.agreed().broken
+        reduction.put(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
+    reduction.start()
+    broken = reduction.reduced().broken
     assert broken == ((1, "aux"), (4, "aux"))
     held = {0: [0, 2, 4], 1: [1, 3]}
     assert (

@@ -70,8 +70,8 @@ BucketReducer.finish = finish
         should="Each rank's loss was divided by its own count of targets, not the joint one: a mean of means.",
         says=("count",),
         code="""
-from paceline.step import step_reduction as telling
-_joint_counts = telling.joint_counts
+from paceline.step import step_totals as telling
+_global_counts = telling.global_counts
 SPACE = 32
 
 def loss(logits, batch):
@@ -79,13 +79,13 @@ def loss(logits, batch):
     kept = targets != SPACE
     return F.cross_entropy(logits.flatten(0, 1)[kept], targets[kept], reduction="sum"), kept.sum()
 
-def joint_counts(local, *, world, names):
-    joint = _joint_counts(local, world=world, names=names)
+def global_counts(local, *, world, names):
+    totals = _global_counts(local, world=world, names=names)
     if world.world_size == 1:
-        return joint
+        return totals
     return {name: torch.as_tensor(local[name], dtype=torch.float64) * world.world_size for name in names}
 
-telling.joint_counts = joint_counts
+telling.global_counts = global_counts
 changed_job(lambda job: {"count": lambda batch: (batch[-1] != SPACE).sum()})
 """,
     ),

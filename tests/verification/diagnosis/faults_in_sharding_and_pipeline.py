@@ -231,15 +231,15 @@ ParameterAllGather.__call__ = lambda self: None
 import torch
 from paceline.step import forward_backward as passes
 
-def stand_in(self, given, data, missing, joint, *, step, stop):
+def stand_in(self, given, data, missing, totals, *, step, stop):
     if not missing:
-        return _stand_in(self, given, data, missing, joint, step=step, stop=stop)
+        return _stand_in(self, given, data, missing, totals, step=step, stop=stop)
     spare = self._stand.spare(given, data)
     terms = passes.forward(self._parts, spare, step=step, index=given.num_micro, num_samples=1)
-    joint = joint or self._reporter.joint(given, terms, stop=stop)
-    self._reporter.send(joint)
+    totals = totals or self._reporter.new_totals(given, terms, stop=stop)
+    self._reporter.send(totals)
     passes.backward(self._parts, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
-    return joint
+    return totals
 
 _stand_in = passes.MicrobatchForwardBackward._stand_in
 passes.MicrobatchForwardBackward._stand_in = stand_in

@@ -216,7 +216,7 @@ def execute(
     """
     joined = detect(os.environ)
     if task.run and logs is None and (joined is None or joined.rank == 0):
-        (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
+        RunFolder(Path(task.run)).answer(task.verb).unlink(missing_ok=True)
     if joined is not None:
         adopt_launcher_variables(joined, os.environ)
         with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # standard output holds the answer only
@@ -249,16 +249,16 @@ def execute(
     outcome = start(request, on_start=follow)
     if tails and not common.quiet:
         tails[-1].close()
-    return answer_of(task, outcome)
+    return command_outcome(task, outcome)
 
 
-def read_answer(task: Task, verb: str) -> Any:
+def read_result(task: Task, verb: str) -> Any:
     """Return the answer that rank 0 wrote for the command."""
-    path = Path(task.run) / f"answer-{verb}.json"
+    path = RunFolder(Path(task.run)).answer(verb)
     return read_json(path) if path.exists() else None
 
 
-def answer_of(task: Task, outcome: LaunchOutcome) -> CommandOutcome:
+def command_outcome(task: Task, outcome: LaunchOutcome) -> CommandOutcome:
     """Build the result of an outcome: the last lines and, if memory ran out, the layouts that need less."""
     go_on = command_again(task) if task.verb == "train" and outcome.can_resume else ""
     more: tuple[str, ...] = ()
@@ -294,35 +294,35 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     here, began = Path.cwd(), time.monotonic()
     ended = child(entry, payload, threads=threads)
     os.chdir(here)  # the job may have changed the working directory
-    answer = CommandOutcome(
+    outcome = CommandOutcome(
         exit_code=int(ended.code), run=Path(task.run), seconds=time.monotonic() - began, tells=joined.rank == 0,
         error=ended.error,
     )  # fmt: skip
     if ended.error is not None:
         failure = failure_of(ended.error, rank=joined.rank)
-        go_on = go_on if can_go_on(answer.run, answer.exit_code, failure) else ""
+        go_on = go_on if can_go_on(outcome.run, outcome.exit_code, failure) else ""
         last = f"Resume: {go_on}" if go_on and joined.rank == 0 else ""
-        return replace(answer, screen=last, keys=joined_keys(failure, go_on=go_on))
+        return replace(outcome, screen=last, keys=joined_keys(failure, go_on=go_on))
     stopped = f"Stopped and saved. Resume: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
-    return replace(answer, screen=stopped)
+    return replace(outcome, screen=stopped)
 
 
-def failure_result(answer: CommandOutcome) -> CommandOutcome:
-    """Return what this rank of a joined world must print about a failure; without a failure, the answer unchanged."""
-    if answer.error is None:
-        return answer
-    failure, turn = report(answer.error)
+def failure_result(outcome: CommandOutcome) -> CommandOutcome:
+    """Return what this rank of a joined world must print about a failure; without a failure, the outcome unchanged."""
+    if outcome.error is None:
+        return outcome
+    failure, turn = report(outcome.error)
     text = failure_sentence(failure, turn)
     if turn.tells_all and not failure.said and not is_echo(failure):
-        hide_own_frames(answer.error)
-        text = "".join(format_exception(answer.error)) + text
+        hide_own_frames(outcome.error)
+        text = "".join(format_exception(outcome.error)) + text
     lines = [text] if turn.tells_all or turn.tells_line else []
     is_only_echo = turn.is_told and is_echo(failure)  # another rank, or a checkpoint, tells whether to resume
-    shows_resume = answer.screen and not (is_only_echo and not was_saved(RunFolder(answer.run).checkpoints))
-    screen = "\n".join([*lines, *([answer.screen] if shows_resume else [])])
+    shows_resume = outcome.screen and not (is_only_echo and not was_saved(RunFolder(outcome.run).checkpoints))
+    screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
     if screen and not turn.tells_all:
         print_line(screen, sys.stderr)
-    return replace(answer, tells=turn.tells_all, screen=screen)
+    return replace(outcome, tells=turn.tells_all, screen=screen)
 
 
 def make_folder(path: Path) -> None:

@@ -181,13 +181,13 @@ def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: i
             batch = batch if length is None else shorten_batch(batch, length_of(job, settings), length)
             tally = FlopCounter(built.model, blocks=blocks_of(built.model))
             built.model.train()
-            parts = built.step.parts
-            for tape in parts.tapes:
+            replica = built.step.replica
+            for tape in replica.tapes:
                 tape.begin()
-            parts.reducer.begin()
+            replica.reducer.begin()
             with tally.running():
                 tallies.append(tally)
-                terms = forward(parts, parts.portion(batch), step=0, index=0, num_samples=samples)
+                terms = forward(replica, replica.portion(batch), step=0, index=0, num_samples=samples)
                 tallies.clear()
             state = _state_bytes(built, terms) if alone and length is None else 0
             every = _parameters(built.model)
@@ -206,12 +206,12 @@ def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: i
 
 def _state_bytes(built: TrainingSetup, terms: Any) -> int:
     """Return the bytes of optimizer state after an update."""
-    parts = built.step.parts
-    backward(parts, torch.stack([total for total, _ in terms.values()]).sum(), last=True)
-    parts.reducer.finish(divisor=1.0)
-    for optimizer in parts.update.optimizers:
+    replica = built.step.replica
+    backward(replica, torch.stack([total for total, _ in terms.values()]).sum(), last=True)
+    replica.reducer.finish(divisor=1.0)
+    for optimizer in replica.update.optimizers:
         optimizer.step()
-    return memory_at_rest(model=built.model, optimizers=parts.update.optimizers).optimizer
+    return memory_at_rest(model=built.model, optimizers=replica.update.optimizers).optimizer
 
 
 def _parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:

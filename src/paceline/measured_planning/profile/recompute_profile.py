@@ -25,7 +25,7 @@ from paceline.planner.model_costs.model_profile import ActivationBytes, Recomput
 from paceline.profiling.model_tracing.activation_tracker import ActivationTracker, ActivationUsage
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.step.forward_backward import backward, forward
-from paceline.step.replica_context import StepContext
+from paceline.step.replica_context import ReplicaContext
 from paceline.torch_internals.dispatch_modes import fake_process_group
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.build_training_setup import build_training_setup
@@ -124,15 +124,15 @@ def _lives(
             hollow.holds = True
             blocks, batches = blocks_of(built.model), [_batch(job, settings, *size) for size in sizes]
             built.model.train()
-            parts = built.step.parts
-            for tape in parts.tapes:
+            replica = built.step.replica
+            for tape in replica.tapes:
                 tape.begin()
-            parts.reducer.begin()
-            _pass(parts, batches[0], samples=FEW, lives=None, heard=heard)
+            replica.reducer.begin()
+            _pass(replica, batches[0], samples=FEW, lives=None, heard=heard)
             found = [ActivationTracker(blocks=blocks) for _ in sizes]
             for lives, batch, (samples, _) in zip(found, batches, sizes, strict=True):
                 with lives.running():
-                    _pass(parts, batch, samples=samples, lives=lives, heard=heard)
+                    _pass(replica, batch, samples=samples, lives=lives, heard=heard)
             built.close()
     trim_heap()
     return [lives.lives for lives in found]
@@ -144,14 +144,19 @@ def _batch(job: Job, settings: Settings, samples: int, length: int | None) -> An
 
 
 def _pass(
-    parts: StepContext, batch: Any, *, samples: int, lives: ActivationTracker | None, heard: list[ActivationTracker]
+    replica: ReplicaContext,
+    batch: Any,
+    *,
+    samples: int,
+    lives: ActivationTracker | None,
+    heard: list[ActivationTracker],
 ) -> None:
     heard += [lives] if lives is not None else []
-    portion = parts.portion(batch)
-    terms = forward(parts, portion, step=0, index=0, num_samples=samples)
+    portion = replica.portion(batch)
+    terms = forward(replica, portion, step=0, index=0, num_samples=samples)
     loss = torch.stack([total for total, _ in terms.values()]).sum()
     del terms
     if lives is not None:
         lives.turn()
-    backward(parts, loss, last=False, portion=portion)
+    backward(replica, loss, last=False, portion=portion)
     heard.clear()

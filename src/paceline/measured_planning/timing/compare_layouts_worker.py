@@ -36,7 +36,7 @@ def measure(payload: Mapping[str, Any]) -> int:
             "micro_batch_size": plan.micro_batch_size,
             "schedule": None if schedule is None else asdict(schedule),
         }
-        write_json(RunFolder(Path(session.ready.task.run)).path / "answer-compare.json", answer)
+        write_json(RunFolder(Path(session.ready.task.run)).answer("compare"), answer)
     session.world.barrier()
     session.close()
     return 0

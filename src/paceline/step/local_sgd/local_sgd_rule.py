@@ -45,17 +45,17 @@ class LocalSgdRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the optimizer that moves the weights all sites have agreed on."""
-        plan, parts, placed, replicas = request.plan, request.parts[0], request.placed, request.replicas
-        passes = None if placed.piped is None else PipelineForwardBackward(parts, piped=placed.piped)
+        plan, replica, placed, replicas = request.plan, request.contexts[0], request.placed, request.replicas
+        passes = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
         sites = FragmentSchedule(
             rule=plan.rule,
             named=placed.named,
             weights=placed.weights,
             peers=replace(replicas, traffic=Traffic()),
             spread=placed.spread,
-            wrote=parts.buffers.begin,
+            wrote=replica.buffers.begin,
         )
-        return LocalStep(parts, sites=sites, first=replicas.rank * plan.mesh.dp_shard, passes=passes)
+        return LocalStep(replica, sites=sites, first=replicas.rank * plan.mesh.dp_shard, passes=passes)
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule and the number of sites."""

@@ -17,8 +17,8 @@ from paceline.step.forward_backward import ForwardBackward
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.message_batching import MessageBatcher
 from paceline.step.microbatches import StepBatch
-from paceline.step.replica_context import StepContext
-from paceline.step.step_reduction import FINGERPRINT, STOP, StepReduction, StepResult
+from paceline.step.replica_context import ReplicaContext
+from paceline.step.step_totals import FINGERPRINT, STOP, StepResult, TotalsReduction
 from paceline.step.synchronous import SynchronousStep
 
 LAG = 8
@@ -31,9 +31,9 @@ class LocalStep(SynchronousStep):
     lag = LAG
 
     def __init__(
-        self, parts: StepContext, *, sites: FragmentSchedule, first: int, passes: ForwardBackward | None = None
+        self, replica: ReplicaContext, *, sites: FragmentSchedule, first: int, passes: ForwardBackward | None = None
     ) -> None:
-        super().__init__(parts, passes=passes)
+        super().__init__(replica, passes=passes)
         self.sites = sites
         self._first = first
         self._bundle = MessageBatcher(sites.peers, most=_IN_ONE_MESSAGE)
@@ -43,14 +43,14 @@ class LocalStep(SynchronousStep):
         """Run this site's own update, then send and apply the fragments that are due."""
         result = super().run(given, stop=stop) if given.num_micro > self._first else None
         if result is not None:
-            result.agreed.check_counts()
+            result.reduced.check_counts()
         if self._names is None:
-            told = self.sites.peers.gather_json(None if result is None else result.joint.names)
+            told = self.sites.peers.gather_json(None if result is None else result.totals.names)
             self._names = tuple(next(names for names in told if names))
         result = result or self._left_out(given, stop=stop)
-        result = replace(result, joint=result.joint.across(self._bundle))
+        result = replace(result, totals=result.totals.across(self._bundle))
         began = time.perf_counter()
-        self.sites.after(self.step)
+        self.sites.after(self.steps_done)
         result.communication_seconds += time.perf_counter() - began
         return result
 
@@ -59,14 +59,14 @@ class LocalStep(SynchronousStep):
 
         If the whole batch has no target, that is an error, which is found in the results reduced over all sites.
         """
-        own = result.agreed
+        own = result.reduced
         if all(own.counts.values()):
             super()._finish(result, loss, counts)
         elif any(own.counts.values()):
             super()._finish(result, math.fsum(own.terms[name] for name, count in own.counts.items() if count), None)
         else:
-            self.parts.update.follow()
-            self.step += 1
+            self.replica.update.follow()
+            self.steps_done += 1
 
     def flush_reports(self) -> None:
         """Send the results that do not fill a message yet."""
@@ -87,27 +87,27 @@ class LocalStep(SynchronousStep):
 
     def lateness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
-        world = self.parts.world
+        world = self.replica.world
         who = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
         return [{"who": who, "late": [], **self.sites.told}]
 
     def _left_out(self, given: StepBatch, *, stop: bool) -> StepResult:
         """Return the result of a short batch that has no samples for this site."""
-        self.parts.update.follow()
-        joint = StepReduction(
-            world=self.parts.world,
+        self.replica.update.follow()
+        totals = TotalsReduction(
+            world=self.replica.world,
             names=self._names or (),
             num_micro=given.num_micro,
-            on_empty=self.parts.update.on_empty,
+            on_empty=self.replica.update.on_empty,
         )
-        joint.flag(STOP, float(stop))
-        joint.flag(FINGERPRINT, float(given.fingerprint))
-        joint.start()
-        self.step += 1
+        totals.flag(STOP, float(stop))
+        totals.flag(FINGERPRINT, float(given.fingerprint))
+        totals.start()
+        self.steps_done += 1
         return StepResult(
-            step=self.step,
+            step=self.steps_done,
             samples=given.num_samples,
-            joint=joint,
+            totals=totals,
             norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,

@@ -19,7 +19,7 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.step.parameter_server.model_state import row_tables
 from paceline.step.parameter_server.parameter_server_step import ServerStep
 from paceline.step.parameter_server.transport import host_store
-from paceline.step.replica_context import StepContext
+from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
@@ -86,10 +86,10 @@ class ParameterServerRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a server's step."""
-        plan, parts = request.plan, request.parts[0]
-        refuse_served(parts, plan)
+        plan, replica = request.plan, request.contexts[0]
+        refuse_served(replica, plan)
         return ServerStep(
-            parts,
+            replica,
             rule=plan.rule,
             shares=plan.replicas,
             micro_batch_size=plan.micro_batch_size,
@@ -101,14 +101,14 @@ class ParameterServerRule(StepRule):
         return str(replace(plan.rule, servers=1))
 
 
-def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
+def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
     """Raise for what the model has that a parameter server does not support.
 
     Raises:
         LayoutError, JobError, Problems
     """
     found: list[PacelineError] = []
-    names = [name for name, _ in norms_with_statistics(parts.model)]
+    names = [name for name, _ in norms_with_statistics(replica.model)]
     if names:
         found.append(
             LayoutError(
@@ -117,7 +117,7 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
                 hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
-    tensors = len(trainable_parameters(parts.model))
+    tensors = len(trainable_parameters(replica.model))
     if plan.rule.servers > tensors:
         found.append(
             LayoutError(
@@ -127,14 +127,14 @@ def refuse_served(parts: StepContext, plan: ExecutionPlan) -> None:
                 hint=f"--update ps,servers={max(1, tensors)}",
             )
         )
-    raise_all([*found, *_sparse(parts)])
+    raise_all([*found, *_sparse(replica)])
 
 
-def _sparse(parts: StepContext) -> list[PacelineError]:
+def _sparse(replica: ReplicaContext) -> list[PacelineError]:
     """Return errors for optimizers of sparse tables that need whole gradients, since only the read rows are pushed."""
     found: list[PacelineError] = []
-    tables, groups = row_tables(parts.model), _groups(parts)
-    for member in [member for member in parts.update.named if member.name in tables]:
+    tables, groups = row_tables(replica.model), _groups(replica)
+    for member in [member for member in replica.update.named if member.name in tables]:
         optimizer, group = groups.get(id(member.parameter), (None, {}))
         whole = next((f" with {option}" for option in _WANT_WHOLE if group.get(option)), "")
         if optimizer is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or whole):
@@ -149,7 +149,7 @@ def _sparse(parts: StepContext) -> list[PacelineError]:
     return found
 
 
-def _groups(parts: StepContext) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
+def _groups(replica: ReplicaContext) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
     """Return each parameter's optimizer and param group on this rank."""
-    every = [(optimizer, group) for optimizer in parts.update.optimizers for group in optimizer.param_groups]
+    every = [(optimizer, group) for optimizer in replica.update.optimizers for group in optimizer.param_groups]
     return {id(parameter): (optimizer, group) for optimizer, group in every for parameter in group["params"]}

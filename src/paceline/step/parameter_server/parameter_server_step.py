@@ -29,15 +29,15 @@ from paceline.step.parameter_server.pushed_gradients import (
     AppliedUpdate,
     GradientPush,
     PushedBatch,
-    PushedJoint,
+    PushedTotals,
     as_words,
     from_words,
     sum_pushed_gradients,
 )
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import CONNECT_SECONDS, ConnectionAcceptor
-from paceline.step.replica_context import StepContext
-from paceline.step.step_reduction import AsyncScalars, StepResult
+from paceline.step.replica_context import ReplicaContext
+from paceline.step.step_totals import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 
@@ -53,9 +53,9 @@ class ServerStep(SynchronousStep):
     """
 
     def __init__(
-        self, parts: StepContext, *, rule: Rule, shares: int, micro_batch_size: int, spread: Callable[[], None]
+        self, replica: ReplicaContext, *, rule: Rule, shares: int, micro_batch_size: int, spread: Callable[[], None]
     ) -> None:
-        super().__init__(parts)
+        super().__init__(replica)
         self.lag = 0
         self._shares = shares
         self._micro_batch_size = micro_batch_size
@@ -77,8 +77,8 @@ class ServerStep(SynchronousStep):
         state = self._state or self._open_server()
         batch = self._start_batch(given, stop=stop)
         where = _location(given, micro_batch_size=self._micro_batch_size)
-        state.offer(self.step, where, batch.shares if self.parts.world.is_main else ())
-        self.step += 1
+        state.offer(self.steps_done, where, batch.shares if self.replica.world.is_main else ())
+        self.steps_done += 1
         if self._leases.sums_shares:
             self._apply_until(state, until=lambda: not self._open)
         else:
@@ -128,14 +128,14 @@ class ServerStep(SynchronousStep):
 
     def _open_server(self) -> ServerState:
         """Open the server at the first batch or evaluation; weights are read when the first batch is offered."""
-        world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
+        world, members = self.replica.world, [m for m in self.replica.update.named if m.parameter.numel()]
         assert world.entrance is not None
         self._mine = [member.parameter for member in members]
-        tables = row_tables(self.parts.model)
-        for member in self.parts.update.named:
+        tables = row_tables(self.replica.model)
+        for member in self.replica.update.named:
             if not member.parameter.numel():  # another server's: a zero gradient stands in for it
                 member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
-        held = held_by(self.parts.model, members)
+        held = held_by(self.replica.model, members)
         self._state = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
         acceptor = ConnectionAcceptor(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
         self._connections = WorkerConnections(self._state, acceptor=acceptor, leads=world.is_main)
@@ -144,18 +144,18 @@ class ServerStep(SynchronousStep):
 
     def _start_batch(self, given: StepBatch, *, stop: bool) -> PushedBatch:
         of = min(self._shares, given.num_micro)
-        joint = PushedJoint(num_micro=given.num_micro, wait=lambda: self._wait_for_shares(batch))
+        totals = PushedTotals(num_micro=given.num_micro, wait=lambda: self._wait_for_shares(batch))
         result = StepResult(
-            step=self.step + 1,
+            step=self.steps_done + 1,
             samples=given.num_samples,
-            joint=joint,
+            totals=totals,
             norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
-        shares = [BatchShare(step=self.step, number=number, of=of) for number in range(of)]
-        batch = PushedBatch(number=self.step, shares=shares, stop=stop, joint=joint, result=result)
-        self._batches[self.step] = batch
+        shares = [BatchShare(step=self.steps_done, number=number, of=of) for number in range(of)]
+        batch = PushedBatch(number=self.steps_done, shares=shares, stop=stop, totals=totals, result=result)
+        self._batches[self.steps_done] = batch
         self._open.append(batch)
         return batch
 
@@ -170,7 +170,7 @@ class ServerStep(SynchronousStep):
             RunError: no worker has been there for `train.timeout_seconds`.
         """
         with state.lock:
-            if not self.parts.world.is_main:
+            if not self.replica.world.is_main:
                 return self._follow_decisions(state)
             while True:
                 if state.failure is not None:
@@ -200,17 +200,17 @@ class ServerStep(SynchronousStep):
     def _broadcast_decision(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
         """Send the decision of the first server to the other servers."""
         self._decided_at = time.monotonic()
-        if self.parts.world.world_size > 1:
+        if self.replica.world.world_size > 1:
             pairs = zip(leases, pushes, strict=True)
             decided = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
-            self.parts.world.share_json([kind, decided, self._leases.oldest])
+            self.replica.world.share_json([kind, decided, self._leases.oldest])
 
     def _follow_decisions(self, state: ServerState) -> None:
         """Apply the first server's decisions. The lock is held on entry, and released while waiting for a decision."""
         while True:
             state.lock.release()
             try:
-                kind, decided, oldest = self.parts.world.share_json(None)
+                kind, decided, oldest = self.replica.world.share_json(None)
             finally:
                 state.lock.acquire()
             if state.failure is not None:
@@ -250,14 +250,14 @@ class ServerStep(SynchronousStep):
                 batch, list(pushes.values()), count=count
             )
             state.version += int(applied)
-            self._is_spread = self.parts.world.world_size == 1
+            self._is_spread = self.replica.world.world_size == 1
             if batch.is_whole:
                 self._complete_batch(state, batch)
         state.lock.notify_all()
         return applied
 
     def _commit(self, batch: PushedBatch, pushes: Sequence[GradientPush], *, count: float) -> bool:
-        update, sums_shares = self.parts.update, self._leases.sums_shares
+        update, sums_shares = self.replica.update, self._leases.sums_shares
         gradients = sum_pushed_gradients(pushes) if len(pushes) > 1 else pushes[0].gradients
         if pushes[0].divided_by is None:
             divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
@@ -265,10 +265,10 @@ class ServerStep(SynchronousStep):
         for parameter, gradient in zip(self._mine, gradients, strict=True):
             parameter.grad = gradient
         if sums_shares:
-            batch.joint.store(pushes, stop=batch.stop, sums_shares=True)
+            batch.totals.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
-        counts = batch.result.agreed.counts if sums_shares else None  # a share may lack targets for a term
-        broken = batch.result.agreed.broken if sums_shares else ()
+        counts = batch.result.reduced.counts if sums_shares else None  # a share may lack targets for a term
+        broken = batch.result.reduced.broken if sums_shares else ()
         norm, applied = update.commit(
             step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=sums_shares
         )
@@ -282,8 +282,8 @@ class ServerStep(SynchronousStep):
         del self._batches[batch.number]
         del state.where[batch.number]
         if not self._leases.sums_shares:
-            batch.joint.store(batch.in_order(), stop=batch.stop, sums_shares=False)
-            self.parts.update.follow()
+            batch.totals.store(batch.in_order(), stop=batch.stop, sums_shares=False)
+            self.replica.update.follow()
         while self._open and self._open[0].is_whole:
             self._open.popleft()
         self.lag = len(self._open)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.data.order.leases import BatchShare
-from paceline.step.step_reduction import STOP, StepReduction, StepResult, StepTotals
+from paceline.step.step_totals import STOP, StepResult, StepTotals, TotalsReduction
 
 LossTerms = Mapping[int, Mapping[str, tuple[float, float]]]
 
@@ -66,7 +66,7 @@ class AppliedUpdate:
     counts: bool
 
 
-class PushedJoint(StepReduction):
+class PushedTotals(TotalsReduction):
     """The reduction vector of a batch whose shares are pushed by workers; reading it waits for all of them."""
 
     def __init__(self, *, num_micro: int, wait: Callable[[], None]) -> None:
@@ -83,10 +83,10 @@ class PushedJoint(StepReduction):
         self.flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
-    def agreed(self) -> StepTotals:
+    def reduced(self) -> StepTotals:
         """Wait for all shares and return the totals."""
         self._wait_for_all()
-        return super().agreed()
+        return super().reduced()
 
 
 @dataclass(kw_only=True)
@@ -96,7 +96,7 @@ class PushedBatch:
     number: int
     shares: Sequence[BatchShare]
     stop: bool
-    joint: PushedJoint
+    totals: PushedTotals
     result: StepResult
     pushes: dict[int, GradientPush] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from paceline.comm.process_group import World
 from paceline.step.loss.loss_return_value import Terms
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import LocalMicrobatch
-from paceline.step.step_reduction import StepReduction, StepResult
+from paceline.step.step_totals import StepResult, TotalsReduction
 
 Counts = dict[str, Tensor] | None
 
@@ -24,7 +24,7 @@ class Batch:
     given: StepBatch
     counts: Counts
     left: int
-    joint: StepReduction | None = None
+    totals: TotalsReduction | None = None
     result: StepResult | None = None
     terms: dict[int, Terms] = field(default_factory=dict)
 

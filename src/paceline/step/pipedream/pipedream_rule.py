@@ -9,7 +9,7 @@ from paceline.parallel.placement import ParallelizedModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipedream_checks import stash_of
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
-from paceline.step.replica_context import StepContext
+from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
@@ -23,10 +23,10 @@ class WeightStashingRule(StepRule):
         """Return the step of this rank's stage; without stages, the synchronous step."""
         plan, piped = request.plan, request.placed.piped
         if piped is None:
-            return SynchronousStep(request.parts[0])
-        _refuse_stashed(request.parts[0], request.placed, piped, plan)
+            return SynchronousStep(request.contexts[0])
+        _refuse_stashed(request.contexts[0], request.placed, piped, plan)
         rounds = -(-plan.num_micro // plan.replicas)
-        return PipeDreamStep(request.parts[0], piped=piped, stash=stash_of(plan.rule, plan.mesh), rounds=rounds)
+        return PipeDreamStep(request.contexts[0], piped=piped, stash=stash_of(plan.rule, plan.mesh), rounds=rounds)
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
@@ -38,7 +38,9 @@ class WeightStashingRule(StepRule):
         return f"{plan.rule} in {piped.cut.num_stages} stages of {blocks} blocks, {of_replica}"
 
 
-def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan) -> None:
+def _refuse_stashed(
+    replica: ReplicaContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan
+) -> None:
     """Raise if the model has something that pipeline stages with weight stashing cannot support.
 
     Raises:
@@ -62,7 +64,7 @@ def _refuse_stashed(parts: StepContext, placed: ParallelizedModel, piped: Pipeli
                 hint="do the same in loss= or optimizer=, or --update sync",
             )
         )
-    names = [name for name, _ in norms_with_statistics(parts.model)]
+    names = [name for name, _ in norms_with_statistics(replica.model)]
     if names:
         found.append(
             LayoutError(

@@ -25,8 +25,8 @@ from paceline.step.pipedream.in_flight_batches import Batch, Counts, Micro, add_
 from paceline.step.pipedream.weight_versions import Weights, WeightVersions
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.pipeline.schedule_interpreter import Pipeline
-from paceline.step.replica_context import StepContext
-from paceline.step.step_reduction import StepResult, joint_counts, own_counts
+from paceline.step.replica_context import ReplicaContext
+from paceline.step.step_totals import StepResult, global_counts, own_counts
 from paceline.step.synchronous import SynchronousStep, writes_to
 from paceline.torch_internals.private_api import divide_all
 
@@ -34,17 +34,17 @@ from paceline.torch_internals.private_api import divide_all
 class PipeDreamStep(SynchronousStep):
     """A PipeDream step on one rank's stage. `rounds` microbatches of each replica make a batch."""
 
-    def __init__(self, parts: StepContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
-        super().__init__(parts, passes=PipelineForwardBackward(parts, piped=piped))
+    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
+        super().__init__(replica, passes=PipelineForwardBackward(replica, piped=piped))
         self.lag = -(-(stash.stages - 1) // rounds)
         self._stage = piped.world.rank
         self._stash = stash
         self._stream = Stream()
         self._course = StageVersions(stash=stash, stage=self._stage, stream=self._stream)
         self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world, is_continuous=True)
-        self._work = _Work(parts, piped=piped, tells=piped.has_loss)
-        self._stand = IdleReplica(parts, always=True)
-        self._parameters = parts.update.parameters
+        self._work = _Work(replica, piped=piped, tells=piped.has_loss)
+        self._stand = IdleReplica(replica, always=True)
+        self._parameters = replica.update.parameters
         self._batches: dict[int, Batch] = {}
         self._used: dict[int, tuple[int, Weights | None]] = {}
         self._late: dict[int, int] = {}
@@ -53,18 +53,18 @@ class PipeDreamStep(SynchronousStep):
         self._forwards = 0
         self._fresh = True
         direct = stash.is_direct(self._stage)
-        self.versions = WeightVersions(parts.model, named=parts.update.named, direct=direct)
+        self.versions = WeightVersions(replica.model, named=replica.update.named, direct=direct)
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Begin this batch; run forwards and backwards in the stage's order, and the updates that they complete."""
         began = time.perf_counter()
-        if not self.parts.model.training:
-            self.parts.model.train()
+        if not self.replica.model.training:
+            self.replica.model.train()
         if self._settled:
-            self.parts.buffers.begin()  # writes since the last step were not by a forward
+            self.replica.buffers.begin()  # writes since the last step were not by a forward
             self._settled, self._watched = False, 0
         elif self._watched == 2:
-            self.parts.buffers.trust()
+            self.replica.buffers.trust()
         self._watched += 1
         batch = self._admit(given)
         actions = self._with_messages(self._course.batch())
@@ -76,7 +76,7 @@ class PipeDreamStep(SynchronousStep):
             actions = actions[first:]
         result = self._work.open(batch, stop=stop)
         waited += self._follow(actions)
-        self.step += 1
+        self.steps_done += 1
         result.compute_seconds, result.communication_seconds = time.perf_counter() - began - waited, waited
         return result
 
@@ -94,7 +94,7 @@ class PipeDreamStep(SynchronousStep):
 
     def lateness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage, counted once per microbatch."""
-        replica = f", replica {self.parts.worlds.data.rank}" if self.parts.worlds.data.world_size > 1 else ""
+        replica = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
         late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
         return [{"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}]
 
@@ -115,11 +115,11 @@ class PipeDreamStep(SynchronousStep):
         return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
 
     def _admit(self, given: StepBatch) -> Batch:
-        data = [self.parts.load(micro.data) for micro in given.micro]
+        data = [self.replica.load(micro.data) for micro in given.micro]
         missing = self._stand.missing(given)
         spares = [self._stand.spare(given, data)] * missing if missing else []
         counts = self._work.counts([portion.data for portion in data])
-        batch = Batch(number=self.step, given=given, counts=counts, left=len(data) + missing)
+        batch = Batch(number=self.steps_done, given=given, counts=counts, left=len(data) + missing)
         self._batches[self._stream.num_batches] = batch
         places = [(micro.index, micro.num_samples) for micro in given.micro] + [(given.num_micro, 0)] * missing
         for at, ((index, samples), portion) in enumerate(zip(places, [*data, *spares], strict=True)):
@@ -177,24 +177,26 @@ class PipeDreamStep(SynchronousStep):
     def _update(self, action: Action) -> None:
         """Update with a whole batch's gradients: summed over this stage's replicas, divided by the global count."""
         batch = self._batches.pop(self._stream.batch_of(action.microbatch))
-        assert batch.joint is not None and batch.result is not None
-        agreed = batch.joint.agreed()
-        if agreed.buffers_changed:
+        assert batch.totals is not None and batch.result is not None
+        reduced = batch.totals.reduced()
+        if reduced.buffers_changed:
             raise self._writes()
-        add_over_replicas(self._parameters, world=self.parts.worlds.data)
+        add_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
-            divide_all([p.grad for p in self._parameters if p.grad is not None], batch.joint.divisor())
+            divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
         needed = self._stash.version(stage=self._stage, microbatch=self._forwards, stream=self._stream)
         self.versions.before_update(needed=needed)
-        self.parts.update.commit(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts, broken=agreed.broken)
-        batch.result.lr = self.parts.update.lr
+        self.replica.update.commit(
+            step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, broken=reduced.broken
+        )
+        batch.result.lr = self.replica.update.lr
         self.versions.after_update(needed=needed)
         self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
         self._fresh = True
         self._stream.forget(keep=2 * self._stash.stages + 2)
 
     def _writes(self) -> JobError:
-        names = self.parts.buffers.written()
+        names = self.replica.buffers.written()
         return JobError(
             f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no single order of "
             "microbatches in a pipeline without flush.",
@@ -206,51 +208,51 @@ class PipeDreamStep(SynchronousStep):
 class _Work:
     """The work at this rank's stage; the last stage reports a batch's results as soon as they are known."""
 
-    def __init__(self, parts: StepContext, *, piped: PipelineModel, tells: bool) -> None:
-        self._parts = parts
+    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, tells: bool) -> None:
+        self._replica = replica
         self._piped = piped
         self._names: list[str] | None = None
         self.tells = tells
-        self.reporter = parts.loss_reporter(tells=tells)
+        self.reporter = replica.loss_reporter(tells=tells)
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
         """Return the counts of the whole batch, summed over this stage's replicas: the stages of one share samples."""
-        contract, world = self._parts.contract, self._parts.worlds.data
+        contract, world = self._replica.contract, self._replica.worlds.data
         if not contract.counts_first:
             return None
         local = own_counts(contract, data)
         if self._names is None:
             self._names = next(names for names in world.gather_json(list(local)) if names)
-        return joint_counts(local, world=world, names=self._names)
+        return global_counts(local, world=world, names=self._names)
 
     def open(self, batch: Batch, *, stop: bool) -> StepResult:
         """Create the batch's reduction and result; a rank with nothing to report sends now, so nobody waits for it."""
-        batch.joint = self.reporter.joint(batch.given, None, stop=stop)
+        batch.totals = self.reporter.new_totals(batch.given, None, stop=stop)
         samples = batch.given.num_samples
         batch.result = StepResult(
             step=batch.number + 1,
             samples=samples,
-            joint=batch.joint,
+            totals=batch.totals,
             norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
-        batch.joint.expect(batch.counts or {})
+        batch.totals.expect(batch.counts or {})
         if not self.tells or not batch.left:
             self._tell(batch)
         return batch.result
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
         """Run the user's forward, and on the last stage the loss."""
-        micro, parts = self.micro.pop(microbatch), self._parts
-        for tape in parts.tapes:
+        micro, replica = self.micro.pop(microbatch), self._replica
+        for tape in replica.tapes:
             tape.at(micro.index, counts=micro.num_samples > 0)
-        parts.streams.enter(step=micro.batch.number, microbatch=micro.index)
-        with open_all(parts.around_forward):
+        replica.streams.enter(step=micro.batch.number, microbatch=micro.index)
+        with open_all(replica.around_forward):
             if micro.num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
-            with parts.weightless():
+            with replica.weightless():
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
@@ -264,21 +266,21 @@ class _Work:
         """Do nothing: there is nothing to collect."""
 
     def _loss(self, micro: Micro) -> Tensor:
-        parts, batch = self._parts, micro.batch
+        replica, batch = self._replica, micro.batch
         with micro.portion.inside():
-            output = parts.contract.forward(parts.model, micro.portion.data)
-        terms = parts.contract.terms(output, micro.portion.data, num_samples=micro.num_samples)
+            output = replica.contract.forward(replica.model, micro.portion.data)
+        terms = replica.contract.terms(output, micro.portion.data, num_samples=micro.num_samples)
         batch.left -= 1
         if micro.num_samples:
             batch.terms[micro.index] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
-        if not batch.left and batch.joint is not None:
+        if not batch.left and batch.totals is not None:
             self._tell(batch)
         if not micro.num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
         return loss_for_backward(terms, batch.counts)
 
     def _tell(self, batch: Batch) -> None:
-        assert batch.joint is not None
+        assert batch.totals is not None
         for index, terms in batch.terms.items():
-            self.reporter.put(batch.joint, index, terms)
-        self.reporter.send(batch.joint)
+            self.reporter.put(batch.totals, index, terms)
+        self.reporter.send(batch.totals)

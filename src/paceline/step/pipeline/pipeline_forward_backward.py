@@ -16,8 +16,8 @@ from paceline.step.generate import output_logits
 from paceline.step.loss.loss_return_value import Terms
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipeline.schedule_interpreter import Pipeline, Watch
-from paceline.step.replica_context import LocalMicrobatch, StepContext
-from paceline.step.step_reduction import StepReduction
+from paceline.step.replica_context import LocalMicrobatch, ReplicaContext
+from paceline.step.step_totals import TotalsReduction
 
 Counts = dict[str, Tensor] | None
 
@@ -25,19 +25,19 @@ Counts = dict[str, Tensor] | None
 class PipelineForwardBackward:
     """A runner that passes each microbatch through this rank's stages in program order; the last stage has the loss."""
 
-    def __init__(self, parts: StepContext, *, piped: PipelineModel) -> None:
-        self._parts = parts
+    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel) -> None:
+        self._replica = replica
         self._piped = piped
-        self.tells = piped.has_loss and parts.worlds.tp.rank == 0
-        self._reporter = parts.loss_reporter(tells=self.tells)
-        self._stand = IdleReplica(parts)
+        self.tells = piped.has_loss and replica.worlds.tp.rank == 0
+        self._reporter = replica.loss_reporter(tells=self.tells)
+        self._stand = IdleReplica(replica)
         self._pipelines: dict[Program, Pipeline] = {}
         self._watch: Watch | None = None
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
         """Report each action with its start and end time to `watch`; on a GPU, wait for each action to finish."""
-        device = self._parts.world.device
+        device = self._replica.world.device
 
         def tell(action: Action, start: float, stop: float) -> None:
             if device.type != "cpu":
@@ -55,13 +55,13 @@ class PipelineForwardBackward:
         """Return the program of all ranks of a pipeline for `num_micro` microbatches."""
         return self._piped.program(num_micro)
 
-    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[StepReduction, bool]:
+    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, with weightless stand-ins if layers need equally many on all replicas."""
-        data = [self._parts.load(micro.data) for micro in given.micro]
+        data = [self._replica.load(micro.data) for micro in given.micro]
         counts = self._reporter.counts([portion.data for portion in data])
         missing = self._stand.missing(given)
         spares = [self._stand.spare(given, data)] * missing if missing else []
-        work = _Work(self._parts, piped=self._piped, step=step, counts=counts)
+        work = _Work(self._replica, piped=self._piped, step=step, counts=counts)
         work.micro = [(micro.index, micro.num_samples) for micro in given.micro]
         work.micro += [(given.num_micro, 0)] * missing
         work.data = [*data, *spares]
@@ -69,25 +69,25 @@ class PipelineForwardBackward:
             program = self._piped.program(len(work.data))
             work.last = _num_backwards(program, rank=self._piped.world.rank)
             self._pipeline(program).run(work)
-        joint = self._reporter.joint(given, next(iter(work.terms.values()), None), stop=stop)
+        totals = self._reporter.new_totals(given, next(iter(work.terms.values()), None), stop=stop)
         for place, terms in work.terms.items():
             if place < len(given.micro):
-                self._reporter.put(joint, given.micro[place].index, terms)
-        self._reporter.send(joint)
-        joint.expect(counts or {})
-        return joint, counts is None
+                self._reporter.put(totals, given.micro[place].index, terms)
+        self._reporter.send(totals)
+        totals.expect(counts or {})
+        return totals, counts is None
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
         """Run one microbatch forward; `see` is called on the last stage's rank."""
-        parts = self._parts
+        replica = self._replica
 
-        portion = parts.portion(batch)
+        portion = replica.portion(batch)
 
         def call() -> None:
-            with open_all(parts.around_forward):
+            with open_all(replica.around_forward):
                 with portion.inside():
-                    output = parts.contract.forward(parts.model, portion.data)
-                see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
+                    output = replica.contract.forward(replica.model, portion.data)
+                see(output, replica.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
 
         self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
 
@@ -114,8 +114,8 @@ class PipelineForwardBackward:
 class _Work:
     """The stage work of one step: `micro` has index and samples of each microbatch; `last` counts backwards down."""
 
-    def __init__(self, parts: StepContext, *, piped: PipelineModel, step: int, counts: Counts) -> None:
-        self._parts = parts
+    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, step: int, counts: Counts) -> None:
+        self._replica = replica
         self._piped = piped
         self._step = step
         self._counts = counts
@@ -126,14 +126,14 @@ class _Work:
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         """Run the user's forward, and on the last stage the loss."""
-        parts, (index, num_samples) = self._parts, self.micro[microbatch]
-        for tape in parts.tapes:
+        replica, (index, num_samples) = self._replica, self.micro[microbatch]
+        for tape in replica.tapes:
             tape.at(index, counts=num_samples > 0)
-        parts.streams.enter(step=self._step, microbatch=index)
-        with open_all(parts.around_forward):
+        replica.streams.enter(step=self._step, microbatch=index)
+        with open_all(replica.around_forward):
             if num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
-            with parts.weightless():
+            with replica.weightless():
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
@@ -143,24 +143,24 @@ class _Work:
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Prepare the reducer: `last` is True only for the step's last backward, after which no gradient changes."""
         index, num_samples = self.micro[microbatch]
-        for tape in self._parts.tapes:
+        for tape in self._replica.tapes:
             tape.at(index, counts=num_samples > 0)
         self.last -= 1
-        self._parts.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
+        self._replica.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Hand the gradients to the reducer."""
-        self._parts.reducer.after_backward()
+        self._replica.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
-        parts, portion = self._parts, self.data[microbatch]
+        replica, portion = self._replica, self.data[microbatch]
         with portion.inside():
-            output = parts.contract.forward(parts.model, portion.data)
-        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
+            output = replica.contract.forward(replica.model, portion.data)
+        terms = replica.contract.terms(output, portion.data, num_samples=num_samples)
         self.terms[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
         if not num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
-        return parts.update.scaled(loss_for_backward(terms, self._counts))
+        return replica.update.scaled(loss_for_backward(terms, self._counts))
 
 
 class _Look:

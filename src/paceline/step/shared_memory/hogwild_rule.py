@@ -36,7 +36,7 @@ class HogwildRule(StepRule):
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a worker's step."""
         assert request.shared is not None
-        return HogwildStep(request.parts[0], shared=request.shared)
+        return HogwildStep(request.contexts[0], shared=request.shared)
 
     def buffer_note(self, policy: str) -> str:
         """Return the line on the shared buffers."""

@@ -11,10 +11,10 @@ import torch
 from paceline.comm.rank_threads import ThreadWorld
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
 from paceline.step.microbatches import StepBatch, split_over_replicas
-from paceline.step.replica_context import StepContext
+from paceline.step.replica_context import ReplicaContext
 from paceline.step.shared_memory.rng_turns import HostRandomness, HostRngTurns
 from paceline.step.shared_memory.thread_pool import ReplicaThreads
-from paceline.step.step_reduction import StepResult
+from paceline.step.step_totals import StepResult
 from paceline.step.synchronous import SynchronousStep
 
 
@@ -22,11 +22,11 @@ class ThreadsStep(SynchronousStep):
     """The first replica's step; the other replicas run in threads while gradients are computed."""
 
     def __init__(
-        self, parts: StepContext, *, others: Sequence[StepContext], mirror: ThreadReplicas, turns: HostRngTurns
+        self, replica: ReplicaContext, *, others: Sequence[ReplicaContext], mirror: ThreadReplicas, turns: HostRngTurns
     ) -> None:
-        assert isinstance(parts.world, ThreadWorld)
-        super().__init__(parts)
-        meeting = parts.world.meeting
+        assert isinstance(replica.world, ThreadWorld)
+        super().__init__(replica)
+        meeting = replica.world.meeting
         self._others = [SynchronousStep(other) for other in others]
         self._mirror = mirror
         self._meeting = meeting
@@ -59,24 +59,24 @@ class ThreadsStep(SynchronousStep):
     def _together(self, given: StepBatch, stop: bool) -> StepResult:
         self._meeting.begin()
         count = 1 + len(self._others)
-        shares = [split_over_replicas(given, replica=replica, replicas=count) for replica in range(count)]
+        shares = [split_over_replicas(given, replica=index, replicas=count) for index in range(count)]
         for step in (self, *self._others):
-            step.parts.streams.asleep = self._turns.draws is HostRandomness.NONE
+            step.replica.streams.asleep = self._turns.draws is HostRandomness.NONE
         for other in self._others:
-            other.step = self.step
+            other.steps_done = self.steps_done
         first = super().gradients
         bodies: list[Callable[[], StepResult]] = [lambda: first(shares[0], stop=stop)]
         bodies += [_body(other, mine) for other, mine in zip(self._others, shares[1:], strict=True)]
         result, *_ = self._crew.run(bodies)
         for other in self._others:
-            other.parts.reducer.begin()
+            other.replica.reducer.begin()
         return result
 
 
 def _body(step: SynchronousStep, given: StepBatch) -> Callable[[], StepResult]:
     def body() -> StepResult:
-        if step.parts.world.device.type == "cuda":
-            torch.cuda.set_device(step.parts.world.device)
+        if step.replica.world.device.type == "cuda":
+            torch.cuda.set_device(step.replica.world.device)
         return step.gradients(given)
 
     return body

@@ -27,12 +27,12 @@ class ForecastCheck:
     """A timer of the first steps that reports once, or never without a forecast. All ranks make the same calls."""
 
     def __init__(
-        self, *, forecast: FallbackLayout | None, built: TrainingSetup, before: MemoryBaseline, stream: EventBus
+        self, *, forecast: FallbackLayout | None, built: TrainingSetup, before: MemoryBaseline, event_bus: EventBus
     ) -> None:
         self._forecast = forecast
         self._built = built
         self._before = before
-        self._stream = stream
+        self._event_bus = event_bus
         self._on_gpu = built.world.device.type == "cuda"
         self._times: list[Any] = []
         self._looked: CpuTimes | None = None
@@ -79,7 +79,7 @@ class ForecastCheck:
             time_ratio=seconds / max(forecast.step_seconds, 1e-9),
             others=cpu_contention([CpuTimes(**seen) for _, _, seen in told if seen is not None]),
         )
-        self._stream.emit(self._told)
+        self._event_bus.emit(self._told)
 
     def remember(self) -> None:
         """Store the ratios for this machine's next plan, relative to the forecast before earlier runs corrected it."""

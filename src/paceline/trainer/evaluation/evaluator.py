@@ -83,7 +83,7 @@ class Evaluator:
     """An evaluator that runs a model over a split."""
 
     def __init__(self, built: TrainingSetup) -> None:
-        parts = built.step.parts
+        replica = built.step.replica
         self._job = built.job
         self._model = built.model
         self._worlds = built.worlds
@@ -91,8 +91,8 @@ class Evaluator:
         self._seed = built.settings.seed
         self._data = built.data
         self._on_empty = built.settings.train.on_empty
-        self._needs_equal_microbatches = parts.needs_equal_microbatches
-        self._in_time = parts.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
+        self._needs_equal_microbatches = replica.needs_equal_microbatches
+        self._in_time = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
         self._tells = built.step.passes.tells
         self._passes = built.step.passes
 

@@ -37,7 +37,7 @@ from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import DATA, Mesh
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.replica_context import StepContext
+from paceline.step.replica_context import ReplicaContext
 from paceline.step.shared_memory.rng_turns import HostRngTurns
 from paceline.step.step_rule import StepRequest
 from paceline.step.synchronous import SynchronousStep
@@ -90,7 +90,7 @@ class TrainingSetup:
     @property
     def update(self) -> OptimizerUpdate:
         """The optimizer update of this rank."""
-        return self.step.parts.update
+        return self.step.replica.update
 
     def as_evaluated(self) -> AbstractContextManager[None]:
         """Return a context with the weights that metrics use: the average, if the job has one."""
@@ -193,13 +193,14 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     mirror = ThreadReplicas(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
     turns = None if mirror is None else _turns(settings, own)
-    parts = [
-        _parts(settings, model, each, one, contract, update, turns)
+    contexts = [
+        _context(settings, model, each, one, contract, update, turns)
         for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
     ]
     request = StepRequest(
-        plan=plan, parts=parts, placed=placed[0], mirror=mirror, turns=turns, shared=shared, replicas=worlds.replicate
-    )
+        plan=plan, contexts=contexts, placed=placed[0], mirror=mirror, turns=turns, shared=shared,
+        replicas=worlds.replicate,
+    )  # fmt: skip
     return TrainingSetup(
         job=job,
         settings=settings,
@@ -296,7 +297,7 @@ def _placed(
     return parallelize(model, request)
 
 
-def _parts(
+def _context(
     settings: Settings,
     model: nn.Module,
     worlds: MeshGroups,
@@ -304,13 +305,13 @@ def _parts(
     contract: LossContract,
     update: OptimizerUpdate,
     turns: HostRngTurns | None,
-) -> StepContext:
+) -> ReplicaContext:
     """Return the step context of one replica."""
     train = settings.train
     rounds = synchronise(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
-    return StepContext(
+    return ReplicaContext(
         model=model,
         worlds=worlds,
         contract=contract,

@@ -29,8 +29,8 @@ def can_replay(built: TrainingSetup) -> bool:
 
     It can't if a forward meets or waits for other ranks, if ranks hold or see parts, or if the loss is scaled.
     """
-    parts, everybody = built.step.parts, built.worlds.data.world_size == built.world.world_size
-    is_apart = not (parts.needs_equal_microbatches or any(tape.waits for tape in parts.tapes))
+    replica, everybody = built.step.replica, built.worlds.data.world_size == built.world.world_size
+    is_apart = not (replica.needs_equal_microbatches or any(tape.waits for tape in replica.tapes))
     return is_apart and built.update.scaler is None and built.kept.is_whole and everybody
 
 
@@ -41,18 +41,18 @@ def own_gradients(
 
     None if the model does not support gradients of single parameters, as under reentrant checkpointing.
     """
-    parts, found = built.step.parts, {}
+    replica, found = built.step.replica, {}
     targets = {member.name: member.parameter for member in built.named if member.name in names}
-    for tape in parts.tapes:
+    for tape in replica.tapes:
         tape.begin()
     for micro in given.micro:
-        parts.streams.enter(step=built.step.step, microbatch=micro.index)
-        for tape in parts.tapes:
+        replica.streams.enter(step=built.step.steps_done, microbatch=micro.index)
+        for tape in replica.tapes:
             tape.at(micro.index)
-        batch = to_device(micro.data, parts.world.device)
+        batch = to_device(micro.data, replica.world.device)
         with built.step.autocast():
-            output = parts.contract.forward(parts.model, batch)
-            terms = parts.contract.terms(output, batch, num_samples=micro.num_samples)
+            output = replica.contract.forward(replica.model, batch)
+            terms = replica.contract.terms(output, batch, num_samples=micro.num_samples)
         asked = [targets[name] for name in names]
         try:
             gradients = torch.autograd.grad(weighted_loss(terms, known), asked, allow_unused=True)
@@ -61,7 +61,7 @@ def own_gradients(
                 raise
             return None
         found[micro.index] = flatten_gradients(dict(zip(names, gradients, strict=True)), targets)
-    for tape in parts.tapes:
+    for tape in replica.tapes:
         tape.begin()
     return found
 

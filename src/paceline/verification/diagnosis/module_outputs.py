@@ -78,7 +78,7 @@ def watch_reference(inquiry: ReferenceRerun, *, model: nn.Module, microbatches: 
 
 def watch_layout(built: TrainingSetup, given: StepInput, *, microbatches: int) -> ModuleOutputs:
     """Return this rank's module outputs, of the microbatches that it runs. Every rank must call this."""
-    watch, streams = ModuleOutputs(microbatches=microbatches), built.step.parts.streams
+    watch, streams = ModuleOutputs(microbatches=microbatches), built.step.replica.streams
     enter = streams.enter
 
     def entered(*, step: int, microbatch: int) -> None:

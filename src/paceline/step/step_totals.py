@@ -1,6 +1,6 @@
 """The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs.
 
-`LossReporter` fills the vector with this rank's loss terms, counts and flags, `StepReduction` reduces it, and
+`LossReporter` fills the vector with this rank's loss terms, counts and flags, `TotalsReduction` reduces it, and
 `StepResult` reads it: lazily, because reading waits for the device.
 """
 
@@ -57,7 +57,7 @@ class StepTotals:
                 )
 
 
-class StepReduction:
+class TotalsReduction:
     """The reduction vector of one step: flags, then a slot with `(sum, count)` for each term of each microbatch.
 
     Each slot is filled by exactly one rank, so the sum over ranks adds only zeros and its order changes no bit.
@@ -73,7 +73,7 @@ class StepReduction:
         self._slots: dict[int, Terms] = {}
         self._vector: Tensor | None = None
         self._wait: Callable[[], object] | None = None
-        self._agreed: StepTotals | None = None
+        self._reduced: StepTotals | None = None
         self._expected: Mapping[str, Tensor] = {}
 
     def expect(self, counts: Mapping[str, Tensor]) -> None:
@@ -95,12 +95,12 @@ class StepReduction:
         self._vector = self._packed()
         self._wait = self._world.start_all_reduce(self._vector)
 
-    def across(self, bundle: MessageBatcher) -> "StepReduction":
+    def across(self, bundle: MessageBatcher) -> "TotalsReduction":
         """Return this reduction summed over all sites of local SGD.
 
         Expected counts are not carried over: each site divides by its own, and has checked them already.
         """
-        wide = StepReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
+        wide = TotalsReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
         wide._flags, wide._ranks = self._flags, self._ranks * bundle.peers.world_size
         wide._vector = self._arrived().clone()
         wide._wait = bundle.add(wide._vector)
@@ -131,11 +131,11 @@ class StepReduction:
         found = counts.sum()
         return torch.where(found == 0, torch.ones_like(found), found) if self._on_empty == "zero" else found
 
-    def agreed(self) -> StepTotals:
+    def reduced(self) -> StepTotals:
         """Return the reduced values; on a GPU this waits for the device."""
-        if self._agreed is None:
-            self._agreed = self._read(self._arrived().tolist())
-        return self._agreed
+        if self._reduced is None:
+            self._reduced = self._read(self._arrived().tolist())
+        return self._reduced
 
     def _read(self, values: Sequence[float]) -> StepTotals:
         self._check(values)
@@ -228,7 +228,7 @@ class StepResult:
 
     step: int
     samples: int
-    joint: StepReduction
+    totals: TotalsReduction
     norm: AsyncScalars | None
     compute_seconds: float
     communication_seconds: float
@@ -236,19 +236,19 @@ class StepResult:
     lr: float | None = None
 
     @cached_property
-    def agreed(self) -> StepTotals:
+    def reduced(self) -> StepTotals:
         """The values that the ranks have reduced."""
-        return self.joint.agreed()
+        return self.totals.reduced()
 
     @property
     def loss(self) -> float:
         """The sum of each term's quotient over the global batch."""
-        return self.agreed.loss
+        return self.reduced.loss
 
     @property
     def terms(self) -> dict[str, float]:
         """Each term's sum divided by its count."""
-        return self.agreed.terms
+        return self.reduced.terms
 
     @cached_property
     def grad_norm(self) -> float | None:
@@ -291,24 +291,24 @@ class LossReporter:
         """Agree on the names of the terms; every rank calls this after the last stage has run a microbatch."""
         self._agreed_names(terms)
 
-    def joint(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> StepReduction:
+    def new_totals(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
         """Return this step's empty reduction vector."""
         names = self._agreed_names(terms)
-        joint = StepReduction(world=self._world, names=names, num_micro=given.num_micro, on_empty=self._on_empty)
-        joint.flag(STOP, float(stop))
-        joint.flag(FINGERPRINT, float(given.fingerprint))
-        return joint
+        totals = TotalsReduction(world=self._world, names=names, num_micro=given.num_micro, on_empty=self._on_empty)
+        totals.flag(STOP, float(stop))
+        totals.flag(FINGERPRINT, float(given.fingerprint))
+        return totals
 
-    def put(self, joint: StepReduction, index: int, terms: Terms) -> None:
+    def put(self, totals: TotalsReduction, index: int, terms: Terms) -> None:
         """Put a microbatch's terms into the vector, if this rank is the one that reports them."""
         if self._tells:
-            joint.put(index, terms)
+            totals.put(index, terms)
 
-    def send(self, joint: StepReduction) -> None:
+    def send(self, totals: TotalsReduction) -> None:
         """Start the all-reduce of the vector, with the flag for changed buffers."""
         for buffers in self._buffers:
-            joint.flag(BUFFERS, float(buffers.changed()))
-        joint.start()
+            totals.flag(BUFFERS, float(buffers.changed()))
+        totals.start()
 
     def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         """Return the counts of the whole batch if the job gives them before the forward, else None."""
@@ -318,7 +318,7 @@ class LossReporter:
         if self._names is None:
             everybody = self._world.gather_json(list(local))
             self._names = tuple(next(names for names in everybody if names))
-        return joint_counts(local if self._tells else {}, world=self._world, names=self._names)
+        return global_counts(local if self._tells else {}, world=self._world, names=self._names)
 
     def _agreed_names(self, terms: Terms | None) -> tuple[str, ...]:
         """Return the agreed names of the terms, also on ranks whose first step holds no sample."""
@@ -344,7 +344,7 @@ def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float |
     return local
 
 
-def joint_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:
+def global_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the counts summed over all ranks, before the first forward."""
     values = [torch.as_tensor(local.get(name, 0.0), dtype=torch.float64, device=world.device) for name in names]
     vector = world.all_reduce(torch.stack(values))
