@@ -29,14 +29,14 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     heard = StepLogger(
         built=built,
         feed=feed,
-        stream=SimpleNamespace(emit=told.append),  # type: ignore[arg-type]
+        event_bus=SimpleNamespace(emit=told.append),  # type: ignore[arg-type]
         progress=SimpleNamespace(tokens=0.0),  # type: ignore[arg-type]
     )
     for step in range(1, steps + 1):
         time.sleep(EACH)
         agreed = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
         result: Any = SimpleNamespace(
-            step=step, samples=8, agreed=agreed, terms={}, loss=1.0, grad_norm=None, lr=0.1,
+            step=step, samples=8, reduced=agreed, terms={}, loss=1.0, grad_norm=None, lr=0.1,
             compute_seconds=EACH, communication_seconds=0.0,
         )  # fmt: skip
         heard.record(result, cursor=Cursor())

@@ -11,7 +11,6 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
-ANSWER = "answer-verify.json"
 _NOT_THE_TRAINING = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
 _MODULE, _PLACE = "module ", "place"
 _MOST_BYTES = 4 << 20
@@ -23,11 +22,11 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
 
     A nearby folder may be anybody's: only a verdict of the run's owner counts, and the page names its place.
     """
-    own, late = _facts_of_run(run), _late_modules(run)
-    others = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{ANSWER}")]
+    own, late, own_answer = _facts_of_run(run), _late_modules(run), run.answer("verify")
+    others = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{own_answer.name}")]
     others = [path for path in others if path.parent != run.path and _is_owners(path, run)]
     reason = ""
-    for path in [run.path / ANSWER, *sorted(others, key=lambda p: p.parent.name, reverse=True)]:
+    for path in [own_answer, *sorted(others, key=lambda p: p.parent.name, reverse=True)]:
         answer = _answer_of(path)
         if answer is None:
             continue

@@ -44,7 +44,7 @@ def run(
     built: Any = SimpleNamespace(world=world, plan=plan)
     monkeypatch.setattr(module, "fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
     monkeypatch.setattr(module, "record_forecast_ratio", lambda mark, family, **ratios: kept.append((family, ratios)))
-    watch = ForecastCheck(forecast=forecast, built=built, before=before, stream=EventBus([heard]))
+    watch = ForecastCheck(forecast=forecast, built=built, before=before, event_bus=EventBus([heard]))
     for step in range(1, steps + 1):
         with watch.timing():
             pass
