@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_answer
+from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_result
 
 ENTRY = "benchmarks.memory.worker:measure"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
         task = make_task("compare", f"benchmarks.memory.jobs:{setting.family}", common, [*_OWN, *setting.overrides])
         with _workers_shown_the_way():
             answer = execute(task, entry=ENTRY, common=common)
-        found = read_answer(task, "compare")
+        found = read_result(task, "compare")
     if found is None:
         raise Failed(setting=setting, screen=_words(answer))
     return [_row(setting, rank, micro=found["micro_batch_size"]) for rank in found["ranks"]]

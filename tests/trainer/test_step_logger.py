@@ -16,11 +16,11 @@ EACH = 0.02
 def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     """What is logged of steps that take `EACH` seconds, of 8 samples and 24 tokens."""
     told: list[Any] = []
-    parts = SimpleNamespace(buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""), tapes=())
+    replica = SimpleNamespace(buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""), tapes=())
     built: Any = SimpleNamespace(
         settings=SimpleNamespace(log=SimpleNamespace(every=every, statistics=False)),
         job=SimpleNamespace(best=None, early_stopping=None, metrics={}, eval_data=None),
-        step=SimpleNamespace(lag=lag, sent_bytes=None, parts=parts),
+        step=SimpleNamespace(lag=lag, sent_bytes=None, replica=replica),
         update=SimpleNamespace(lr=0.1, refuse_empty=lambda **given: None),
         world=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         named=[],
@@ -34,9 +34,9 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     )
     for step in range(1, steps + 1):
         time.sleep(EACH)
-        agreed = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
+        reduced = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
         result: Any = SimpleNamespace(
-            step=step, samples=8, reduced=agreed, terms={}, loss=1.0, grad_norm=None, lr=0.1,
+            step=step, samples=8, reduced=reduced, terms={}, loss=1.0, grad_norm=None, lr=0.1,
             compute_seconds=EACH, communication_seconds=0.0,
         )  # fmt: skip
         heard.record(result, cursor=Cursor())
