@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.files.checkpoint_folder import all_steps
+from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, all_steps, mark_best, pointed_checkpoint
+from paceline.checkpoint.files.superseded_checkpoints import set_aside
 from paceline.filesystem.atomic_files import write_json
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of
 from tests.checkpoint.test_damaged_checkpoints import STATE
@@ -98,6 +99,19 @@ def test_a_script_branches_from_a_run_or_a_checkpoint(begun: Shop) -> None:
         ended = begun.call(command)
         assert f"at {step}" in ended.out, ended.text
     assert steps(begun.path / "run") == [4, 7]
+
+
+def test_a_best_that_came_before_an_older_checkpoint_stays_the_best(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step=step, files={}, state=STATE) for step in (4, 8, 12)]
+    mark_best(tmp_path, paths[0])
+    aside = set_aside(tmp_path, start=paths[1])
+    assert aside is not None and [path.name for path in all_steps(aside)] == [paths[2].name]
+    assert pointed_checkpoint(tmp_path, BEST) == paths[0] and not (aside / BEST).exists()
+    assert pointed_checkpoint(tmp_path, LATEST) == paths[1]
+    mark_best(tmp_path, paths[1])
+    later = set_aside(tmp_path, start=paths[0])
+    assert later is not None and pointed_checkpoint(later, BEST) == later / paths[1].name
+    assert not (tmp_path / BEST).exists()
 
 
 def test_without_a_name_what_trains_comes_before_what_was_planned_after_it(tmp_path: Path) -> None:

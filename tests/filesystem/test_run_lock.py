@@ -132,6 +132,21 @@ def test_a_disk_without_locks_still_tells_a_second_run_of_this_machine(
     lock_run_folder(tmp_path, wait=print).close()
 
 
+def test_a_disk_without_locks_still_tells_a_second_run_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its process is alive can't be seen from here, so it counts as alive."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    (tmp_path / LOCK).write_text(json.dumps({**module.this_process(), "host": "another-machine"}))
+    assert module.is_held(tmp_path)
+    with pytest.raises(UsageError, match=f"process {os.getpid()} on another-machine "):
+        lock_run_folder(tmp_path, wait=pytest.fail)
+
+
 def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

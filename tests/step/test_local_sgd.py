@@ -16,6 +16,7 @@ from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
 from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
+from paceline.step.local_sgd.outer_step import Fragment, SiteGroup
 from tests.conftest import Shop
 from tests.step.test_hogwild import SELDOM
 from tests.step.test_pipedream import JOB as STASH
@@ -376,3 +377,15 @@ def test_an_update_is_read_back_as_it_is_written() -> None:
     assert str(parse_update("diloco,every=9,lr=1.0")) == "diloco,every=9,lr=1"
     with pytest.raises(LayoutError, match="twice"):
         parse_update("local,every=3,every=4")
+
+
+def test_mix_is_the_share_of_the_site_s_own_newer_weights() -> None:
+    model = torch.nn.Linear(3, 2)
+    rule = parse_update("diloco,every=4,delay=1,lr=1,momentum=0,mix=0.25")
+    part = Fragment(trainable_parameters(model), rule=rule, link=SiteGroup(World.alone()))
+    with torch.no_grad():
+        sent = model.weight.add_(1.0).clone()
+        part.send(4)
+        newer = model.weight.add_(2.0).clone()
+    part.take()
+    torch.testing.assert_close(model.weight.detach(), 0.25 * newer + 0.75 * sent)

@@ -111,6 +111,17 @@ def test_a_teacher_is_moved_once_after_each_update(replicas: int) -> None:
     assert not torch.equal(right["teacher.weight"], right["student.weight"])
 
 
+def test_the_average_of_the_weights_is_taken_after_they_were_moved() -> None:
+    """A job that resets or clamps weights after an update would otherwise save an average of what it never used."""
+    made = built(job_of(ema=0.75, on_update=lambda model, step: model.predict.weight.fill_(float(step))), 1)
+    averages = dict(zip(made.update.ema.names, made.update.ema.averages, strict=True))  # type: ignore[union-attr]
+    right = averages["predict.weight"].clone()
+    trained(made)
+    for step in range(1, STEPS + 1):
+        right = 0.75 * right + 0.25 * step
+    torch.testing.assert_close(averages["predict.weight"], right, rtol=2.0**-44, atol=2.0**-44)
+
+
 def test_the_reference_moves_it_too() -> None:
     job, at = job_of(), RunPosition(step=0, epoch=0, position=0)
     reference = Reference(

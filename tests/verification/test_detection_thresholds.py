@@ -250,7 +250,9 @@ def test_a_fault_of_this_size_is_seen(name: str, monkeypatch: pytest.MonkeyPatch
     assert parameter in first["parameter"] and cause in first["cause"], first
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0 + 1e-4, "different"), (1.0 + 1e-8, "bitwise")])
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.0 + 1e-4, "different"), (1.0 + 1e-8, "bitwise"), (math.nan, "different")]
+)
 def test_a_metric_is_compared_to_six_digits(factor: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Evaluator.run
 

@@ -532,6 +532,22 @@ def test_norms_that_meet_are_one_norm_of_the_joined_batch(sizes: tuple[int, ...]
                 torch.testing.assert_close(model.get_buffer(name), value, rtol=LAST_PLACES, atol=LAST_PLACES)
 
 
+def test_a_stand_in_microbatch_changes_no_statistics_of_norms_that_meet() -> None:
+    """A rank with fewer microbatches than others repeats one, with weight zero."""
+    x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 3 + 2
+    models, right = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2)], nn.BatchNorm1d(3, dtype=torch.float64)
+    worlds = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=30)
+    synchronise(models[1], world=worlds[1]).weight = 0.0
+    synchronise(models[0], world=worlds[0])
+    other = threading.Thread(target=models[1], args=(x[1],))
+    other.start()
+    found = models[0](x[0])
+    other.join()
+    torch.testing.assert_close(found, right(x[0]), rtol=LAST_PLACES, atol=LAST_PLACES)
+    for name, value in right.named_buffers():
+        torch.testing.assert_close(models[1].get_buffer(name), value, rtol=LAST_PLACES, atol=LAST_PLACES)
+
+
 def test_a_copy_of_a_norm_that_meets_has_statistics_of_its_own() -> None:
     model = nn.BatchNorm1d(3)
     synchronise(model, world=thread_worlds(replicas=2, world=World.alone(), timeout_seconds=5)[0])

@@ -198,6 +198,14 @@ def test_gathered_units_and_gradients_under_way() -> None:
     )
 
 
+def test_a_pipeline_gathers_a_unit_of_another_microbatch_too() -> None:
+    facts = replace(
+        FACTS, optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0), first=replace(END, split_parameters=30)
+    )
+    memory = made(facts, replace(FLEET, devices=4)).memory(Candidate(pp=2, dp_shard=2, zero=3, micro_batch_size=1))
+    assert memory.gathered == 4 * (30 + 3 * 100)
+
+
 def test_experts_lie_whole_on_their_ranks() -> None:
     block = replace(BLOCK, split_parameters=0, expert_parameters=100, expert_flops=BatchScaling(sample=1000.0),
                     ep_bytes=BatchScaling(sample=50.0))  # fmt: skip
