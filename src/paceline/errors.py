@@ -109,12 +109,17 @@ class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run was set to stop then. `step` is the step it happened in.
 
     `no_target`: a loss term had no target; this is the cause, and the inputs are not checked. `broken`: the
-    microbatches and terms whose loss was not finite, if the step knows them.
+    microbatches and terms whose loss was not finite, if the step knows them; `ranks`: the ranks that computed those.
     """
 
     step: int | None = None
     no_target: bool = False
     broken: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, object]:  # type: ignore[override]
+        """Return the error with the ranks whose loss was not finite."""
+        return {**super().as_json(), "ranks": list(self.ranks)}
 
 
 class DesyncError(RunError):
@@ -129,12 +134,21 @@ class OutOfMemory(RunError):
     """A rank could not allocate the memory that it needs.
 
     `held` are bytes by purpose, `limit_bytes` is the limit; `part` is forward, backward or optimizer.
+    `requested_bytes` is the size of the allocation that failed, if it is known.
     """
 
     def __init__(
-        self, what: str, *, cause: str = "", held: Mapping[str, int], limit_bytes: int | None = None, part: str = ""
+        self,
+        what: str,
+        *,
+        cause: str = "",
+        held: Mapping[str, int],
+        limit_bytes: int | None = None,
+        part: str = "",
+        requested_bytes: int | None = None,
     ) -> None:
         super().__init__(what, cause=cause)
+        self.requested_bytes = requested_bytes
         self.held = dict(held)
         self.limit_bytes = limit_bytes
         self.part = part
@@ -145,7 +159,8 @@ class OutOfMemory(RunError):
 
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
         """Return the error with the memory that was held."""
-        return {**super().as_json(), "held": self.held, "limit_bytes": self.limit_bytes, "part": self.part}
+        memory = {"held": self.held, "limit_bytes": self.limit_bytes, "requested_bytes": self.requested_bytes}
+        return {**super().as_json(), **memory, "part": self.part}
 
 
 class MachineError(PacelineError):

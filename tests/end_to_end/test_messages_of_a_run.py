@@ -119,6 +119,20 @@ def test_an_evaluation_speaks_at_once_and_leaves_the_run_as_it_was(shop: Shop) -
     page = (shop.path / "run" / "report.html").read_text()
     assert "<dt>status</dt><dd>done</dd>" in page and "logged steps were done again" not in page
     assert "<dt>samples</dt><dd>–</dd>" not in page
+    saved = sorted((shop.path / "run" / "checkpoints").glob("step-*"))
+    flip_last_byte(saved[-1] / "model.safetensors")
+    refused = f"refused run/checkpoints/{saved[-1].name}: "
+    older = shop.run("evaluate", "run")
+    assert older.code == 0 and f"step {int(saved[-2].name[5:])}" in older.out and refused in older.err, older.text
+    exported = shop.run("ckpt", "consolidate", "run", "--to", "exported")
+    assert exported.code == 0 and refused in exported.err, exported.text
+    assert refused in shop.run("train", "job.py", "--resume", "run", "--run-dir", "branch", "--train.steps", "13").err
+
+
+def flip_last_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
 
 
 @pytest.mark.soak

@@ -96,6 +96,22 @@ def test_where_nothing_may_change_it_says_what_would_need_less(auto: Shop) -> No
     assert "forecast | " not in again.out and not events(auto, "Foretold"), "nothing was planned"
 
 
+def test_an_allocation_that_no_layout_explains_brings_no_other_layout(auto: Shop) -> None:
+    job = (auto.path / "job.py").read_text()
+    auto.write(
+        "job.py",
+        job.replace(
+            "        return x + F",
+            "        os.environ.get('RANK') == '1' and torch.empty(1 << 44)\n        return x + F",
+        ),
+    )
+    failed = train(auto, "--layout", "ddp")
+    assert failed.code == 1 and "No other layout is suggested: this allocation alone (65536.0 GiB)" in failed.err, (
+        failed.text
+    )
+    assert "Resume: " not in failed.err or "--allow" not in failed.err.split("Resume: ")[1], failed.err
+
+
 @pytest.mark.soak
 def test_when_nothing_needs_less_the_run_fails_and_says_so(auto: Shop) -> None:
     failed = train(auto, "--layout", "auto", "--job.room", "1", "--job.depth", "1", "--train.micro_batch_size", "32")

@@ -14,7 +14,6 @@ from paceline.checkpoint.files.checkpoint_folder import (
     all_steps,
     is_mark_lost,
     load,
-    newest_good,
     pointed_checkpoint,
     step_of,
     verify,
@@ -28,7 +27,7 @@ from paceline.errors import CheckpointError, MachineError, UsageError
 from paceline.filesystem.atomic_files import folder_bytes, read_json
 from paceline.filesystem.disk_full import as_checkpoint_error
 from paceline.filesystem.run_lock import refuse_links
-from paceline.run_folder.run_folder import find_run
+from paceline.run_folder.run_folder import find_run, newest_or_tell
 
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
 CONSOLIDATED = "consolidated"
@@ -159,7 +158,7 @@ def _few(names: Sequence[str], *, most: int = 5) -> str:
 
 def _newest(run: str) -> Path:
     folder, checkpoint = find_run(run, trains=True)
-    path = checkpoint or newest_good(folder.checkpoints)[0]
+    path = checkpoint or newest_or_tell(folder)
     if path is None:
         raise CheckpointError("the run has no good checkpoint.", where=str(folder.checkpoints))
     return path
@@ -235,7 +234,7 @@ def consolidate(
             "--raw and --average name different weights.", hint="give one of them; the average is the default"
         )
     folder, checkpoint = find_run(run, trains=True)
-    path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
+    path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_or_tell(folder)
     if path is None:
         kind = "best" if best else "good"
         raise CheckpointError(f"the run has no {kind} checkpoint.", where=str(folder.checkpoints))

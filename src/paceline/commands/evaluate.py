@@ -1,6 +1,7 @@
 """The `evaluate` verb."""
 
 import os
+import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -62,6 +63,8 @@ def evaluate(
             return outcome
         value = read_json(answer) if answer.exists() else None
     if value is not None:
+        for line in value["refused"]:
+            print_line(line, sys.stderr)
         with suppress(OSError):  # the disk may be read-only
             write_json(folder.answer("evaluate"), value)
     return replace(outcome, value=value)

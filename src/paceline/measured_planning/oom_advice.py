@@ -60,7 +60,10 @@ def cheaper_layouts(
         facts = read_facts(learn(task)["facts"])
         candidate = _candidate(task, facts)
         fleet = kept_here(ranks=task.ranks, device=task.device)
-        forecast = _short(CostModel(facts=facts, fleet=fleet or _usual(task)), candidate, failure)
+        forecast = CostModel(facts=facts, fleet=fleet or _usual(task))
+        if (beyond := _beyond_the_forecast(forecast, candidate, failure)) is not None:
+            return OomAdvice(lines=(beyond,))
+        forecast = _short(forecast, candidate, failure)
         changes = cheapest_changes(forecast, forecast.estimate(candidate), grid=SearchSpace())
     except (PacelineError, OSError, ValueError, KeyError, TypeError):
         return OomAdvice()
@@ -90,6 +93,18 @@ def _candidate(task: Task, facts: ModelProfile) -> Candidate:
     share = -(-facts.global_batch_size // mesh.replicas)
     micro = int(given or share)
     return candidate_of(layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles)
+
+
+def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
+    """Return the line for a single allocation larger than the forecast of the whole rank: no layout explains it."""
+    requested = failure.said.get("requested_bytes") or 0
+    whole = forecast.estimate(candidate).peak_bytes
+    if requested <= whole:
+        return None
+    return (
+        f"No other layout is suggested: this allocation alone ({format_size(requested)}) is larger than everything "
+        f"that a rank holds by forecast ({format_size(round(whole))})."
+    )
 
 
 def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:

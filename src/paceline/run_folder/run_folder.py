@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from paceline.checkpoint.files.checkpoint_folder import all_steps, newest_good, 
 from paceline.checkpoint.files.manifest import MANIFEST
 from paceline.config.task import Task
 from paceline.console.formatting import closest_word
+from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import read_json, read_regular
 
@@ -176,10 +178,18 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
         return origin, str(checkpoint or "newest")
     if was_saved(own.checkpoints):
         return own, "newest"
-    checkpoint = checkpoint or newest_good(origin.checkpoints)[0]
+    checkpoint = checkpoint or newest_or_tell(origin)
     if checkpoint is None:
         raise UsageError(f"{origin.path} has no checkpoint to start from.", hint=f"paceline ckpt ls {origin.path}")
     return own, str(checkpoint)
+
+
+def newest_or_tell(run: RunFolder) -> Path | None:
+    """Return the newest good checkpoint; each newer one that can't be used is named on standard error."""
+    path, refused = newest_good(run.checkpoints)
+    for one in refused:
+        print_line(str(one), sys.stderr)
+    return path
 
 
 def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:

@@ -42,7 +42,8 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     session = asked.open()
     task = session.ready.task
     run = RunFolder(Path(task.run))
-    path = Path(task.options["checkpoint"]) if task.options.get("checkpoint") else _newest(run.checkpoints)
+    named = task.options.get("checkpoint")
+    path, refused = (Path(named), []) if named else _newest(run.checkpoints)
     loaded = load(path)
     restore_weights(loaded, built=session.built)
     session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
@@ -52,6 +53,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
             "split": split,
             "step": loaded.step,
             "checkpoint": str(path),
+            "refused": refused,
             "metrics": event.metrics,
             "samples": event.samples,
             "average": event.average,
@@ -61,15 +63,15 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _newest(folder: Path) -> Path:
-    """Return the newest good checkpoint.
+def _newest(folder: Path) -> tuple[Path, list[str]]:
+    """Return the newest good checkpoint, and a line about each newer one that can't be used.
 
     Raises:
         CheckpointError: there is none, or none of them can be used.
     """
     path, bad = newest_good(folder)
     if path is not None:
-        return path
+        return path, [str(one) for one in bad]
     refused = [(str(one.path), one.reason) for one in bad]
     if any("interrupted" not in reason for _, reason in refused):
         raise all_refused(folder, refused, hint="paceline ckpt ls")

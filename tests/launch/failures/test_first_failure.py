@@ -1,6 +1,7 @@
 """The first failure is found from the records of the ranks."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_the_first_is_named(name: str) -> None:
     for order in (failures, failures[::-1]):
         found = first_failure(order)
         assert found is not None and found.rank == rank
+
+
+@pytest.mark.parametrize("others", [(), (1,), (1, 2)])
+def test_a_loss_that_is_not_finite_is_that_of_the_rank_that_computed_it(others: tuple[int, ...]) -> None:
+    """All ranks raise it in the same step; the record of the rank at fault may come later, or not at all."""
+    said = {"ranks": [1, 2]}
+    heard = [replace(failure(rank, "NonFiniteError", 5 + rank), said=said) for rank in (0, *others)]
+    found = first_failure(heard)
+    assert found is not None and (found.rank, found.kind) == (1, "NonFiniteError")
+    own = first_failure([replace(failure(2, "NonFiniteError", 1), said=said), *heard])
+    assert own is not None and own.rank == 2
 
 
 CLOSED = "[pair.cc:460] Application timeout caused pair closure"

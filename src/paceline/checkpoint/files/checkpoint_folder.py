@@ -46,6 +46,9 @@ class UnusableCheckpoint:
     path: Path
     reason: str
 
+    def __str__(self) -> str:
+        return f"refused {self.path}: {self.reason}"
+
 
 def step_name(step: int) -> str:
     """Return the name of a step's folder."""

@@ -1,6 +1,7 @@
 """Selection of the failure that came first, decided only from the records at hand."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from paceline.errors import PeerError
 from paceline.launch.failures.failure_record import Failure
@@ -26,11 +27,15 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
 
     A lost connection is what the others see after the culprit has exited: it sorts last. A signal that we did not send
     sorts before an exception, since its victim could write nothing and its end is noticed a moment later, unless the
-    exception came well before.
+    exception came well before. A loss that is not finite stops every rank: the rank that computed it comes first.
     """
     if not failures:
         return None
-    return min(failures, key=lambda f: (is_lost_connection(f), _when(f)))
+    first = min(failures, key=lambda f: (is_lost_connection(f), _when(f)))
+    ranks = first.said.get("ranks")
+    if not ranks or first.rank in ranks:
+        return first
+    return next((failure for failure in failures if failure.rank == ranks[0]), replace(first, rank=ranks[0]))
 
 
 def _when(failure: Failure) -> int:

@@ -85,6 +85,7 @@ def out_of_memory(
         held=held,
         limit_bytes=None if room is None else room.limit_bytes,
         part=part,
+        requested_bytes=more,
     )
     found.__notes__ = list(getattr(error, "__notes__", ()))
     return found.with_traceback(error.__traceback__)

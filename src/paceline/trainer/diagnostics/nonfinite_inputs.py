@@ -29,6 +29,8 @@ def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> Non
         everywhere = world.gather_json(everywhere[0])
     held = {rank: indices for rank, (_, indices) in enumerate(everywhere)} if world.world_size > 1 else {}
     error.where = place_of(error.broken, held, num_micro=given.num_micro)
+    broken = {index for index, _ in error.broken}
+    error.ranks = tuple(rank for rank, indices in held.items() if broken & set(indices))
     bad = sorted({sample for found, _ in everywhere for sample in found})
     if not bad:
         return error
