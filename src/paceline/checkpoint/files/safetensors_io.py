@@ -246,7 +246,11 @@ def header_digest(path: Path) -> tuple[int, str]:
     with os.fdopen(open_regular(path), "rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER_BYTES or length > size:
-            raise CheckpointError(f"{path.name} has a header of {length} bytes.", where=str(path))
+            raise CheckpointError(
+                f"{path.name} is truncated or damaged: it has {size} bytes, and its header alone says {length}.",
+                where=str(path),
+                cause="an interrupted copy, a full disk, or a file of another format",
+            )
         return size, digest(length.to_bytes(8, "little") + file.read(length))
 
 
