@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -28,6 +29,21 @@ def test_an_epoch_shorter_than_a_batch_is_not_left_out_altogether() -> None:
     assert "--data.drop_last false" in refused.value.hint
     with pytest.raises(DataError, match="shorter than a global batch of 46, which data"):
         first(Stream(), 46)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("make", [Noisy, Stream])
+def test_samples_and_steps_are_counted_over_all_epochs(make: Any, drop_last: bool) -> None:
+    cut = BatchPartition(global_batch_size=12, micro_batch_size=5, drop_last=drop_last)
+    total, turns = 0, 0
+    with closing(make_loader(data=make(), seed=3, cut=cut, cursor=Cursor(), order=None, collate=None)) as feed:
+        for steps, given in enumerate(islice(feed, 10), 1):
+            batch = given.batch
+            assert (batch.cursor.samples, batch.cursor.step) == (total, steps - 1)
+            total += sum(micro.num_samples for micro in batch.micro)
+            assert (batch.after.samples, batch.after.step) == (total, steps)
+            turns += batch.micro[0].start == 0
+    assert turns == (4 if drop_last else 3)  # an epoch of 45 by 12 has 3 or 4 steps
 
 
 def _rows() -> Iterator[Any]:
