@@ -59,6 +59,16 @@ class Drawing(Files):
                 yield value + random.randrange(7) * 1_000_000
 
 
+def test_a_sample_of_a_stream_has_another_random_number_in_each_epoch() -> None:
+    drawn: list[dict[int, int]] = [{}, {}]
+    for _, values in joined(read_together(lambda: Drawing(LENGTHS), replicas=1, steps=30)).values():
+        for value in values:
+            drawn[value // 100_000 % 10][value % 100_000] = value // 1_000_000
+    first, second = drawn
+    assert first.keys() == second.keys() and len(first) == sum(LENGTHS)
+    assert sum(first[sample] == second[sample] for sample in first) < len(first) / 2  # by chance a seventh
+
+
 @pytest.mark.parametrize("kind", [Files, Buffered, Remembered])
 def test_a_resume_anywhere_on_any_number_goes_on(kind: Any) -> None:
     whole = joined(read_together(lambda: kind(LENGTHS), replicas=1, steps=34, micro=4))

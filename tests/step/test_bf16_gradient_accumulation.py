@@ -1,5 +1,6 @@
 """Gradients of a narrow type accumulate in a wide type, and a skipped step restores what it wrote."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from paceline.parallel.compression.codecs import Bf16
 from paceline.parallel.compression.quantized import QuantizedBucket
 from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
 from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.step.synchronous import SynchronousStep
 
 RANKS = 300
 
@@ -63,3 +65,19 @@ def test_a_finite_step_that_is_left_out_leaves_what_is_held_back_as_it_was() -> 
             memory.undo()  # a second time changes nothing
             assert torch.equal(memory.now["weight"], before)
     assert memory.now["weight"].tolist() == [101.0] * 3
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_only_a_skipped_step_restores_statistics_and_what_is_held_back(taken: bool) -> None:
+    undone: list[str] = []
+    step: Any = SynchronousStep.__new__(SynchronousStep)
+    step.step = 3
+    step.parts = SimpleNamespace(
+        update=SimpleNamespace(commit=lambda **_: (None, taken)),
+        tapes=[SimpleNamespace(undo=lambda: undone.append("statistics"))],
+        take_back=lambda: undone.append("held back"),
+    )
+    result: Any = SimpleNamespace(agreed=SimpleNamespace(broken=()), compute_seconds=0.0)
+    step._finish(result, 1.0, {})
+    assert undone == ([] if taken else ["statistics", "held back"])
+    assert result.skipped is not taken and step.step == 4

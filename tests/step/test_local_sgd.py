@@ -116,6 +116,16 @@ def test_a_site_without_a_target_makes_no_update(bench: Shop, terms: str) -> Non
     assert ended.code == 1 and f"the count of {term} is 0 over the whole global batch" in ended.text, ended.text
 
 
+@pytest.mark.parametrize("terms", ["1", "2"])
+def test_schedules_advance_on_a_site_without_a_target_and_on_one_without_a_sample(shop: Shop, terms: str) -> None:
+    shop.write("seldom.py", SELDOM)
+    words = ("--update", "local,every=3", "--train.micro_batch_size", "1", "--ranks", "3")
+    ended = shop.run("train", "seldom.py", *words, "--job.terms", terms, "--train.steps", "8", "--run-dir", "run")
+    assert ended.code == 0, ended.text
+    advanced = [(shop.path / f"steps-{rank}").read_text().split() for rank in range(3)]
+    assert all(steps == [str(step) for step in range(9)] for steps in advanced), advanced
+
+
 def test_running_statistics_meet(bench: Shop) -> None:
     bench.write("local.py", bench_job())
     found = verified(bench, 2, "--update", "local,every=2", "--job.norm", "true", "--train.micro_batch_size", "3")

@@ -32,6 +32,7 @@ from paceline.step.parameter_server.transport import (
     host_store,
 )
 from tests.conftest import Ended, Shop
+from tests.step.test_hogwild import SELDOM
 
 COUNTS = """
 import os, random, signal, time
@@ -135,6 +136,14 @@ def test_bound_0_is_ddp(shop: Shop, servers: int, words: tuple[str, ...]) -> Non
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 0
     told = [one["late"] for one in events(shop, "other", "Staleness")[-1]["told"]]
     assert all(late == 0 for one in told for late, _ in one)
+
+
+def test_schedules_advance_once_per_batch_whatever_the_bound(shop: Shop) -> None:
+    shop.write("seldom.py", SELDOM)
+    words = ("--update", "ps,staleness=1", "--train.micro_batch_size", "1", "--ranks", "3", "--train.steps", "8")
+    ended = shop.run("train", "seldom.py", *words, "--job.terms", "1", "--run-dir", "run")
+    assert ended.code == 0, ended.text
+    assert (shop.path / "steps-0").read_text().split() == [str(step) for step in range(9)]
 
 
 def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counter[int]:

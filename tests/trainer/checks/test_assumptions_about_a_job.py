@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.checkpoint.optimizer_options import given_options
+from paceline.checkpoint.pipedream_state import StashedWeightsState
 from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, JobError, PacelineError, UsageError
@@ -426,6 +427,13 @@ def test_the_weights_of_earlier_updates_stand_under_their_own_number(step: int) 
         weights = stash.versions.of(number)
         assert weights is not None and weights["weight"].tolist() == [[float(number)] * 2]
     assert stash.versions.held(0) == step - 2
+    held = LocalTensor(
+        name="weight", part=ShardSpec.all_of((1, 2)), dtype=torch.float32, find=lambda: model.weight.detach()
+    )
+    weights_of_all = ShardedTensors(world=World(device=torch.device("cpu")), held=[held])
+    (saved,) = StashedWeightsState(step=stash, weights=weights_of_all, rank=0).extend({}, {}, {})[0].values()
+    found = {one.name: torch.frombuffer(bytearray(one.data), dtype=torch.float32).tolist() for one in saved}
+    assert found == {f"{ago}/weight": [float(step - ago)] * 2 for ago in (1, 2)}
 
 
 # -- known at the start
