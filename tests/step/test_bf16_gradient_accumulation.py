@@ -71,13 +71,13 @@ def test_a_finite_step_that_is_left_out_leaves_what_is_held_back_as_it_was() -> 
 def test_only_a_skipped_step_restores_statistics_and_what_is_held_back(taken: bool) -> None:
     undone: list[str] = []
     step: Any = SynchronousStep.__new__(SynchronousStep)
-    step.step = 3
-    step.parts = SimpleNamespace(
+    step.steps_done = 3
+    step.replica = SimpleNamespace(
         update=SimpleNamespace(commit=lambda **_: (None, taken)),
         tapes=[SimpleNamespace(undo=lambda: undone.append("statistics"))],
         take_back=lambda: undone.append("held back"),
     )
-    result: Any = SimpleNamespace(agreed=SimpleNamespace(broken=()), compute_seconds=0.0)
+    result: Any = SimpleNamespace(reduced=SimpleNamespace(broken=()), compute_seconds=0.0)
     step._finish(result, 1.0, {})
     assert undone == ([] if taken else ["statistics", "held back"])
-    assert result.skipped is not taken and step.step == 4
+    assert result.skipped is not taken and step.steps_done == 4
