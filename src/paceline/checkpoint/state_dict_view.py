@@ -8,9 +8,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from paceline.checkpoint.state_outside_state_dict import tensors_of
-from paceline.checkpoint.tensor_bytes import describe_tensor, first_names
+from paceline.checkpoint.tensor_bytes import describe_tensor
 from paceline.comm.collective_errors import first_value_per_key
 from paceline.comm.process_group import World
+from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors

@@ -114,9 +114,3 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """Return type and shape as text, for comparing models."""
     return f"{str(dtype)[6:]}{list(shape)}"
-
-
-def first_names(names: Sequence[str], *, most: int = 3) -> str:
-    """Return a few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

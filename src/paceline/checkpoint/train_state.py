@@ -20,9 +20,10 @@ from paceline.checkpoint.shard_ownership import owned_shards, read_part, writer_
 from paceline.checkpoint.state_dict_view import StateDictView, list_model
 from paceline.checkpoint.state_json import from_plain, to_plain, without_job_created
 from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers, extra_state, load_extra_state, tensors_of
-from paceline.checkpoint.tensor_bytes import DTYPES, deduplicate_storages, describe_tensor, first_names
+from paceline.checkpoint.tensor_bytes import DTYPES, deduplicate_storages, describe_tensor
 from paceline.comm.collective_errors import first_value_per_key, on_all_ranks
 from paceline.comm.process_group import World
+from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid

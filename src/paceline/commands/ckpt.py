@@ -22,7 +22,7 @@ from paceline.checkpoint.files.hf_folder import WEIGHTS as WEIGHTS_FILE
 from paceline.checkpoint.files.hf_folder import check_consolidated, write_folder
 from paceline.checkpoint.files.resharding_reader import StoredTensors, check_pieces
 from paceline.checkpoint.files.safetensors_io import LazyTensor, Shape
-from paceline.console.formatting import did_you_mean, format_size, plural
+from paceline.console.formatting import did_you_mean, first_names, format_size, plural
 from paceline.errors import CheckpointError, MachineError, UsageError
 from paceline.filesystem.atomic_files import folder_bytes, read_json
 from paceline.filesystem.disk_full import as_checkpoint_error
@@ -140,20 +140,13 @@ def summarize_differences(found: Difference) -> str:
     """Return the lines for the screen: how many names of each kind differ, and the first few of them."""
     lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
     for kind, names in found.tensors.items():
-        lines.append(
-            f"{kind}: {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}: {_few(names)}"
-        )
+        differ = "differs" if len(names) == 1 else "differ"
+        lines.append(f"{kind}: {plural(len(names), 'tensor')} {differ}: {first_names(names, most=5)}")
     for kind, alone in found.only.items():
         for number, names in zip(("first", "second"), alone, strict=True):
-            lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []
+            lines += [f"{kind}: only in the {number}: {first_names(names, most=5)}"] if names else []
     lines += [f"different: {', '.join(found.state)}"] if found.state else []
     return "\n".join(lines if not found.is_none else [*lines, "every tensor is the same, bit for bit"])
-
-
-def _few(names: Sequence[str], *, most: int = 5) -> str:
-    """Return at most `most` of the names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _newest(run: str) -> Path:

@@ -1,6 +1,6 @@
 """Formatting for people: numbers with their units, and suggestions for typing errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -65,3 +65,9 @@ def long_duration(seconds: float) -> str:
         if seconds >= 2 * each:
             return f"{seconds / each:,.0f} {unit}" if seconds >= 100 * each else f"{seconds / each:.1f} {unit}"
     return format_duration(seconds)
+
+
+def first_names(names: Sequence[str], *, most: int = 3) -> str:
+    """Return a few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -22,9 +22,9 @@ from paceline.checkpoint.optimizer_state import (
 from paceline.checkpoint.state_dict_view import StateDictView, list_model
 from paceline.checkpoint.state_json import from_plain, without_job_created
 from paceline.checkpoint.state_outside_state_dict import tensors_of
-from paceline.checkpoint.tensor_bytes import first_names
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.comm.process_group import World
+from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import read_json, sync_folder, write_json
 from paceline.filesystem.disk_full import as_checkpoint_error

@@ -144,7 +144,7 @@ class ShardPropagatingTensor(Tensor):
         if all(is_searching(split) for split in split_in(args, kwargs)):
             return _seen_by_transform(func, args, kwargs or {}, name=name_of(func))
         raise LayoutError(
-            f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
+            f"{func} was called on a tensor that is sharded over the tensor-parallel ranks.",
             cause="a custom autograd function or operator reads an activation that is split over the ranks",
             hint="keep the module around it whole: --place.replicate ITS_NAME",
         )
@@ -214,7 +214,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Incompatib
 
 def _writes_in_place(what: str, split: ShardPropagatingTensor) -> LayoutError:
     return LayoutError(
-        f"{what} writes in place into a tensor of which each tensor-parallel rank holds a piece "
+        f"{what} writes in place into a tensor that is sharded over the tensor-parallel ranks "
         f"({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
         hint="keep the module that does it whole: --place.replicate ITS_NAME",
     )
@@ -228,8 +228,8 @@ def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
     for split in split_in(args, kwargs):
         if not is_searching(split):
             raise LayoutError(
-                f"{name} is called inside torch.func (vmap, grad, jvp, ...) on a tensor of which each "
-                f"tensor-parallel rank holds a piece ({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
+                f"{name} is called inside torch.func (vmap, grad, jvp, ...) on a tensor that is "
+                f"sharded over the tensor-parallel ranks ({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
                 hint="keep the modules that it goes through whole: --place.replicate NAME; or --layout fsdp",
             )
         record_all_gather(split, f"{name}{TRANSFORM}" if is_inside_functorch() else name)
@@ -250,8 +250,8 @@ def _refuse_own_autograd() -> None:
     for split in given:
         if not is_searching(split):
             raise LayoutError(
-                f"{name} is a custom autograd function that reads a tensor of which each tensor-parallel rank "
-                f"holds a piece ({', '.join(sorted(split.origins)[:2])}).",
+                f"{name} is a custom autograd function that reads a tensor that is sharded over the "
+                f"tensor-parallel ranks ({', '.join(sorted(split.origins)[:2])}).",
                 hint="keep the modules whose outputs it reads whole: --place.replicate NAME",
             )
         record_all_gather(split, f"{name}, a custom autograd function")

@@ -20,7 +20,7 @@ _PARAMS = "weights are gathered and used in bfloat16, but one process uses them 
 _COMPILE = "fused operations round less often, and the first step waits for the compiler"
 _SMALL = 0.005
 _WHOLE = "a compiled block is recomputed as a whole"
-_NO_TP = "torch.compile does not support tensors of which each rank holds a piece"
+_NO_TP = "torch.compile does not support tensors that tp shards over the ranks"
 
 
 @dataclass(frozen=True, kw_only=True)

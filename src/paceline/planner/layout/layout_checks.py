@@ -20,7 +20,7 @@ def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> lis
     train = settings.train
     found = list(_inexact(mesh)) if train.exact else []
     if train.compile and mesh.tp > 1:
-        cause = "torch.compile does not support tensors of which each rank holds a piece"
+        cause = "torch.compile does not support tensors that tp shards over the ranks"
         found.append(
             UsageError("--train.compile with tp is not supported.", cause=cause, hint="leave --train.compile out")
         )

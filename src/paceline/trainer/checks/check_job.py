@@ -11,8 +11,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state_outside_state_dict import extra_state, tensors_of
-from paceline.checkpoint.tensor_bytes import DTYPES, first_names
+from paceline.checkpoint.tensor_bytes import DTYPES
 from paceline.checkpoint.train_state import make_optimizers
+from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError, JobError, PacelineError, raise_all
 from paceline.job import Job
 from paceline.torch_internals.scalars import as_number

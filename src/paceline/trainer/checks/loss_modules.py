@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.tensor_bytes import first_names
 from paceline.comm.process_group import World
+from paceline.console.formatting import first_names
 from paceline.errors import JobError
 from paceline.parallel.module_access.tensor_access import bits_checksum
 from paceline.step.loss.modules_captured_by_loss import found_modules, found_parameters

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.checkpoint.tensor_bytes import first_names
+from paceline.console.formatting import first_names
 from paceline.errors import NonFiniteError
 from paceline.step.optimizer_update import gradient_values
 from paceline.trainer.setup.build_training_setup import TrainingSetup

@@ -184,7 +184,9 @@ class GraphStages:
         """Raise LayoutError unless each stage of a new graph uses only modules and parameters that the stage holds."""
         if list(places) != sorted(places):
             raise LayoutError(
-                "with these inputs the forward calls its modules in a different order than when it was cut."
+                "with these inputs the forward calls its modules in a different order than when it was cut.",
+                cause="a branch on a shape, an argument or train() and eval()",
+                hint="call the modules in the same order in every forward, or use another layout than pp",
             )
         first = {id(p): name for name, p in self.model.named_parameters()}
         for part, (start, stop) in zip(
