@@ -109,7 +109,7 @@ class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run was set to stop then. `step` is the step it happened in.
 
     `no_target`: a loss term had no target; this is the cause, and the inputs are not checked. `broken`: the
-    microbatches and terms whose loss was not finite, if the step knows them; `ranks`: the ranks that computed those.
+    microbatches and terms whose loss was not finite, if the step knows them; `ranks`: the ranks that hold those.
     """
 
     step: int | None = None

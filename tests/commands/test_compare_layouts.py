@@ -23,7 +23,7 @@ def test_layouts_side_by_side(shop: Shop) -> None:
     assert single["parameters"] == ddp[0]["parameters"] == ddp[1]["parameters"] == 4 * PARAMETERS
     assert single["optimizer"] == 8 * PARAMETERS + 4 * 6
     assert found["single"]["sent_bytes"] == [{}]
-    assert found["ddp"]["sent_bytes"][0]["all_reduce"] >= 4 * PARAMETERS  # and the joint vector, and statistics
+    assert found["ddp"]["sent_bytes"][0]["all_reduce"] >= 4 * PARAMETERS  # and the vector of totals, and statistics
     plans = [json.loads((shop.path / each["run"] / "plan.json").read_text()) for each in found.values()]
     assert {plan["micro_batch_size"] for plan in plans} == {6}
     page = (shop.path / "compare.html").read_text()

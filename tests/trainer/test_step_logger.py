@@ -26,7 +26,7 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
         named=[],
     )
     feed: Any = SimpleNamespace(num_samples=None)
-    heard = StepLogger(
+    logger = StepLogger(
         built=built,
         feed=feed,
         event_bus=SimpleNamespace(emit=told.append),  # type: ignore[arg-type]
@@ -39,9 +39,9 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
             step=step, samples=8, reduced=reduced, terms={}, loss=1.0, grad_norm=None, lr=0.1,
             compute_seconds=EACH, communication_seconds=0.0,
         )  # fmt: skip
-        heard.record(result, cursor=Cursor())
-    heard.flush()
-    heard.log_last()
+        logger.record(result, cursor=Cursor())
+    logger.flush()
+    logger.log_last()
     return [event for event in told if isinstance(event, StepDone)]
 
 

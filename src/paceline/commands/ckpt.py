@@ -151,10 +151,7 @@ def summarize_differences(found: Difference) -> str:
 
 def _newest(run: str) -> Path:
     folder, checkpoint = find_run(run, trains=True)
-    path = checkpoint or newest_or_tell(folder)
-    if path is None:
-        raise CheckpointError("the run has no good checkpoint.", where=str(folder.checkpoints))
-    return path
+    return checkpoint or newest_or_tell(folder)
 
 
 def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
@@ -229,8 +226,7 @@ def consolidate(
     folder, checkpoint = find_run(run, trains=True)
     path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_or_tell(folder)
     if path is None:
-        kind = "best" if best else "good"
-        raise CheckpointError(f"the run has no {kind} checkpoint.", where=str(folder.checkpoints))
+        raise CheckpointError("the run has no best checkpoint.", where=str(folder.checkpoints))
     if to.exists():
         raise CheckpointError(f"{to} exists and is not overwritten.", hint="another --to")
     loaded = load(path)

@@ -1,7 +1,6 @@
 """The `evaluate` verb."""
 
 import os
-import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.environments import detect
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import mesh_of
-from paceline.run_folder.run_folder import RunFolder, find_run, read_task
+from paceline.run_folder.run_folder import RunFolder, find_run, newest_or_tell, read_task
 
 ENTRY = "paceline.trainer.entrypoints:evaluate"
 
@@ -45,14 +44,16 @@ def evaluate(
         checkpoint = pointed_checkpoint(folder.checkpoints, BEST)
         if checkpoint is None:
             raise UsageError(f"{folder.path} has no best checkpoint.", hint="paceline ckpt ls")
-    options = {"split": split, "checkpoint": str(checkpoint or "")}
     how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")
-    task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
         given = common.job_handle is not None
         print_line("the job: the object that was passed" if given else f"the job (its code runs): {task.job}")
+    if joined is None:
+        checkpoint = checkpoint or newest_or_tell(folder)
+    options = {"split": split, "checkpoint": str(checkpoint or "")}  # without a name, each joined rank chooses
+    task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
     with scratch_folder("evaluate") as aside:
         answer = RunFolder(aside.path).answer("evaluate")
         task = replace(task, options={**options, "answer": str(answer)})
@@ -63,8 +64,6 @@ def evaluate(
             return outcome
         value = read_json(answer) if answer.exists() else None
     if value is not None:
-        for line in value["refused"]:
-            print_line(line, sys.stderr)
         with suppress(OSError):  # the disk may be read-only
             write_json(folder.answer("evaluate"), value)
     return replace(outcome, value=value)

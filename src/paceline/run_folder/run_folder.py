@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.checkpoint.files.checkpoint_folder import all_steps, newest_good, step_of, was_saved
+from paceline.checkpoint.files.checkpoint_folder import all_steps, newest_good, none_usable, step_of, was_saved
 from paceline.checkpoint.files.manifest import MANIFEST
 from paceline.config.task import Task
 from paceline.console.formatting import closest_word
@@ -178,17 +178,21 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
         return origin, str(checkpoint or "newest")
     if was_saved(own.checkpoints):
         return own, "newest"
-    checkpoint = checkpoint or newest_or_tell(origin)
-    if checkpoint is None:
-        raise UsageError(f"{origin.path} has no checkpoint to start from.", hint=f"paceline ckpt ls {origin.path}")
-    return own, str(checkpoint)
+    return own, str(checkpoint or newest_or_tell(origin))
 
 
-def newest_or_tell(run: RunFolder) -> Path | None:
-    """Return the newest good checkpoint; each newer one that can't be used is named on standard error."""
+def newest_or_tell(run: RunFolder, *, tells: bool = True) -> Path:
+    """Return the newest good checkpoint; if `tells`, name each newer one that is damaged on standard error.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     path, refused = newest_good(run.checkpoints)
+    if path is None:
+        raise none_usable(run.checkpoints, refused)
     for one in refused:
-        print_line(str(one), sys.stderr)
+        if tells and not one.is_unfinished:
+            print_line(str(one), sys.stderr)
     return path
 
 

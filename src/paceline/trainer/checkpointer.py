@@ -15,10 +15,12 @@ from paceline.checkpoint.error_feedback_state import held_files, load_held
 from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
     OpenCheckpoint,
+    UnusableCheckpoint,
     is_mark_lost,
     load,
     mark_best,
     newest_good,
+    none_usable,
     prune,
     step_name,
     was_saved,
@@ -277,28 +279,20 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
         CheckpointError: the one asked for cannot be used, or none of several can.
     """
     chosen: str | None = None
-    refused: list[tuple[str, str]] = []
+    told: list[tuple[str, str]] = []
     if world.is_main and asked is None:
         path, bad = newest_good(folder)
-        chosen, refused = (str(path) if path else None), [(str(r.path), r.reason) for r in bad]
+        chosen, told = (str(path) if path else None), [(str(r.path), r.reason) for r in bad]
     elif asked is not None:
         chosen = str(asked)
-    chosen, refused = world.share_json([chosen, refused])
-    events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refused]
+    chosen, told = world.share_json([chosen, told])
+    refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in told]
+    events: list[Event] = [CheckpointRefused(path=str(one.path), reason=one.reason) for one in refused]
     if chosen is None:
-        whole = [path for path, reason in refused if "interrupted" not in reason]
-        if whole:
-            raise all_refused(folder, refused, hint="paceline ckpt ls, or start a new run with another --run-dir")
+        if any(not one.is_unfinished for one in refused):
+            raise none_usable(folder, refused, hint="paceline ckpt ls, or start a new run with another --run-dir")
         return None, events
     return load(Path(chosen)), events
-
-
-def all_refused(folder: Path, refused: Sequence[tuple[str, str]], *, hint: str) -> CheckpointError:
-    """Return the error for when no checkpoint can be used. Interrupted ones do not count as checkpoints."""
-    whole = [reason for _, reason in refused if "interrupted" not in reason]
-    return CheckpointError(
-        f"none of the {len(whole)} checkpoints can be used; the newest: {whole[0]}", where=str(folder), hint=hint
-    )
 
 
 def began_as(loaded: OpenCheckpoint) -> Mapping[str, Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.files.checkpoint_folder import load, newest_good
+from paceline.checkpoint.files.checkpoint_folder import load
 from paceline.config.task import Task
-from paceline.errors import CheckpointError, JobError
+from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
-from paceline.run_folder.run_folder import RunFolder
-from paceline.trainer.checkpointer import all_refused, restore_weights
+from paceline.run_folder.run_folder import RunFolder, newest_or_tell
+from paceline.trainer.checkpointer import restore_weights
 from paceline.trainer.parameter_server_worker import WorkerFinished
 from paceline.trainer.run import Run
 
@@ -43,7 +43,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     task = session.ready.task
     run = RunFolder(Path(task.run))
     named = task.options.get("checkpoint")
-    path, refused = (Path(named), []) if named else _newest(run.checkpoints)
+    path = Path(named) if named else newest_or_tell(run, tells=session.world.is_main)
     loaded = load(path)
     restore_weights(loaded, built=session.built)
     session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
@@ -53,7 +53,6 @@ def evaluate(payload: Mapping[str, Any]) -> int:
             "split": split,
             "step": loaded.step,
             "checkpoint": str(path),
-            "refused": refused,
             "metrics": event.metrics,
             "samples": event.samples,
             "average": event.average,
@@ -61,21 +60,6 @@ def evaluate(payload: Mapping[str, Any]) -> int:
         write_json(Path(task.options["answer"]), answer)
     session.close()
     return 0
-
-
-def _newest(folder: Path) -> tuple[Path, list[str]]:
-    """Return the newest good checkpoint, and a line about each newer one that can't be used.
-
-    Raises:
-        CheckpointError: there is none, or none of them can be used.
-    """
-    path, bad = newest_good(folder)
-    if path is not None:
-        return path, [str(one) for one in bad]
-    refused = [(str(one.path), one.reason) for one in bad]
-    if any("interrupted" not in reason for _, reason in refused):
-        raise all_refused(folder, refused, hint="paceline ckpt ls")
-    raise CheckpointError("the run has no checkpoint to evaluate.", where=str(folder))
 
 
 def _leave_out_training(run: Run) -> None:

@@ -194,7 +194,8 @@ class Loop:
             given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
             if not step_rule(self.built.plan.rule).traits.reads_samples:
                 given = whole_batch(given, self.built)
-            raise name_inputs(error, given, world=world) from None
+            over_batch = self.built.step.replica.contract.over_batch
+            raise name_inputs(error, given, world=world, over_batch=over_batch) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
         """Return exact metrics on a split, of the current weights or of their average where the job has one."""

@@ -106,7 +106,7 @@ class StepComparison:
 
     @property
     def known(self) -> dict[str, float] | None:
-        """The joint counts, if the job gives them before the forward."""
+        """The global counts, if the job gives them before the forward."""
         return self._inquiry.known
 
     def see_own(

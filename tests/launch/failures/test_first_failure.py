@@ -52,6 +52,9 @@ def test_a_loss_that_is_not_finite_is_that_of_the_rank_that_computed_it(others: 
     heard = [replace(failure(rank, "NonFiniteError", 5 + rank), said=said) for rank in (0, *others)]
     found = first_failure(heard)
     assert found is not None and (found.rank, found.kind) == (1, "NonFiniteError")
+    assert found.told_by == (None if others else 0)
+    echo = first_failure([heard[0], failure(1, "RuntimeError", 9, LOST)])
+    assert echo is not None and (echo.rank, echo.kind, echo.told_by) == (1, "NonFiniteError", 0)
     own = first_failure([replace(failure(2, "NonFiniteError", 1), said=said), *heard])
     assert own is not None and own.rank == 2
 

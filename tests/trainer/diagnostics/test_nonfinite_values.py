@@ -2,7 +2,10 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,11 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.process_group import World
+from paceline.errors import NonFiniteError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.step.step_totals import TotalsReduction
-from paceline.trainer.diagnostics.nonfinite_inputs import place_of
+from paceline.trainer.diagnostics.nonfinite_inputs import name_inputs, place_of
 from tests.conftest import SMALL_JOB, Shop
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
@@ -40,6 +44,27 @@ def test_the_microbatch_whose_loss_is_not_finite_is_named_with_its_rank(
     ended = shop.train("run", "--job.samples", "24", steps=3)
     assert ended.code == 1 and "step 2: loss is nan" in ended.err, ended.text
     assert f"where: the loss of microbatch {micro} (rank {rank}), of 2 in this step" in ended.err, ended.text
+    assert f"First error: rank {rank}, NonFiniteError" in ended.err, ended.text
+
+
+def blamed(gather: Callable[[Any], Any], **about: bool) -> tuple[str, tuple[int, ...]]:
+    """The place and the ranks of a NaN in microbatch 2, as rank 1 of 2 names them."""
+    error = NonFiniteError("step 1: loss is nan.")
+    error.broken = ((1, "loss"),)
+    micro = [SimpleNamespace(index=1, data=torch.zeros(2, 3), indices=[2, 3])]
+    given: Any = SimpleNamespace(micro=micro, num_micro=2)
+    world: Any = SimpleNamespace(rank=1, world_size=2, gather_json=gather)
+    found = name_inputs(error, given, world=world, **about)
+    return found.where, found.ranks
+
+
+def test_a_rank_is_blamed_only_where_all_ranks_were_asked_and_each_has_its_own_loss() -> None:
+    def unreachable(_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    assert blamed(lambda own: [[[], [0]], own]) == ("the loss of microbatch 2 (rank 1), of 2 in this step", (1,))
+    assert blamed(unreachable) == ("the loss of microbatch 2, of 2 in this step", ())
+    assert blamed(lambda own: [[[], [0]], own], over_batch=True) == ("", ())
 
 
 def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> None:

@@ -235,10 +235,10 @@ def stand_in(self, given, data, missing, totals, *, step, stop):
     if not missing:
         return _stand_in(self, given, data, missing, totals, step=step, stop=stop)
     spare = self._stand.spare(given, data)
-    terms = passes.forward(self._parts, spare, step=step, index=given.num_micro, num_samples=1)
+    terms = passes.forward(self._replica, spare, step=step, index=given.num_micro, num_samples=1)
     totals = totals or self._reporter.new_totals(given, terms, stop=stop)
     self._reporter.send(totals)
-    passes.backward(self._parts, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
+    passes.backward(self._replica, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
     return totals
 
 _stand_in = passes.MicrobatchForwardBackward._stand_in

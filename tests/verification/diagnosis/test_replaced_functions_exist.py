@@ -27,15 +27,28 @@ def gone(code: str) -> Iterator[str]:
                     found[alias.asname or alias.name] = _entry(module, alias.name)
                 except (ImportError, AttributeError):
                     yield f"{node.module}.{alias.name}"
-    functions: dict[str, ast.arguments] = {one.name: one.args for one in tree.body if isinstance(one, ast.FunctionDef)}
+    methods = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+    functions = {name: one.args for name, one in methods.items()}
     for statement in (one for one in tree.body if isinstance(one, ast.Assign)):
         for node in ast.walk(statement):
             if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in found):
                 continue
             if not hasattr(found[node.value.id], node.attr):
                 yield ast.unparse(node)
+            elif isinstance(statement.value, ast.Name) and isinstance(getattr(found[node.value.id], node.attr), type):
+                yield from _unknown(getattr(found[node.value.id], node.attr), method=methods.get(statement.value.id))
             elif node in statement.targets:
                 yield from _not_taken(getattr(found[node.value.id], node.attr), by=statement.value, functions=functions)
+
+
+def _unknown(owner: type, *, method: ast.FunctionDef | None) -> Iterator[str]:
+    """The private attributes that a planted method reads of `self`, and that no source of its class mentions."""
+    sources = "".join(inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith("paceline"))
+    for node in ast.walk(method) if method is not None else ():
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+            continue
+        if node.attr.startswith("_") and f".{node.attr}" not in sources and f"def {node.attr}(" not in sources:
+            yield f"{owner.__name__}.{node.attr}"
 
 
 def _not_taken(part: object, *, by: ast.expr, functions: dict[str, ast.arguments]) -> list[str]:

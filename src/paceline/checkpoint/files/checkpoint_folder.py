@@ -7,6 +7,7 @@ carries its own, so that no flipped bit loads silently.
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,11 @@ class UnusableCheckpoint:
 
     def __str__(self) -> str:
         return f"refused {self.path}: {self.reason}"
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True for what an interrupted save left: it was no checkpoint yet."""
+        return self.path.name.startswith(ASIDE)
 
 
 def step_name(step: int) -> str:
@@ -116,6 +122,15 @@ def newest_good(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
     if not refused and gone != folder and not gone.exists():
         refused.append(UnusableCheckpoint(path=gone, reason="`latest` names it, but it no longer exists"))
     return None, refused
+
+
+def none_usable(
+    folder: Path, refused: Sequence[UnusableCheckpoint], *, hint: str = "paceline ckpt ls"
+) -> CheckpointError:
+    """Return the error for a run without a good checkpoint. What an interrupted save left does not count as one."""
+    damaged = [one.reason for one in refused if not one.is_unfinished]
+    what = f"none of the {len(damaged)} checkpoints can be used; the newest: {damaged[0]}" if damaged else ""
+    return CheckpointError(what or "the run has no checkpoint.", where=str(folder), hint=hint)
 
 
 def was_saved(folder: Path) -> bool:

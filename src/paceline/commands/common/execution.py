@@ -102,7 +102,7 @@ class CommandOutcome:
     value: Any = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     """The screen's facts under the keys of `--json`."""
-    outcome: LaunchOutcome | None = None
+    launched: LaunchOutcome | None = None
     """The outcome of processes that were started here; None in a joined world."""
     tells: bool = True
     """False on the silent ranks of a joined world: rank 0 prints results, the first failing rank prints errors."""
@@ -112,7 +112,7 @@ class CommandOutcome:
     @property
     def failure(self) -> Failure | None:
         """Return the first failure of processes that were started here."""
-        return None if self.outcome is None else self.outcome.failure
+        return None if self.launched is None else self.launched.failure
 
     def summary(self) -> dict[str, Any]:
         """Return the keys of `--json` that every verb has."""
@@ -246,35 +246,35 @@ def execute(
         saves=task.verb == "train",
         servers=parse_update(task.update).servers,
     )
-    outcome = start(request, on_start=follow)
+    launched = start(request, on_start=follow)
     if tails and not common.quiet:
         tails[-1].close()
-    return command_outcome(task, outcome)
+    return command_outcome(task, launched)
 
 
 def read_result(task: Task, verb: str) -> Any:
-    """Return the answer that rank 0 wrote for the command."""
+    """Return the result that rank 0 wrote for the command."""
     path = RunFolder(Path(task.run)).answer(verb)
     return read_json(path) if path.exists() else None
 
 
-def command_outcome(task: Task, outcome: LaunchOutcome) -> CommandOutcome:
-    """Build the result of an outcome: the last lines and, if memory ran out, the layouts that need less."""
-    go_on = command_again(task) if task.verb == "train" and outcome.can_resume else ""
+def command_outcome(task: Task, launched: LaunchOutcome) -> CommandOutcome:
+    """Build the result of a launch: the last lines and, if memory ran out, the layouts that need less."""
+    go_on = command_again(task) if task.verb == "train" and launched.can_resume else ""
     more: tuple[str, ...] = ()
-    if go_on and outcome.failure is not None and outcome.failure.is_short_of_memory:
+    if go_on and launched.failure is not None and launched.failure.is_short_of_memory:
         from paceline.measured_planning.auto_layout import on_rung
         from paceline.measured_planning.oom_advice import cheaper_layouts, model_profile_of_run
 
         found = cheaper_layouts(
-            task, outcome.failure, learn=model_profile_of_run, typed=lambda rung: command_with(on_rung(task, [rung]))
+            task, launched.failure, learn=model_profile_of_run, typed=lambda rung: command_with(on_rung(task, [rung]))
         )
         more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
-    screen = last_words(outcome, go_on=go_on, more=more)
-    keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(more)} if more else {})
+    screen = last_words(launched, go_on=go_on, more=more)
+    keys = failure_keys(launched, go_on=go_on) | ({"changes": list(more)} if more else {})
     return CommandOutcome(
-        exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
-        outcome=outcome,
+        exit_code=launched.exit_code, run=Path(task.run), seconds=launched.seconds, screen=screen, keys=keys,
+        launched=launched,
     )  # fmt: skip
 
 

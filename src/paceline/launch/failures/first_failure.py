@@ -27,7 +27,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
 
     A lost connection is what the others see after the culprit has exited: it sorts last. A signal that we did not send
     sorts before an exception, since its victim could write nothing and its end is noticed a moment later, unless the
-    exception came well before. A loss that is not finite stops every rank: the rank that computed it comes first.
+    exception came well before. A loss that is not finite stops every rank: one that holds its microbatch comes first.
     """
     if not failures:
         return None
@@ -35,7 +35,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     ranks = first.said.get("ranks")
     if not ranks or first.rank in ranks:
         return first
-    return next((failure for failure in failures if failure.rank == ranks[0]), replace(first, rank=ranks[0]))
+    own = (failure for failure in failures if failure.rank == ranks[0] and failure.kind == first.kind)
+    return next(own, replace(first, rank=ranks[0], told_by=first.rank))
 
 
 def _when(failure: Failure) -> int:

@@ -94,9 +94,9 @@ class PipeDreamStep(SynchronousStep):
 
     def lateness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage, counted once per microbatch."""
-        replica = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
+        place = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
         late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
-        return [{"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}]
+        return [{"who": f"stage {self._stage}{place}", "late": late, "versions": self._most, "sent_bytes": sent}]
 
     def settle(self) -> None:
         """Finish all batches that were begun."""

@@ -15,11 +15,11 @@ from paceline.torch_internals.pytree import tensor_leaves
 _MOST_SHOWN = 4
 
 
-def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> NonFiniteError:
+def name_inputs(error: NonFiniteError, given: StepInput, *, world: World, over_batch: bool = False) -> NonFiniteError:
     """Add to the error which microbatches had non-finite losses, on which ranks, and any NaN or infinity in the batch.
 
     Every rank must call this: loss and gradient are the same on all. If a term has no target, the data may mark it with
-    NaN, and the error already has its cause.
+    NaN, and the error already has its cause. With `over_batch` the loss is of the whole batch, so of no rank alone.
     """
     if error.no_target:
         return error
@@ -27,9 +27,10 @@ def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> Non
     everywhere = [[mine, [micro.index for micro in given.micro]]]
     with suppress(Exception):  # another rank may have exited for its own reason
         everywhere = world.gather_json(everywhere[0])
-    held = {rank: indices for rank, (_, indices) in enumerate(everywhere)} if world.world_size > 1 else {}
-    error.where = place_of(error.broken, held, num_micro=given.num_micro)
-    broken = {index for index, _ in error.broken}
+    is_known = 1 < world.world_size == len(everywhere)
+    held = {rank: indices for rank, (_, indices) in enumerate(everywhere)} if is_known else {}
+    broken = set() if over_batch else {index for index, _ in error.broken}
+    error.where = "" if over_batch else place_of(error.broken, held, num_micro=given.num_micro)
     error.ranks = tuple(rank for rank, indices in held.items() if broken & set(indices))
     bad = sorted({sample for found, _ in everywhere for sample in found})
     if not bad:

@@ -306,7 +306,7 @@ def _context(
     update: OptimizerUpdate,
     turns: HostRngTurns | None,
 ) -> ReplicaContext:
-    """Return the step context of one replica."""
+    """Return the context of one replica."""
     train = settings.train
     rounds = synchronise(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)

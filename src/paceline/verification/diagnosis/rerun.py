@@ -55,7 +55,7 @@ class ReferenceRerun:
 
     @cached_property
     def known(self) -> dict[str, float] | None:
-        """The joint counts, if the job gives them before the forward."""
+        """The global counts, if the job gives them before the forward."""
         return known_counts(self._reference.job, [piece.data for piece in self.pieces])
 
     @property

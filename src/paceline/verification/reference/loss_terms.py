@@ -10,7 +10,7 @@ from paceline.job import Job
 
 
 def weighted_loss(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
-    """Return the loss for backward: the only sum, or the terms divided by their joint counts, by 1 if a count is 0."""
+    """Return the loss for backward: the only sum, or the terms divided by their global counts, by 1 if a count is 0."""
     if known is None:
         (total, _), *rest = terms.values()
         if rest:
@@ -36,7 +36,7 @@ def leaves_of(losses: Sequence[Tensor]) -> list[nn.Parameter]:
 
 
 def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-    """Return the joint counts of these microbatches, if the job gives them before the forward."""
+    """Return the global counts of these microbatches, if the job gives them before the forward."""
     if job.count is None:
         return None
     totals: dict[str, float] = {}
@@ -48,6 +48,6 @@ def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
 
 
 def counts_of_part(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-    """Return the joint counts of one share or site; a count of 0 becomes 1, so that such a term adds nothing."""
+    """Return the counts of one share or site; a count of 0 becomes 1, so that such a term adds nothing."""
     found = known_counts(job, data)
     return None if found is None else {name: count or 1.0 for name, count in found.items()}
