@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from paceline.job import load_job, refuse_job
 from paceline.job_field_checks import _unfit_metrics, unfit_data, whole_indices
 from paceline.job_parameters import typed_parameters
 from paceline.launch.agent.worker_process import _entered
+from paceline.trainer.checks.evaluation_checks import best_rule
 
 
 class Kind(Enum):
@@ -279,3 +281,21 @@ def test_a_metric_that_can_not_take_output_and_batch_is_refused_before_the_first
         type("Own", (), {"update": None, "compute": None})(),
     ]  # fmt: skip
     assert not list(_unfit_metrics({str(place): metric for place, metric in enumerate(good)}))
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "val/acc", "Top1", "f1_macro", "mIoU"])
+def test_a_metric_whose_name_says_that_higher_is_better_needs_its_mode(metric: str) -> None:
+    lowest = f"would take the lowest {metric} for the best"
+    with pytest.raises(JobError, match=lowest):
+        pl.EarlyStopping(metric=metric)
+    with pytest.raises(JobError, match=lowest):
+        best_rule(SimpleNamespace(best=metric))  # type: ignore[arg-type]
+    assert best_rule(SimpleNamespace(best=f"{metric}:max")) == (metric, "max")  # type: ignore[arg-type]
+    assert pl.EarlyStopping(metric=metric, mode="max").mode == "max"
+    assert pl.EarlyStopping(metric=metric, mode="min").mode == "min"
+
+
+@pytest.mark.parametrize("metric", ["loss", "perplexity", "error", "distance", "mapped", "accent"])
+def test_any_other_metric_is_better_the_lower_it_is(metric: str) -> None:
+    assert pl.EarlyStopping(metric=metric).mode == "min"
+    assert best_rule(SimpleNamespace(best=metric)) == (metric, "min")  # type: ignore[arg-type]

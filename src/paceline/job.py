@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.config.job_reference import JobRef
 from paceline.errors import JobError, PacelineError, problems_of, raise_all
-from paceline.job_field_checks import unfit_fields, unknown_fields
+from paceline.job_field_checks import mode_of_metric, unfit_fields, unknown_fields
 from paceline.job_parameters import missing_parameters, typed_parameters
 from paceline.torch_internals.scalars import as_count, as_number
 from paceline.user_code import is_users, script_words
@@ -29,16 +29,27 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop when `metric` has not improved by more than `min_delta` in `patience` evaluations."""
+    """Stop when `metric` has not improved by more than `min_delta` in `patience` evaluations.
+
+    Without `mode`, lower is better, unless the name says otherwise (accuracy, f1, ...): then it must be given.
+    """
 
     metric: str
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     patience: int = 3
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        """Convert numbers of any type to Python's own."""
+        """Convert numbers of any type to Python's own, and settle the mode.
+
+        Raises:
+            JobError: the mode of a metric such as accuracy is missing.
+        """
         _take_numbers(self, counts=("patience",), numbers=("min_delta",))
+        if self.mode is None:
+            written = f"EarlyStopping(metric={self.metric!r})"
+            hint = f'EarlyStopping(metric={self.metric!r}, mode="max")'
+            object.__setattr__(self, "mode", mode_of_metric(self.metric, written=written, hint=hint))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Checks of a job's fields: every invalid one is named, with the line to write."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -37,6 +38,26 @@ _NEEDED = {
 }
 _BATCH_SIZES = ("batch_size", "train_batch_size", "batch")
 _ARRAYS = (Tensor, np.ndarray)
+_HIGHER_IS_BETTER = {
+    "acc", "accuracy", "ap", "auc", "auroc", "bleu", "correct", "dice", "f1", "iou", "map50", "miou", "precision",
+    "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5",
+}  # fmt: skip
+
+
+def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "max"]:
+    """Return the mode of a metric that is written without one: lower is better.
+
+    Raises:
+        JobError: its name says that higher is better.
+    """
+    words = re.findall(r"[a-z]+[0-9]*", metric.lower())
+    if _HIGHER_IS_BETTER.isdisjoint(words):
+        return "min"
+    raise JobError(
+        f"{written} would take the lowest {metric} for the best.",
+        cause="a metric without a mode is better the lower it is, as a loss is",
+        hint=f"{hint}; or min, if lower is better",
+    )
 
 
 def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:

@@ -319,7 +319,7 @@ class Run:
         if self._chooses:
             self._task = resolve("paceline.measured_planning.auto_worker:settled_here")(self._task, job=self.job)
         if stays:
-            if self._exact or processes < self._task.ranks:
+            if self._exact or processes < self._task.ranks or "train.threads" in self._task.settings:
                 self._threads = torch.get_num_threads()
                 torch.set_num_threads(threads_of(self._task, exact=self._exact))
             configure_malloc(os.environ)

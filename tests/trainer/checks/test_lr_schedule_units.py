@@ -66,6 +66,13 @@ def test_a_schedule_in_updates_is_not_told(name: str) -> None:
     assert found(UPDATES[name], total=90 * 391, per_epoch=391) == []
 
 
+def test_a_step_of_a_few_epochs_in_a_short_run_is_told() -> None:
+    step: Make = lambda o: torch_s.StepLR(o, 2, 0.1)  # noqa: E731
+    assert len(found(step, total=6 * 13, per_epoch=13)) == 1
+    assert found(lambda o: torch_s.StepLR(o, 2 * 13, 0.1), total=6 * 13, per_epoch=13) == []
+    assert found(lambda o: torch_s.StepLR(o, 10, 0.1), total=6 * 13, per_epoch=13) == [], "30 of 78 updates"
+
+
 def test_as_many_updates_as_epochs_are_told_in_short_epochs_also() -> None:
     cosine: Make = lambda o: torch_s.CosineAnnealingLR(o, 6)  # noqa: E731
     assert len(found(cosine, total=24, per_epoch=4)) == 1

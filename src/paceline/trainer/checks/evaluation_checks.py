@@ -10,6 +10,7 @@ from paceline.console.formatting import did_you_mean, plural
 from paceline.data.order.cursor import Cursor
 from paceline.errors import JobError, PacelineError, UsageError, raise_all
 from paceline.job import EarlyStopping, Job
+from paceline.job_field_checks import mode_of_metric
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.trainer.setup.duration import Progress
 
@@ -28,10 +29,9 @@ def early_stopping(job: Job) -> EarlyStopping | None:
 def best_rule(job: Job) -> tuple[str, str]:
     """Return the metric that decides which checkpoint is best, and its mode, `min` or `max`."""
     metric, _, mode = (job.best or "loss:min").partition(":")
-    mode = mode or "min"
-    if mode not in ("min", "max") or not metric:
+    if mode not in ("", "min", "max") or not metric:
         raise JobError(f"best={job.best!r} is not understood.", hint='best="accuracy:max"')
-    return metric, mode
+    return metric, mode or mode_of_metric(metric, written=f"best={job.best!r}", hint=f'best="{metric}:max"')
 
 
 def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
 )
 
 _SMALL_SHARE = 0.05
+_FEW, _MANY = 2.0, 8  # a schedule in updates does not end after 2 for each epoch, where an epoch has 8 or more
 _NOTHING_LEFT = 1e-3
 
 
@@ -49,7 +50,9 @@ def _is_short(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool
     if span.end >= total_steps or epoch_steps == 1:
         return False
     epochs = total_steps / epoch_steps if epoch_steps else 0.0
-    return span.end <= _SMALL_SHARE * total_steps or (epochs >= 2 and span.counts == (round(epochs),))
+    if epochs >= 2 and (span.counts == (round(epochs),) or ((epoch_steps or 0) >= _MANY and span.end <= _FEW * epochs)):
+        return True
+    return span.end <= _SMALL_SHARE * total_steps
 
 
 def _span(schedule: Any, unit: str) -> _Span | None:

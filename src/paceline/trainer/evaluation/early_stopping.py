@@ -79,7 +79,7 @@ class BestMetricTracker:
         if rule.metric not in event.metrics:
             return False
         value, progress = event.metrics[rule.metric], self._progress
-        if _is_better(value, progress.rule_best, mode=rule.mode, by=rule.min_delta):
+        if _is_better(value, progress.rule_best, mode=rule.mode or "min", by=rule.min_delta):
             progress.waited, progress.rule_best = 0, value
             return False
         progress.waited += 1
