@@ -334,6 +334,19 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
     assert torch.equal(drawn, torch.get_rng_state()) and "seen" not in vars(model)
 
 
+def test_a_loss_that_asks_for_float32_is_compared_in_float64_too() -> None:
+    """Sums in float32 over large logits would differ by more than the check accepts."""
+
+    def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        logits = 300 * output.flatten(0, 1).float()
+        return F.cross_entropy(logits, batch.flatten() % logits.shape[-1], reduction="sum"), batch.numel()
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batch = torch.randint(0, 7, (4, 9))
+        check_context(model=Own(), batch=batch, sequence={"0": 1}, ranks=2, forward=own().forward, loss=loss)
+
+
 REFUSED = [
     (lambda: own(attention="matmul"), r"first that differs is that of (head|the model's own)"),
     (lambda: own(positions="sum"), r"first that differs is that of qkv \(Linear\)"),

@@ -14,6 +14,7 @@ from paceline.errors import LayoutError
 from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.graph.cut_points import plan_graph
+from paceline.parallel.pipeline.stagewise_check import compare_stagewise
 from paceline.step.pipeline.split_backward import backward_input
 from tests.parallel.pipeline.stages_in_one_process import Ranks, alone
 
@@ -231,3 +232,19 @@ def test_dropout_that_is_raised_after_planning_draws_as_in_one_process() -> None
     assert [len(sent.tensors) for sent in staged.forward(0)[0][:1]] == [1], "nothing crosses for rates that are off"
     assert all(torch.equal(staged.train(microbatch), loss) for microbatch, loss in enumerate(losses))
     assert all(torch.equal(found, right[name]) for name, found in staged.gradients().items())
+
+
+@pytest.mark.parametrize(("inside", "between"), [(0.3, 0.0), (0.3, 0.3), (0.0, 0.3)])
+def test_stages_whose_blocks_draw_have_the_result_of_the_whole_model(inside: float, between: float) -> None:
+    torch.manual_seed(0)
+    model = _Raised()
+    model.between.p = between
+    for block in model.blocks:
+        block[1].p = inside
+
+    def call() -> Tensor:
+        model.train()
+        return _odd_loss(model, 0)
+
+    compare_stagewise(model, cut=plan_cut(model, num_stages=2, call=call), call=call)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)

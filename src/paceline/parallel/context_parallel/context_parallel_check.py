@@ -46,7 +46,7 @@ _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class InDouble(TorchFunctionMode):
-    """A mode that gives float64 where a forward asks for float32, whose rounding would hide errors in this check."""
+    """A mode that gives float64 where a forward or a loss asks for float32: its rounding would hide errors here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call the function, with every explicitly named lower precision replaced by float64."""
@@ -93,7 +93,8 @@ class _Run:
         with watching as draws:
             with placed.forward(part), InDouble(), NoAttentionDropout(), _watched(mirror) as seen:
                 output = self.forward(mirror, part.data)
-            found = self.loss(output, part.data) if self.loss is not None else {}
+            with InDouble():
+                found = self.loss(output, part.data) if self.loss is not None else {}
         ended = host_states()
         target = _target(output, found, self.weigh, rank=world.rank, size=world.world_size)
         with placed.backward(part), InDouble(), NoAttentionDropout():

@@ -1,6 +1,8 @@
 """Check of a cut in one process: the stages, run one after another, must give the whole model's result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.parallel.pipeline.chain.split import StageSplit
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.stage_io import Path, tensors_in
+from paceline.torch_internals.rng import get_states, seed_all, set_states
 
 _ROUNDING = 1e-5
 
@@ -21,8 +24,8 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
 
     Modules of other stages return NaN, so a needed value that is not sent shows; hooks on other stages' blocks are not
     called, so values that they catch are missing. Each stage starts with the unchanged model, as in a process of its
-    own, and with the random generators as at the start of the whole forward. `compares` is False if tensors have no
-    values.
+    own, and with the random generators as at the start of the whole forward. Blocks draw from streams of their own, as
+    in training. `compares` is False if tensors have no values.
 
     Raises:
         NoChain: a stage fails, or the last stage's result is not the whole model's.
@@ -30,7 +33,7 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _streams_of_blocks(model, cut.blocks):
             with side_effect_free(model):
                 right = dict(tensors_in(call()))
             found = dict(tensors_in(_staged(model, cut, call)))
@@ -39,6 +42,30 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def _streams_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    """Seed the generators for each block's forward by its number, and put them back behind it.
+
+    A stage does not run the other stages' blocks, so what those would draw must not move the draws that follow.
+    """
+    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+    before: list[tuple[Any, ...]] = []
+
+    def enter(number: int, *_: Any) -> None:
+        before.append(get_states(gpu))
+        seed_all(number)
+
+    def leave(*_: Any) -> None:
+        set_states(before.pop(), gpu)
+
+    with ExitStack() as hooks:
+        for number, name in enumerate(blocks):
+            block = model.get_submodule(name)
+            hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
+            hooks.callback(block.register_forward_hook(leave, always_call=True).remove)
+        yield
 
 
 def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
