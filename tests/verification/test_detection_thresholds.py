@@ -289,6 +289,18 @@ def test_a_loss_that_is_one_percent_off_a_sum_is_told(by: float, is_sum: bool, m
     assert ("in microbatches of 4" in answer["lines"][-1]) is not is_sum
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_model_with_dropout_is_verified_for_its_microbatches_alone(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(job_of().model(), nn.Dropout(rate))
+
+    answer = verify(replace(job_of(), model=model), None, monkeypatch)
+    assert answer["verdict"] != "different" and "The loss is a sum over samples" in answer["rungs"][0]["detail"]
+    assert ("one process in microbatches of 4: " in answer["lines"][-1]) is bool(rate)
+
+
 def test_a_learning_rate_of_zero_is_no_test_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def warming(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step < 4 else 1.0)

@@ -9,7 +9,7 @@ import torch
 from paceline.data.stream.iterable_loader import checksum
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.verification.noise_floor import ModelSnapshot, is_rounding, measure_floors
-from paceline.verification.reference.dropout_isolation import NoDropout, without_dropout
+from paceline.verification.reference.dropout_isolation import NoDropout, has_dropout, without_dropout
 from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
 from paceline.verification.reference.sample_reader import num_rows
 from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
@@ -125,7 +125,7 @@ def _halves(reference: Reference, rung_result: RungResult) -> None:
         reference = reference.with_spec(autocast=None)
     if reference.job.loss_over == "batch":
         rung_result.detail += " The loss is over the whole batch: parts need not add up to it."
-        rung_result.by_micro = False
+        rung_result.by_micro = has_dropout(reference.model)
         return
     if norms_with_statistics(reference.model):
         rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
@@ -144,7 +144,7 @@ def _halves(reference: Reference, rung_result: RungResult) -> None:
     factor = median(each for _, each, _ in found)
     if apart <= least:
         rung_result.detail += " The loss is a sum over samples."
-        rung_result.by_micro = False
+        rung_result.by_micro = has_dropout(reference.model)  # each microbatch draws its own mask
         return
     if is_kept:
         rung_result.detail += (
