@@ -27,7 +27,7 @@ class ReplacedGradients:
 
 
 class GradientGuard:
-    """The placeholders of one placed model: for its own parameters, and for the optimizers' parts of them.
+    """The placeholders of one placed model: for its parameters and, where they differ, for the optimizers' shards.
 
     `apart`: ranks hold parts of gradients; otherwise gradients are whole after the reduction.
     """
@@ -69,7 +69,7 @@ class GradientGuard:
 class _Row:
     """One parameter: the model's own tensor and the optimizer's part, which may be the same tensor.
 
-    Autograd writes to one of them, or to what fsdp gathers; the gradient of that is removed during backward.
+    Autograd writes to one of these tensors or, under fsdp, to the gathered parameter, whose gradient fsdp removes.
     """
 
     def __init__(self, name: str, tensors: Sequence[nn.Parameter], *, apart: bool) -> None:
@@ -150,7 +150,7 @@ class _Unready(Tensor):
             )
         if in_backward():
             return UsageError(
-                f"a backward other than placed.backward reaches {self.known_as} between its backward and its step.",
+                f"another backward reached {self.known_as} between placed.backward and the optimizer's step.",
                 cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
@@ -181,7 +181,7 @@ class GradientLeaves:
         """Run backward into these tensors.
 
         Raises:
-            LayoutError, UsageError: the loss is computed from rows of weights, or every parameter is frozen.
+            LayoutError, UsageError: the loss uses a sharded (DTensor) parameter directly, or every parameter is frozen.
         """
         rows = [(name, holder) for name, holder in self._rows if holder.requires_grad]
         if isinstance(loss, DTensor):

@@ -96,7 +96,7 @@ def _named(failure: dict[str, Any]) -> str:
 
 
 def show_checkpoints(run: RunFolder) -> str:
-    """Show every checkpoint; small ones are read again byte by byte."""
+    """Show every checkpoint; if all together are small, each is read and compared with its digests."""
     steps = all_steps(run.checkpoints)
     if not steps:
         return ""

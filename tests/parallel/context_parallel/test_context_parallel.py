@@ -390,7 +390,7 @@ def test_positions_in_the_batch_are_cut_with_it() -> None:
 def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
-    with pytest.raises(LayoutError, match=r"drops 0.1 of its weights: 3,528 random numbers on every rank"):
+    with pytest.raises(LayoutError, match=r"attention dropout of 0.1 needs 3,528 random numbers on every rank"):
         run_simulated_ranks(lambda over: train(case, over), ranks=2)
 
 

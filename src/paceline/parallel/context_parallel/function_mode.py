@@ -36,10 +36,10 @@ _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 class ContextParallelMode(TorchFunctionMode):
     """The mode that is on during a forward.
 
-    `answer_positions` is False if the model is given its positions as an argument; `padded` says that the whole batch
-    has hidden keys, on any rank; `rows` is the number of sequences if a model flattens (batch, sequence) to one
-    dimension. `again` says that the mode is on during a backward, and applies to recomputed forwards, which alone have
-    gradients enabled.
+    `answer_positions` is False if the model is given its positions as an argument. `padded`: at least one key of the
+    batch is masked, perhaps on another rank. `rows` is the number of sequences if a model flattens (batch, sequence)
+    to one dimension. `again`: the mode is on during a backward. It then acts only on recomputed forwards, which it
+    knows by their enabled gradients.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class ContextParallelMode(TorchFunctionMode):
         shape = (query.shape[0], query.shape[1] if heads is None else heads.whole[-3], length, length)
         if math.prod(shape) > MOST_DRAWS:
             raise LayoutError(
-                f"this attention drops {p:g} of its weights: {math.prod(shape):,} random numbers on every rank.",
+                f"attention dropout of {p:g} needs {math.prod(shape):,} random numbers on every rank, "
+                f"more than {MOST_DRAWS:,}.",
                 cause="to match one process, each rank draws for the whole sequence and keeps its rows",
                 hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
                 "or dropout_p=0.0 in the call",
@@ -237,7 +238,7 @@ class ContextParallelMode(TorchFunctionMode):
         return input.mul_(mine) if inplace else input * mine
 
     def _at(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the dimension of the sequence, or of (sequences, sequence) flattened, and the number of sequences."""
+        """Return the sequence dimension and the number of sequences that are flattened into it; None without one."""
         dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
         is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
         if is_flat and (tensor.dim() == 2 or 1 not in dims):

@@ -63,7 +63,7 @@ class Cluster:
     """A cluster of `nodes` machines with `devices` each, and its links: inside a node, between nodes, and to the host.
 
     `host_bytes` and `disk_bytes` are a node's; `price_per_hour` is a node's too, in `currency`. `longer` and `fuller`
-    are measured ratios to the forecast of earlier runs here, by family of layouts: of seconds, and of bytes.
+    are the ratios of measured to forecast step time and memory in earlier runs here, by family of layouts.
     """
 
     device: Device
@@ -135,7 +135,7 @@ class Group:
         return 2 * self.all_gather(num_bytes, calls=calls)
 
     def all_to_all(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of an all-to-all of each rank's `num_bytes` in equal shares; each has its own link."""
+        """Return the seconds of an all-to-all: each rank sends `num_bytes` in equal shares, over its own link."""
         if self.size == 1:
             return 0.0
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.hop_bytes_per_second
@@ -148,8 +148,8 @@ class Group:
 def group_of(fleet: Cluster, axes: Sequence[tuple[int, int]], *, efficiency: float = 1.0) -> Group:
     """Return the group along some axes, each `(stride, size)`: neighbours on an axis are `stride` ranks apart.
 
-    A ring crosses a node's border with all its ranks there, each over its own link. Inside a node, latencies add up
-    along the ring; between nodes, along a tree (NCCL's double binary trees).
+    Between nodes, each of the group's ranks on a node uses its own link, so bandwidths add up. Inside a node, latencies
+    add up along the ring; between nodes, along a tree (NCCL's double binary trees).
     """
     size = near = 1
     for stride, count in axes:

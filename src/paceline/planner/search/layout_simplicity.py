@@ -42,7 +42,7 @@ def simplest(estimates: Sequence[Estimate]) -> Estimate:
 def simpler(forecast: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
     """Return the simplest candidate of the same family that fits and ties with `best`, None if none is simpler.
 
-    It has fewer options, or one axis less, whose ranks go to another axis.
+    The result has fewer options than `best`, or one axis fewer, whose ranks moved to another axis.
     """
     own, family = simplicity(best.candidate), best.candidate.family
     plainer = {leaf for leaf in _plainer(forecast, best.candidate, grid) if simplicity(leaf) < own}
@@ -77,7 +77,7 @@ def _plainer(forecast: CostModel, best: Candidate, grid: SearchSpace) -> Iterato
 
 
 def _is_moved(trunk: Candidate, best: Candidate) -> bool:
-    """Return True if it has the model axes of `best`, or fewer, with their ranks on one other axis."""
+    """Return True if `trunk` has the model axes of `best`, or lacks some, and one other axis has their ranks."""
     sizes = [(getattr(trunk, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((trunk.replicas, best.replicas))
     if any(own > 1 and other == 1 for own, other in sizes) or trunk.ep not in (1, best.ep):

@@ -27,7 +27,8 @@ Own = Mapping[int, Tensor]
 def can_replay(built: TrainingSetup) -> bool:
     """Return True if every rank can run its own microbatches alone.
 
-    It can't if a forward meets or waits for other ranks, if ranks hold or see parts, or if the loss is scaled.
+    It can't if a forward communicates with other ranks, if a rank holds only a part of the model or of a sample, or if
+    the loss is scaled (fp16).
     """
     replica, everybody = built.step.replica, built.worlds.data.world_size == built.world.world_size
     is_apart = not (replica.needs_equal_microbatches or any(tape.waits for tape in replica.tapes))
@@ -84,7 +85,7 @@ def microbatch_gradients(built: TrainingSetup, mine: Own, *, num_micro: int, siz
 def replay_cause(
     inquiry: ReferenceRerun, own: Own, *, names: Sequence[str], found: Tensor, ranks: int
 ) -> tuple[str, str]:
-    """Return the cause and the ranks; `found` is the reduced gradient times the divisor, in the shape of `own`."""
+    """Return the cause and the ranks; `found` is the reduced gradient times the divisor, flat as the values of `own`."""
     detailed = inquiry.again(keep=names)
     like = {name: value for name, value in inquiry.start.tensors.items() if name in names}
     right = [flatten_gradients({name: part.get(name) for name in names}, like) for part in detailed.parts]

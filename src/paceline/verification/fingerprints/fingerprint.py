@@ -1,7 +1,7 @@
 """Fingerprints: a summary of a tensor from which two runs can be compared without storing the tensor.
 
 Norm, largest magnitude, 16 projections on fixed random signs, and a digest of the bits. Projections are linear:
-those of a sum are the sum of those, so a wrong combination of gradients is visible in them
+the projection of a sum of tensors is the sum of their projections, so a wrong combination of gradients shows
 (Johnson and Lindenstrauss, 1984; signs: Achlioptas, 2003).
 """
 
@@ -67,7 +67,7 @@ class Fingerprint:
         )
 
     def distance(self, other: "Fingerprint") -> float:
-        """Return an estimate of the relative distance of the two tensors; 0 exactly when the bits are equal."""
+        """Return an estimate of the relative distance of the two tensors; 0 if the bits are equal."""
         if self.digest == other.digest:
             return 0.0
         if self.numel != other.numel:
@@ -95,7 +95,8 @@ class Record:
 def faint_size(unit: float) -> float:
     """Return how large rounding may be relative to the gradients around it.
 
-    Convnets, attention and normed weights had 1 to 30 units. In half precision a unit is large, so the limit has fewer.
+    Measured on convnets, attention and normalized weights: 1 to 30 units. In half precision a unit is large, so the
+    limit is fewer units.
     """
     return min(_FAINT * unit, max(_FAINT_OF_HALF * unit, _FAINT * UNIT))
 
@@ -112,7 +113,7 @@ def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
 
 
 def signs_for(numel: int) -> tuple[Vector, Vector]:
-    """Return the signs within a block, and a row of signs for each block, of a tensor of this size."""
+    """Return two matrices of signs for a tensor of this size: a row per position in a block, and a row per block."""
     return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
 
 
