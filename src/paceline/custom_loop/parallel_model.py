@@ -179,7 +179,8 @@ class PlacedModel:
             self._is_open, self._has_begun, self._has_stepped, self._count = True, True, False, None
         elif (self._count is None) != (count is None):
             raise UsageError(
-                "one step has backwards with count= and without.", hint="count= in all backwards of a step, or in none"
+                "some backward calls of this step have count= and others do not.",
+                hint="count= in all backwards of a step, or in none",
             )
         if count is not None:
             own = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()

@@ -83,7 +83,7 @@ def compute(ready: PreparedJob, built: TrainingSetup, entrance: WorkerEntrance) 
 
 
 def _within(seconds: float, ask: Callable[[], list[Connection]]) -> list[Connection]:
-    """Return the result of `ask`, called in a thread, since a store whose process is stopped never answers.
+    """Return the result of `ask`, called in a thread, since a request to the store of a stopped process blocks forever.
 
     Raises:
         MachineError: no result came within `seconds`.
@@ -249,7 +249,7 @@ class ParameterServerWorker:
 
 
 class _ServerConnection:
-    """The connection to one server, and the weights of this worker that it holds."""
+    """The connection to one server, and this worker's copies of the weights that the server holds."""
 
     def __init__(self, connection: Connection, weights: Sequence[Tensor]) -> None:
         self.connection = connection

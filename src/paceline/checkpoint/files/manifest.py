@@ -66,7 +66,8 @@ def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], ste
             raise CheckpointError(
                 error.what,
                 where=f"{kind} of step {step}",
-                cause="the parts that the ranks report do not add up: a bug in the layout, not in the job",
+                cause="the parts that the ranks report do not add up: a bug in Paceline's sharding for this layout, "
+                "not in the job",
                 hint="report this bug; --resume uses the newest older checkpoint",
             ) from None
     form = FORMAT if all(kind_of(name) == name for name in listed) else FORMAT_OF_RANKS

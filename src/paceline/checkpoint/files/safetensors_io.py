@@ -224,7 +224,8 @@ def _memory(entry: TensorEntry) -> memoryview:
     try:
         return memoryview(bytearray(entry.stop - entry.start))
     except MemoryError:
-        raise MachineError(f"{entry.key} needs {entry.stop - entry.start:,} bytes of memory at once.") from None
+        size = entry.stop - entry.start
+        raise MachineError(f"{entry.key} needs {size:,} bytes of memory at once, and the allocation failed.") from None
 
 
 def _changed(path: Path, entry: TensorEntry) -> CheckpointError:

@@ -50,7 +50,7 @@ def compressed_reducer(
 
 
 def grain_of(how: Compression) -> Codec:
-    """Return the codec of a method that sends every number."""
+    """Return the codec of an elementwise method (bf16, fp16, int8)."""
     return _GRAINS[how.method](how)
 
 

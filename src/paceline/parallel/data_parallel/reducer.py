@@ -251,8 +251,8 @@ class BucketReducer:
 def second_gradient(name: str) -> RunError:
     """Return the error for a parameter that gets a gradient after its sum was already sent."""
     return RunError(
-        f"{name} got a second gradient after its sum was already sent.",
-        cause="the graph was run backward twice, or by reentrant checkpointing",
+        f"{name} received a second gradient after its all-reduce had started.",
+        cause="backward ran twice through the same graph, or reentrant activation checkpointing did so",
         hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     )
 

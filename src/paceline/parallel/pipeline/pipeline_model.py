@@ -81,7 +81,7 @@ def cut_model(
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
     A model without a chain of blocks is cut along its exported graph, and `say` receives a note. `seconds` measures
-    the modules' times if stages are to be balanced by them. `late`: the model has no memory yet.
+    the modules' times if stages are to be balanced by them. `late` is set while the parameters are on the meta device.
 
     Raises:
         LayoutError: the model can't be cut; the message names the cause.
@@ -112,7 +112,7 @@ def cut_model(
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
         say(_told(plan.cut, found))
         if plan.prints:
-            say("note: the forward prints between calls of its modules; stages along a graph leave that out")
+            say("note: print() between calls of modules is not part of the exported graph and will not run")
     return PipelineModel(
         stages=stages,
         cut=stages.cut,

@@ -37,7 +37,7 @@ class RulePlanning:
         return ()
 
     def refuse_launcher(self, update: UpdateRule, *, launcher: str) -> Iterable[PacelineError]:
-        """Return the errors under another tool that starts the ranks."""
+        """Return the errors if another launcher (torchrun, Slurm) starts the ranks."""
         return ()
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterable[str]:
@@ -45,7 +45,7 @@ class RulePlanning:
         return ()
 
     def length_notes(self, update: UpdateRule, *, total_steps: int | None) -> Iterable[str]:
-        """Return warnings about a run of this length; None if the data decides it."""
+        """Return warnings about a run of this length; `total_steps` is None if the data decides it."""
         return ()
 
     def shorten(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:

@@ -20,7 +20,7 @@ Turn = tuple[int, int]
 
 @dataclass
 class MemoryTimeline:
-    """A record of the bytes of each kind (`held.KINDS`) per operation, in parts: a forward, a backward, an update."""
+    """The bytes of each kind (`memory_tracker.KINDS`) by operation, in parts: a forward, a backward, an update."""
 
     parts: list[Part] = field(default_factory=lambda: [[]])
 
@@ -35,9 +35,9 @@ class MemoryTimeline:
 
 
 def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
-    """Return the peak with further blocks; `more` pairs a timeline with one more block and their number.
+    """Return the peak with further blocks, or None if the steps differ in anything but those blocks.
 
-    None if the steps differ in anything but those blocks.
+    `more` has a pair per chain of blocks: the timeline with one block more, and how many blocks to add.
     """
     if any(len(journal.parts) != len(base.parts) for journal, _ in more):
         return None

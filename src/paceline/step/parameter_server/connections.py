@@ -105,7 +105,7 @@ class WorkerConnections:
             if message.kind is MessageKind.PULL:
                 version = self._state.weights_at(int(message.words["version"]), row=row)
                 if version < int(message.words["version"]) and not self._state.is_over:
-                    raise DesyncError("the first server has given a lease on weights that this server never had.")
+                    raise DesyncError("a worker asks for weights of an update that this server has not reached.")
                 connection.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=row))
             elif message.kind is MessageKind.PUSH:
                 self._state.stage(int(message.words["lease"]), self._read(message))

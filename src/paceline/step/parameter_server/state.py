@@ -203,4 +203,8 @@ class ServerState:
             RunError: it is not true within `timeout_seconds`.
         """
         if not self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds):
-            raise RunError(f"a gradient that the first server has did not arrive within {self.timeout_seconds:g} s.")
+            raise RunError(
+                f"this server did not receive its part of a gradient within {self.timeout_seconds:g} s.",
+                cause="a worker was lost after it had sent the first server's part, or a slow link",
+                hint="--train.timeout_seconds with more seconds",
+            )

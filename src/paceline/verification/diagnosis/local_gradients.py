@@ -85,7 +85,7 @@ def microbatch_gradients(built: TrainingSetup, mine: Own, *, num_micro: int, siz
 def replay_cause(
     inquiry: ReferenceRerun, own: Own, *, names: Sequence[str], found: Tensor, ranks: int
 ) -> tuple[str, str]:
-    """Return the cause and the ranks; `found` is the reduced gradient times the divisor, flat as the values of `own`."""
+    """Return the cause and the ranks. `found`: the reduced gradient times the divisor, flat as the values of `own`."""
     detailed = inquiry.again(keep=names)
     like = {name: value for name, value in inquiry.start.tensors.items() if name in names}
     right = [flatten_gradients({name: part.get(name) for name in names}, like) for part in detailed.parts]

@@ -1,7 +1,8 @@
 """A one-process reference for pipelines without flush, which run each microbatch on weights of several versions.
 
 It is the reference of `--update pipedream` and `2bw`, written naively: it keeps the whole model after every update and
-assembles, before each microbatch, what its stages would hold. From the package it uses only the numbers of the rule.
+assembles, before each microbatch, what its stages would hold. It shares no training code with the package,
+only the rule that numbers weight versions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
