@@ -114,7 +114,7 @@ def test_a_step_needs_a_backward_of_its_own() -> None:
     with pytest.raises(UsageError, match="no backward since"):
         optimizer.step()
     placed.backward(placed.model(torch.ones(2, 6)).sum(), count=2)
-    with pytest.raises(UsageError, match="with count= and without"):
+    with pytest.raises(UsageError, match="have count= and others do not"):
         placed.backward(placed.model(torch.ones(2, 6)).sum())
     with pytest.raises(JobError, match="has an optimizer already"):
         placed.optimizer(adam)
