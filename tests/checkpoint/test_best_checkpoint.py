@@ -91,7 +91,7 @@ def test_another_metric_on_going_on_has_a_best_of_its_own(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", option.format("accuracy:max")))
     said = shop.train("run", "--eval.every", "2", steps=8).out
     assert "best: by accuracy:max from here on" in said, said
-    assert "step 6 is the best so far" in said, said
+    assert "saved step-00000006 (best)" in said, said
     marked = int((shop.path / "run" / "checkpoints" / "best").read_text().split()[0].removeprefix("step-"))
     assert marked >= 6
     assert "best: by" not in shop.train("run", "--eval.every", "2", steps=9).out

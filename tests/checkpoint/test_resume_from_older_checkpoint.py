@@ -33,6 +33,13 @@ def steps(run: Path) -> list[int]:
     return [int(path.name[5:]) for path in all_steps(run / "checkpoints")]
 
 
+def _reached_training(shop: Shop, name: str) -> None:
+    """Leave what a run leaves that ends before its first save."""
+    folder = RunFolder(shop.path / "runs" / "job" / name)
+    folder.logs.mkdir(parents=True)
+    write_json(folder.task, {"verb": "train"})
+
+
 @pytest.fixture
 def begun(shop: Shop) -> Shop:
     """A run of twelve steps, saved at 4, 8 and 12."""
@@ -82,11 +89,11 @@ def test_checkpoints_that_are_gone_are_missed_and_a_run_that_saved_nothing_says_
         shutil.rmtree(path)
     ended = begun.train("run", *WORDS, ranks=1)
     assert ended.code == 2 and "`latest` names it, but it no longer exists" in ended.err, ended.text
-    (begun.path / "runs" / "job" / "2-died" / "logs").mkdir(parents=True)
+    _reached_training(begun, "2-died")
     ended = begun.run("train", "job.py", "--resume", "--train.steps", "2")
     assert ended.code == 0 and "resumed: nothing had been saved, so the run starts at its first step" in ended.out
     assert "run: runs/job/2-died" in ended.out
-    (begun.path / "runs" / "job" / "3-died" / "logs").mkdir(parents=True)
+    _reached_training(begun, "3-died")
     ended = begun.run("train", "job.py", "--resume", "--train.steps", "3")
     assert ended.code == 0 and "resumed: step-00000002" in ended.out and "run: runs/job/2-died" in ended.out, ended.text
 

@@ -4,6 +4,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from paceline.config.job_reference import GIVEN
 from paceline.filesystem.atomic_files import write_text, writing
 from paceline.filesystem.run_lock import is_held
 from paceline.reporting.curves import show_curves, show_statistics, show_time
@@ -112,8 +113,8 @@ def _head(history: History, answer: dict[str, Any] | None) -> str:
     cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
     word = escape(str(answer["verdict"])) if answer else ""
     badge = f'<span class="badge {word}">verify: {word}</span>' if answer else ""
-    job, name = escape(str(started.get("job", run.path.parent.name))), escape(run.path.name)
-    return f"<header><h1>{job} <small>{name}</small> {badge}</h1><dl>{cells}</dl></header>"
+    job = str(started.get("job", run.path.parent.name)).removeprefix(f"{GIVEN}:")
+    return f"<header><h1>{escape(job)} <small>{escape(run.path.name)}</small> {badge}</h1><dl>{cells}</dl></header>"
 
 
 def _rules(run: RunFolder) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.config.compression import parse_compress
+from paceline.config.job_reference import GIVEN
 from paceline.config.layout import parse_layout
 from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
 from paceline.config.parse_auto_layout import is_auto
@@ -118,7 +119,7 @@ class Run:
             raise_all(refuse_backend(merged.train.backend, available_backends()))
         self._task = Task(
             verb="train",
-            job=job.name or script,
+            job=f"{GIVEN}:{job.name or script}",
             layout=layout or ("single" if count == 1 else rule.layout),
             update=str(rule),
             compress=str(parse_compress(compress)),
