@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.console.formatting import format_duration, format_size, plural
+from paceline.console.formatting import format_duration, format_metric, format_size, plural
 from paceline.events import CheckpointSaved
 from paceline.reporting.sinks.console_lines import line_of
 from paceline.trainer.setup.duration import derived_interval, format_interval
@@ -27,6 +27,17 @@ def test_sizes_and_times_are_in_a_unit_to_read() -> None:
     assert [format_duration(s) for s in (0.0004, 0.048, 1.26)] == ["0 ms", "48 ms", "1.3 s"]
     saved = CheckpointSaved(step=3, path="runs/a/checkpoints/step-00000003", seconds=0.05, num_bytes=6200)
     assert line_of(saved) == "saved step-00000003 | 6.1 KiB in 50 ms"
+
+
+def test_a_small_metric_keeps_its_digits() -> None:
+    assert [format_metric(v) for v in (1.23456, 0.001, 9.9e-4, -3.2e-5, 0.0)] == [
+        "1.2346",
+        "0.0010",
+        "9.9e-04",
+        "-3.2e-05",
+        "0.0000",
+    ]
+    assert [format_metric(v, decimals=3) for v in (0.0123, 0.004)] == ["0.012", "4.0e-03"]
 
 
 def test_a_derived_interval_is_a_tenth_of_the_run_and_ten_at_least() -> None:

@@ -224,3 +224,14 @@ def test_the_answer_for_a_script_says_what_the_screen_says(shop: Shop) -> None:
     for verb in (("verify", "job.py", "--ranks", "2"), ("evaluate", "run")):
         ended = shop.run(*verb, "--json", environ={"SPOIL": "1"})
         assert (ended.code, ended.json()["error"], ended.json()["go_on"]) == (1, "KeyError", ""), verb
+
+
+def test_verify_of_a_job_without_a_finite_gradient_has_no_verdict(shop: Shop) -> None:
+    shop.write(
+        "job.py",
+        SMALL_JOB.replace(
+            "def loss(output, batch):", "def loss(output, batch):\n    output = output * float('nan')", 1
+        ),
+    )
+    ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
+    assert ended.code == 1 and json.loads(ended.out)["verdict"] == "undecided", ended.text

@@ -112,8 +112,9 @@ def verify(
     Args are those of `train`, and `steps`: how many steps are compared.
 
     Returns:
-        `verdict` (`bitwise`, `rounding` or `different`), `exit_code` (4 if it is different), `reference`, `layout`,
-        `update`, `ranks`, `steps`, `max_difference`, `noise_floor`, `first_difference` (`step`, `parameter`, `cause`).
+        `verdict` (`bitwise`, `rounding`, `different` or `undecided`), `exit_code` (4 if it is different, 1 if it is
+        undecided), `reference`, `layout`, `update`, `ranks`, `steps`, `max_difference`, `noise_floor`,
+        `first_difference` (`step`, `parameter`, `cause`).
 
     Raises:
         PacelineError: the comparison was refused or failed.

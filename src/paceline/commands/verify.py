@@ -23,6 +23,7 @@ from paceline.errors import ExitCode, LayoutError, RunError, UsageError
 from paceline.launch.launcher import failure_screen
 from paceline.planner.layout.update_rule_checks import rule_planning
 
+_CODES = {"different": ExitCode.DIFFERENT, "undecided": ExitCode.FAILED}
 ENTRY = "paceline.verification.verify_worker:verify"
 
 
@@ -34,7 +35,7 @@ def verify(
     steps: int = 3,
     against: str = "single",
 ) -> CommandOutcome:
-    """Compare the layout with one process on this job; exit code 4 if they differ."""
+    """Compare the layout with one process on this job; exit code 4 if they differ, 1 if nothing could be compared."""
     common = common or RunOptions()
     if steps < 1:
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
@@ -55,7 +56,7 @@ def verify(
     value = read_result(task, "verify")
     if value is None:
         return outcome
-    code = ExitCode.DIFFERENT if value["verdict"] == "different" else outcome.exit_code
+    code = _CODES.get(value["verdict"], outcome.exit_code)
     return replace(outcome, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
 
 

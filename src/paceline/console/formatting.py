@@ -71,3 +71,9 @@ def first_names(names: Sequence[str], *, most: int = 3) -> str:
     """Return a few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def format_metric(value: float, *, decimals: int = 4) -> str:
+    """Format a loss or a metric with this many decimals, or as a power of ten if that would hide its digits."""
+    is_small = 0.0 < abs(value) < 10.0 ** (1 - decimals)
+    return f"{value:.1e}" if is_small else f"{value:.{decimals}f}"

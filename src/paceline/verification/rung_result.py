@@ -5,6 +5,7 @@ from typing import Any
 
 BITWISE, ROUNDING, DIFFERENT = "bitwise", "rounding", "different"
 VERDICTS = (BITWISE, ROUNDING, DIFFERENT)
+UNDECIDED = "undecided"  # the verdict of a whole answer if no rung compared anything with one process
 FLOOR = 1e-4  # relative distance between two recorded runs
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.console.formatting import plural
-from paceline.verification.rung_result import DIFFERENT, VERDICTS, RungResult
+from paceline.verification.rung_result import DIFFERENT, UNDECIDED, VERDICTS, RungResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,13 @@ def verify_answer(
     compress: str = "none",
     micro_batch_size: int = 0,
 ) -> dict[str, Any]:
-    """Return the whole answer; its verdict is the worst of all rungs."""
+    """Return the whole answer. Its verdict is the worst of all rungs, or undecided if none compared the layout."""
     results = [rung.result for rung in rungs]
     worst = max(results, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""
+    is_decided = worst.verdict == DIFFERENT or any(result.compared for result in results[1:])
     value = {
-        "verdict": worst.verdict,
+        "verdict": worst.verdict if is_decided else UNDECIDED,
         "reference": f"serial {rule}" if rule else "single",
         "layout": layout,
         "update": update,
@@ -89,6 +90,8 @@ def _sentence(value: dict[str, Any]) -> str:
     first = value["first_difference"]
     if first is not None:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
+    if value["verdict"] == UNDECIDED:
+        return "UNDECIDED: nothing could be compared with one process, for the reason above"
     meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
     ranks = plural(value["ranks"], "rank")
     process = f"one process{_of(value)}"

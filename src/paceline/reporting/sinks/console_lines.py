@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.console.formatting import format_duration, format_size, long_duration, plural
+from paceline.console.formatting import format_duration, format_metric, format_size, long_duration, plural
 from paceline.console.output import print_line
 from paceline.events import (
     CheckpointRefused,
@@ -43,7 +43,7 @@ def line_of(event: Event, *, total: int | None = None) -> str:
     if isinstance(event, StepDone):
         return _step(event, total=total)
     if isinstance(event, EvalDone):
-        numbers = " | ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+        numbers = " | ".join(f"{name} {format_metric(value)}" for name, value in event.metrics.items())
         extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
         of = " | averaged weights" if event.average else ""
         samples = f"{plural(event.samples, 'sample')}, each once, in {format_duration(event.seconds)}"
@@ -99,9 +99,10 @@ def _foretold(event: ForecastChecked) -> str:
 
 def _step(event: StepDone, *, total: int | None) -> str:
     """Format a logged step in columns of constant width, with the time to the last step at this step's pace."""
-    parts = [f"step {event.step:<{len(str(total or 0))}}", f"epoch {event.epoch:5.2f}", f"loss {event.loss:7.4f}"]
+    parts = [f"step {event.step:<{len(str(total or 0))}}", f"epoch {event.epoch:5.2f}"]
+    parts.append(f"loss {format_metric(event.loss):>7}")
     if event.grad_norm is not None:
-        parts.append(f"grad_norm {event.grad_norm:7.3f}")
+        parts.append(f"grad_norm {format_metric(event.grad_norm, decimals=3):>7}")
     parts.append(f"lr {event.lr:.2e}")
     parts.append(f"{event.samples_per_second:6.0f} samples/s")
     if event.tokens_per_second is not None:

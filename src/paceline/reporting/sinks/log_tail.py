@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.console.formatting import format_metric
 from paceline.console.output import fitting_print, with_no_reader
 from paceline.events import Note
 from paceline.launch.agent.shared_status import read_pulse
@@ -95,7 +96,7 @@ class Tail:
         if self._bar is None or self._task is None or beat is None or not beat.step:
             return
         self._bar.start()
-        loss = f"loss {beat.loss:.4f}"
+        loss = f"loss {format_metric(beat.loss)}"
         self._bar.update(self._task, completed=beat.step, total=beat.total or None, loss=loss)
 
     def _make_bar(self) -> Progress:

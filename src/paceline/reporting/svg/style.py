@@ -53,8 +53,8 @@ th{color:var(--soft);font-weight:500;font-size:12px}td{overflow-wrap:anywhere}
 .failure p{margin:2px 0 6px;overflow-wrap:anywhere}.failure summary{font-weight:400;color:var(--soft);font-size:13px}
 figcaption.legend{margin:2px 6px 4px;font-size:12px}
 .badge{font-size:12px;font-weight:600;padding:2px 8px;border-radius:10px;border:1px solid currentColor;white-space:nowrap}
-.bitwise{color:#2c7a4b}.rounding{color:#2563a8}.different,.bad{color:#b3362f}
-@media(prefers-color-scheme:dark){.bitwise{color:#7cc79a}.rounding{color:#7fb2ea}.different,.bad{color:#ee8a83}}
+.bitwise{color:#2c7a4b}.rounding{color:#2563a8}.different,.undecided,.bad{color:#b3362f}
+@media(prefers-color-scheme:dark){.bitwise{color:#7cc79a}.rounding{color:#7fb2ea}.different,.undecided,.bad{color:#ee8a83}}
 pre{background:var(--card);border:1px solid var(--rule);border-radius:6px;padding:10px;overflow-x:auto;font-size:13px}
 summary{cursor:pointer;font-weight:600}details table{margin-top:8px}
 ul{margin:0;padding-left:18px}li{margin:2px 0}
