@@ -33,3 +33,36 @@ def test_a_script_of_several_runs_ends(shop: Shop, launcher: tuple[str, ...]) ->
     told = sorted(line for line in ended.out.splitlines() if line.startswith("left "))
     assert told == [f"left {name} {rank} 0" for name in ("first", "second", "third") for rank in (0, 1)]
     assert shop.digest("first") == shop.digest("second") == shop.digest("third")
+
+
+REFUSED = """
+import os
+import torch
+import paceline as pl
+from job import make_job
+for layout in ("tp", "ddp"):  # the first is refused when the model is built, the second fails in the loop
+    try:
+        with pl.Run(make_job(), run_dir="failed", settings={"train.steps": 4}, layout=layout) as run:
+            raise KeyError("the loop of rank " + os.environ["RANK"])
+    except (KeyError, pl.LayoutError) as error:
+        print("caught", type(error).__name__, flush=True)
+with pl.Run(make_job(), run_dir="second", settings={"train.steps": 4}) as run:
+    for batch in run.batches():
+        run.step(batch)
+torch.distributed.init_process_group("gloo")
+try:
+    pl.Run(make_job(), run_dir="third").open()
+except pl.PacelineError as error:
+    print("refused", error.what, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.cold
+def test_a_script_that_catches_a_run_s_error_can_start_another(shop: Shop) -> None:
+    shop.write("script.py", REFUSED)
+    ended = shop.call([*TORCHRUN, "script.py"], timeout=100)
+    assert ended.code == 0, ended.text
+    assert ended.out.count("caught LayoutError") == ended.out.count("caught KeyError") == 2
+    assert shop.digest("second"), ended.text
+    assert ended.out.count("refused this process is already in a process group of 2 ranks") == 2, ended.text

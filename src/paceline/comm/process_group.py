@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from paceline.bytes_sent import SHARES, Traffic
 from paceline.console.output import capture_native_stderr
-from paceline.errors import MachineError
+from paceline.errors import MachineError, UsageError
 from paceline.launch.inherited_environment import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
@@ -108,10 +108,12 @@ class World:
 
         Raises:
             MachineError: the ranks did not meet in time, or the device is missing.
+            UsageError: the script has already created a process group.
         """
         device = _device(device_type, place.local_rank)
         if place.world_size == 1:
             return World.alone(device=device)
+        _leave_failed_world()
         timeout = timedelta(seconds=timeout_seconds)
         with capture_native_stderr() as said:
             try:
@@ -130,6 +132,7 @@ class World:
                     where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {full}" if full else ""),
                     hint="paceline train JOB --ranks 1 to see whether one process works",
                 ) from error
+        _joined.append(dist.group.WORLD)
         return World(
             rank=place.rank,
             world_size=place.world_size,
@@ -302,6 +305,7 @@ class World:
         """Destroy the process group; every rank calls this once, at the end."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+        _joined.clear()
         self.let_go()
 
     def let_go(self) -> None:
@@ -311,6 +315,28 @@ class World:
                 object.__setattr__(world, "group", None)
             object.__setattr__(self, "store", None)
             gc.collect()
+
+
+_joined: list[dist.ProcessGroup | None] = []
+"""The group of the world that this process is in, or that a failed run left behind."""
+
+
+def _leave_failed_world() -> None:
+    """Destroy the group that a failed run left, so that a script that catches the error can start another run.
+
+    Raises:
+        UsageError: the script itself created the group.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.group.WORLD not in _joined:
+        raise UsageError(
+            f"this process is already in a process group of {dist.get_world_size()} ranks, which the script created.",
+            cause="the script calls torch.distributed.init_process_group(), and this run joins the ranks by itself",
+            hint="remove init_process_group(), or keep your own loop and its group with pl.place (docs/place.md)",
+        )
+    _joined.clear()
+    dist.destroy_process_group()
 
 
 _STORES: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {}
