@@ -235,3 +235,14 @@ def test_verify_of_a_job_without_a_finite_gradient_has_no_verdict(shop: Shop) ->
     )
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
     assert ended.code == 1 and json.loads(ended.out)["verdict"] == "undecided", ended.text
+
+
+@pytest.mark.parametrize("layout", ["ddp", "pp"])
+def test_a_metric_that_returns_a_mean_with_a_count_is_warned_about(shop: Shop, layout: str) -> None:
+    mean = "metrics={'share': lambda output, batch: ((output.argmax(-1) == batch[-1]).float().mean(), len(output)),"
+    assert "metrics={" in SMALL_JOB
+    shop.write("job.py", SMALL_JOB.replace("metrics={", mean))
+    ended = shop.train("run", "--eval.every", "2", "--layout", layout, steps=4)
+    warning = "warning: the metric 'share' is not a sum over samples: it returns a mean with a count"
+    assert ended.code == 0 and ended.text.count(warning) == 1, ended.text
+    assert "'accuracy' is not a sum" not in ended.text

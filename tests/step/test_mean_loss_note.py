@@ -1,4 +1,4 @@
-"""A run says of its first microbatch that the loss is a mean with a count, and asking changes no bit."""
+"""A run says of its first microbatch that the loss is no sum over samples, and asking changes no bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,12 +29,22 @@ def first_step(loss: Any, *, replicas: int, asks: bool) -> tuple[str, dict[str, 
     feed = make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
     contract = made.step.replica.contract
     if asks:
-        contract.ask_mean()
+        contract.ask_sum()
     try:
         made.step.run(next(iter(feed)))
         return contract.note, {name: value.clone() for name, value in made.model.state_dict().items()}
     finally:
         made.close()
+
+
+def root(output: Any, batch: Any) -> Tensor:
+    return torch.sqrt(F.cross_entropy(output, batch[1]))
+
+
+def test_a_scalar_that_is_no_mean_over_samples_is_told_with_its_numbers() -> None:
+    note, _ = first_step(root, replicas=1, asks=True)
+    assert note.startswith("loss= returns a scalar that is not the mean over samples (") and "loss_over" in note
+    assert first_step(lambda o, b: F.cross_entropy(o, b[1]), replicas=1, asks=True)[0] == ""
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,4 +1,4 @@
-"""A mean next to a count is detected from halves of a microbatch, without calling a loss that could notice."""
+"""A loss that is no sum over samples shows in halves of a microbatch; a loss that could notice is not called again."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from paceline.step.loss.mean_or_sum_probe import gives_mean, keeps_nothing
+from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, NOT_ADDITIVE, keeps_nothing, loss_fault
 
 CALLS: list[int] = []
 COUNTED = 0
@@ -73,13 +73,50 @@ SUMS = {
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_is_recognised(name: str) -> None:
     batch = BATCH if name == "targets" else (BATCH[0], TARGET.clamp(min=0))
-    assert gives_mean(MEANS[name], OUTPUT, batch, MEANS[name](OUTPUT, batch))
+    fault = loss_fault(MEANS[name], OUTPUT, batch, MEANS[name](OUTPUT, batch))
+    assert fault is not None and fault.kind == MEAN_WITH_COUNT
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_is_none(name: str) -> None:
     assert keeps_nothing(SUMS[name])
-    assert not gives_mean(SUMS[name], OUTPUT, BATCH, SUMS[name](OUTPUT, BATCH))
+    assert loss_fault(SUMS[name], OUTPUT, BATCH, SUMS[name](OUTPUT, BATCH)) is None
+
+
+def contrastive(output: Tensor, batch: Any) -> Tensor:
+    a = F.normalize(output, dim=1)
+    return F.cross_entropy(a @ a.T, torch.arange(len(a), device=a.device))
+
+
+SCALARS = {
+    "one target each": (lambda o, b: F.cross_entropy(o, b[1].clamp(min=0)), True),
+    "mean over labels": (lambda o, b: F.cross_entropy(o, b[1]), False),
+    "mean over classes": (lambda o, b: (o - b[0][:, :3]).square().mean(), True),
+    "root of a mean": (lambda o, b: torch.sqrt((o - b[0][:, :3]).square().mean()), False),
+    "weights": (lambda o, b: F.cross_entropy(o, b[1].clamp(min=0), weight=torch.arange(1.0, 4.0)), False),
+    "a sum": (lambda o, b: o.square().sum(), False),
+    "contrastive": (contrastive, False),
+    "no target in a half": (lambda o, b: o[b[1] == 0].square().mean() + 0 * o[: len(o) // 2 * 2].mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_scalar_counts_as_the_mean_over_samples(name: str) -> None:
+    loss, is_right = SCALARS[name]
+    assert keeps_nothing(loss)
+    fault = loss_fault(loss, OUTPUT, BATCH, (loss(OUTPUT, BATCH) * len(OUTPUT), float(len(OUTPUT))))
+    assert (fault is None) == is_right, fault
+    assert fault is None or (fault.is_scalar and fault.kind == NOT_ADDITIVE)
+
+
+def test_a_pair_that_is_neither_sum_nor_mean_is_not_additive() -> None:
+    def dice(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        p, y = output.softmax(1)[:, 0], (batch[1] == 0).float()
+        return (1 - 2 * (p * y).sum() / (p.sum() + y.sum())) * len(output), len(output)
+
+    fault = loss_fault(dice, OUTPUT, BATCH, dice(OUTPUT, BATCH))
+    assert fault is not None and fault.kind == NOT_ADDITIVE and not fault.is_scalar
+    assert fault.whole == dice(OUTPUT, BATCH)[0].item()
 
 
 HOOKED = nn.CrossEntropyLoss()
@@ -108,7 +145,7 @@ def test_what_may_do_more_than_compute_is_not_asked(name: str) -> None:
 @pytest.mark.parametrize("loss", [counting, appending, printing, writing, nn.Linear(3, 1), [].append])
 def test_a_loss_that_could_notice_is_not_asked(loss: Any) -> None:
     found = (F.cross_entropy(OUTPUT, TARGET), len(OUTPUT))
-    assert not keeps_nothing(loss) and not gives_mean(loss, OUTPUT, BATCH, found)
+    assert not keeps_nothing(loss) and loss_fault(loss, OUTPUT, BATCH, found) is None
     assert not CALLS and not COUNTED
 
 
@@ -126,5 +163,5 @@ def test_a_closure_that_counts_is_not_asked() -> None:
 def test_asking_changes_neither_the_batch_nor_the_output() -> None:
     batch = (BATCH[0], TARGET.clamp(min=0))
     before = [batch[0].clone(), batch[1].clone(), OUTPUT.detach().clone()]
-    assert gives_mean(MEANS["lambda"], OUTPUT, batch, MEANS["lambda"](OUTPUT, batch))
+    assert loss_fault(MEANS["lambda"], OUTPUT, batch, MEANS["lambda"](OUTPUT, batch)) is not None
     assert all(map(torch.equal, [*batch, OUTPUT], before)) and OUTPUT.grad is None

@@ -204,6 +204,24 @@ def test_samples_that_depend_on_the_data_worker_are_named_as_data(shop: Shop) ->
     )
 
 
+BY_RANK = """
+class Odd(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + (0.01 if index == 30 and os.environ.get("RANK") == "1" else 0.0), y
+"""
+
+
+def test_a_sample_of_one_rank_that_no_compared_step_reads_is_found(shop: Shop) -> None:
+    data = "train_data=torch.utils.data.TensorDataset(x, y)"
+    shop.write("job.py", SMALL_JOB.replace(data, "train_data=Odd(x, y)") + BY_RANK)
+    ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
+    assert ended.code == 4, ended.text
+    assert [rung["verdict"] for rung in ended.json()["rungs"]][:-1] == ["bitwise"] * 3
+    cause = ended.json()["first_difference"]["cause"]
+    assert "sample 30 differs between rank 1 and rank 0" in cause and "did not read" in cause, cause
+
+
 def test_metrics_have_the_precision_of_the_loss(shop: Shop) -> None:
     shop.write("bits.py", """
 import math

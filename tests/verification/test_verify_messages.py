@@ -168,6 +168,28 @@ def test_where_nothing_is_finite_nothing_was_compared(monkeypatch: pytest.Monkey
     assert text.endswith("UNDECIDED: nothing could be compared with one process, for the reason above")
 
 
+def correct(output: Tensor, batch: Any) -> Tensor:
+    return (output.argmax(1) == batch[1]).float()
+
+
+@pytest.mark.parametrize(
+    ("metric", "warns"),
+    [
+        (lambda output, batch: (correct(output, batch).mean(), len(output)), True),
+        (lambda output, batch: (correct(output, batch).mean() ** 2 * len(output), len(output)), True),
+        (lambda output, batch: (correct(output, batch).sum(), len(output)), False),
+    ],
+    ids=["mean with a count", "square of a mean", "sum"],
+)
+def test_a_metric_that_is_no_sum_over_samples_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, metric: Any, warns: bool
+) -> None:
+    answer = verify(replace(job_of(), metrics={"accuracy": metric}), None, monkeypatch)
+    text = said(answer)
+    assert ("metric accuracy is not a sum over samples" in text) == warns, text
+    assert "a different micro_batch_size changes the training" not in text
+
+
 def test_fp16_gradients_that_overflow_at_the_usual_scale_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def large(output: Tensor, batch: Any) -> Any:
         return (output.float() * 300.0).square().sum() + 3e3 * output.float().sum(), len(output)

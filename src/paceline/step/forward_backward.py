@@ -214,7 +214,7 @@ def forward(replica: ReplicaContext, portion: LocalMicrobatch, *, step: int, ind
         with portion.inside():
             output = replica.contract.forward(replica.model, portion.data)
         terms = replica.contract.terms(output, portion.data, num_samples=num_samples)
-        replica.contract.answer_mean(output, portion.data, terms)
+        replica.contract.answer_sum(output, portion.data, terms)
     if num_samples > 0:
         for tape in replica.tapes:
             tape.left(index)

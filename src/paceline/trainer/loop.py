@@ -219,8 +219,8 @@ class Loop:
         if self.built.job.on_eval:
             self.built.step.settle()  # with Hogwild no worker continues while another still reads the weights
         metrics = self._shared.share({**found.metrics, **extra})
-        if self._shared.note:
-            self.event_bus.emit(Note(text=self._shared.note, level="warning"))
+        for note in filter(None, (self._shared.note, self._evaluator.note)):
+            self.event_bus.emit(Note(text=note, level="warning"))
         event = EvalDone(
             step=self.cursor.step,
             split=split,

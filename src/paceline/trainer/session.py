@@ -213,7 +213,7 @@ class _Opening:
             began=began,
         )
         if ready.task.verb == "train":
-            self.built.step.replica.contract.ask_mean()
+            self.built.step.replica.contract.ask_sum()
             refuse_short(self.built.update.schedules, total_steps=loop.total_steps)
             refuse_large_batch(self.built.plan, num_samples=feed.num_samples)
             events += self._notes_of_schedules(feed, loop) if not cursor.step else []

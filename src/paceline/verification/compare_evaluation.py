@@ -28,6 +28,7 @@ from paceline.verification.rung_result import RungResult
 
 _EVALUATED_BATCHES = 4
 _METRIC = 1e-6
+_CUT = 1e-4  # relative difference of a metric between two batch sizes that rounding may explain
 _RUNS = 3
 _UNITS = 4.0  # machine epsilons of the forward's precision by which a layout's arithmetic may move every weight
 
@@ -60,6 +61,7 @@ def judge_evaluation(
     if by_hand.samples != evaluated.samples:
         cause = f"evaluation saw {evaluated.samples} samples instead of {by_hand.samples}"
         rung_result.blame(step=steps, parameter="(evaluation)", cause=cause)
+    rung_result.warning = by_hand.warning()
     apart = {name: _apart(evaluated.metrics.get(name, math.nan), value) for name, value in right.items()}
     floors = by_hand.floors() if any(apart.values()) and not by_hand.draws else {}
     for name, far in apart.items():
@@ -90,6 +92,7 @@ class _ByHand:
             self._collate = built.job.collate or data.collate_fn
             data = data.dataset
         self._data = data
+        self._metrics = {n: m for n, m in (built.job.metrics or {}).items() if not hasattr(m, "compute")}
         self.samples = len(data)
         self.draws = False
         self._right: dict[str, float] = {}
@@ -98,6 +101,25 @@ class _ByHand:
         """Return every metric that is a quotient of sums."""
         self._right = self._run()
         return self._right
+
+    def warning(self) -> str:
+        """Return a warning about the metrics that depend on how a split is cut into batches; empty if none does."""
+        size = self._built.plan.micro_batch_size
+        if self.draws or size < 2 or not self._metrics or self._built.job.loss_over == "batch":
+            return ""
+        halves = self._run(size // 2)
+        found = [name for name in self._metrics if not _is_near(halves[name], self._right[name])]
+        if found and not self.draws and self._run() == self._right:  # no state is kept between two evaluations
+            floors = self.floors()
+            found = [name for name in found if abs(halves[name] - self._right[name]) > floors[name]]
+        if not found or self.draws:
+            return ""
+        name = found[0]
+        return (
+            f"metric {name} is not a sum over samples: it is {self._right[name]:.4g} in batches of {size} and "
+            f"{halves[name]:.4g} in batches of {size // 2} (a mean that is returned with a count?), so it depends on "
+            "eval.batch_size, in one process too. Hint: return (sum, count) over the samples of the batch."
+        )
 
     def floors(self) -> dict[str, float]:
         """Return how far each metric moves when the weights move by the rounding of the forward's precision."""
@@ -112,10 +134,9 @@ class _ByHand:
             start.put_back()
         return floors
 
-    def _run(self) -> dict[str, float]:
-        reference, data, size = self._reference, self._data, self._built.plan.micro_batch_size
+    def _run(self, size: int | None = None) -> dict[str, float]:
+        reference, data, size = self._reference, self._data, size or self._built.plan.micro_batch_size
         sums: dict[str, list[float]] = {}
-        metrics = {n: m for n, m in (self._built.job.metrics or {}).items() if not hasattr(m, "compute")}
         reference.model.eval()
         seed = self._built.settings.seed
         split = self._built.data.split(data, name="eval_data")
@@ -128,7 +149,7 @@ class _ByHand:
                 output, terms = reference.terms_of(batch, rows)
                 pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
                 with reference.precision():
-                    pairs |= {name: metric(output, batch) for name, metric in metrics.items()}
+                    pairs |= {name: metric(output, batch) for name, metric in self._metrics.items()}
                 self.draws = self.draws or host_states() != before
                 for name, pair in pairs.items():
                     total = sums.setdefault(name, [0.0, 0.0])
@@ -156,6 +177,10 @@ def _apart(found: float, right: float) -> float:
     if none or math.isclose(found, right, rel_tol=_METRIC, abs_tol=_METRIC):
         return 0.0
     return abs(found - right) if math.isfinite(found - right) else math.inf
+
+
+def _is_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_CUT, abs_tol=_CUT) or not math.isfinite(one - other)
 
 
 def _some(data: Any, built: TrainingSetup) -> Any:

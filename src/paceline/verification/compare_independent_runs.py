@@ -19,6 +19,7 @@ from paceline.trainer.local_sgd_state import sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
 from paceline.verification.compare_in_lockstep import Say, feed_of, unmoved_weights_note
+from paceline.verification.compare_samples import compare_samples
 from paceline.verification.noise_floor import can_disturb, disturb_reference, margin_of
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
@@ -72,6 +73,7 @@ def run_free(
             rung_result.detail += " The evaluation was not compared: eval_data is a stream, or has its own sampler."
         if evaluated is not None:
             judge_evaluation(rung_result, built, reference, evaluated, steps, kept)
+    compare_samples(rung_result, built)
     found: RungResult = RungResult(**built.world.share_json(vars(rung_result)))
     return found
 

@@ -98,7 +98,7 @@ def _sentence(value: dict[str, Any]) -> str:
     if value["by_micro"]:  # with other microbatches, one process may train differently
         process += f" in microbatches of {value['micro_batch_size']}"
     same = f"{value['layout']} on {ranks} is the same training as {process}: {value['verdict']} ({meaning})"
-    if any(rung["warning"] for rung in value["rungs"]):
+    if value["rungs"][0]["warning"]:
         same += "; a different micro_batch_size changes the training: see the warning"
     return f"{same}, except what is not covered" if any(rung["left_out"] for rung in value["rungs"]) else same
 

@@ -15,7 +15,7 @@ from paceline.errors import JobError
 from paceline.job import Job
 from paceline.step.loss.batch_mismatch import misfit_of_batch
 from paceline.step.loss.frozen_parameters import FrozenParameters
-from paceline.step.loss.mean_or_sum_probe import gives_mean
+from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, loss_fault
 from paceline.step.loss.model_loss import DIVISOR, OwnLoss
 from paceline.torch_internals.scalars import as_number
 
@@ -37,7 +37,7 @@ class LossContract:
         self._accepted = _accepted_names(model)
         self._forward = model.forward
         self._checks_after_forward = FrozenParameters(model).checks
-        self._asks_mean = False
+        self._asks_sum = False
         self.note = ""
 
     @property
@@ -65,18 +65,16 @@ class LossContract:
             self._own.arguments({name: value for name, value in batch.items() if name in self._accepted})
             self._own.settle()
 
-    def ask_mean(self) -> None:
-        """Check on the next microbatch whether the loss returns a mean with a count; if so, `note` says it."""
-        self._asks_mean = self._job.loss is not None and self._job.loss_over != "batch"
+    def ask_sum(self) -> None:
+        """Check on the next microbatch whether the loss is a sum over samples; if it is not, `note` says it."""
+        self._asks_sum = self._job.loss is not None and self._job.loss_over != "batch"
 
-    def answer_mean(self, output: Any, batch: Any, terms: Terms) -> None:
+    def answer_sum(self, output: Any, batch: Any, terms: Terms) -> None:
         """Run the requested check with the terms of this microbatch."""
-        if self._asks_mean and list(terms) == [SINGLE] and gives_mean(self._job.loss, output, batch, terms[SINGLE]):
-            self.note = (
-                f"loss= returns a mean with a count: it is divided by the count again. {COUNT_HINT}: "
-                "reduction='sum' in most losses of torch (docs/loss.md)"
-            )
-        self._asks_mean = False
+        if self._asks_sum and list(terms) == [SINGLE]:
+            fault = loss_fault(self._job.loss, output, batch, terms[SINGLE])
+            self.note = "" if fault is None else _fault_note(fault)
+        self._asks_sum = False
 
     def counts(self, batch: Any) -> dict[str, Number]:
         """Return the counts of one microbatch, before its forward."""
@@ -156,6 +154,21 @@ class LossContract:
             chosen.pop("labels", None)
             return chosen
         return self._own.arguments(chosen)
+
+
+def _fault_note(fault: LossFault) -> str:
+    if fault.kind == MEAN_WITH_COUNT:
+        return (
+            f"loss= returns a mean with a count: it is divided by the count again. {COUNT_HINT}: "
+            "reduction='sum' in most losses of torch (docs/loss.md)"
+        )
+    first, second = fault.halves
+    found = f"{fault.whole:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
+    what = "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
+    return (
+        f"loss= {what} ({found}), so the training depends on train.micro_batch_size, in one process too. {COUNT_HINT}; "
+        'loss_over="batch" for a loss that compares samples with each other (docs/loss.md)'
+    )
 
 
 def _pair(name: object, value: Any) -> tuple[Tensor, Number]:

@@ -1,12 +1,15 @@
-"""A probe that detects a loss that returns a mean instead of a sum. It runs once, only on a loss without side effects.
+"""A probe that detects a loss that is no sum over samples. It runs once, only on a loss without side effects.
 
 `(F.cross_entropy(output, target), len(target))` trains at a learning rate that is too small by the count. The halves
-of a microbatch add up to the whole for a sum; for a mean, only after each is multiplied by its count.
+of a microbatch add up to the whole for a sum; for a mean, only after each is multiplied by its count. A scalar counts
+as the mean over samples: a mean over masked labels, a weighted mean or the root of a mean is another one.
 """
 
 import builtins
 import dis
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -39,12 +42,22 @@ _PURE = (
 # functions, methods and attributes of torch without side effects; a loss that uses any other is not probed
 _TORCH = frozenset(
     [
-        "abs", "argmax", "bfloat16", "binary_cross_entropy", "binary_cross_entropy_with_logits", "clamp",
-        "contiguous", "cross_entropy", "dim", "double", "dtype", "exp", "expand", "flatten", "float", "float32",
-        "functional", "huber_loss", "ignore_index", "item", "kl_div", "l1_loss", "log", "log_softmax", "logits",
-        "long", "mean", "mse_loss", "ne", "nll_loss", "nn", "numel", "one_hot", "permute", "pow", "reshape",
-        "shape", "sigmoid", "size", "smooth_l1_loss", "softmax", "sqrt", "square", "squeeze", "sum", "t",
-        "tanh", "transpose", "unsqueeze", "view",
+        "abs", "add", "all", "amax", "amin", "any", "arange", "argmax", "argmin", "bfloat16",
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "bmm", "bool", "cat", "cdist", "chunk", "clamp",
+        "clip", "contiguous", "cos", "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumsum",
+        "detach", "device", "diag", "diagonal", "dim", "div", "dot", "double", "dtype", "einsum", "eq", "exp",
+        "expand", "expand_as", "eye", "flatten", "float", "float32", "float64", "full_like", "functional", "gather",
+        "gaussian_nll_loss", "ge", "gelu", "gt", "huber_loss", "ignore_index", "index_select", "int", "item",
+        "kl_div", "l1_loss", "le", "linalg", "log", "log1p", "log_softmax", "logical_and", "logical_not",
+        "logical_or", "logits", "logsigmoid", "logsumexp", "long", "lt", "margin_ranking_loss", "masked_fill",
+        "masked_select", "matmul", "max", "maximum", "mean", "min", "minimum", "mm", "mse_loss", "mT", "mul",
+        "nan_to_num", "ndim", "ne", "neg", "new_ones", "new_zeros", "nll_loss", "nn", "norm", "normalize", "numel",
+        "one_hot", "ones", "ones_like", "outer", "permute", "poisson_nll_loss", "pow", "prod", "reciprocal", "relu",
+        "repeat", "repeat_interleave", "reshape", "roll", "rsqrt", "shape", "sigmoid", "sign", "silu", "sin",
+        "size", "smooth_l1_loss", "soft_margin_loss", "softmax", "softplus", "split", "sqrt", "square", "squeeze",
+        "stack", "std", "sub", "sum", "t", "T", "take_along_dim", "tanh", "tensor", "to", "topk", "transpose",
+        "tril", "triplet_margin_loss", "triu", "type_as", "unbind", "unsqueeze", "var", "vector_norm", "view",
+        "where", "zeros", "zeros_like"
     ]
 )  # fmt: skip
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -53,34 +66,59 @@ _NAMED = frozenset({"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "LOAD_SUPER_ATTR"
 _WRITES = frozenset(
     {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "YIELD_VALUE", "IMPORT_NAME"}
 )
-_TOLERANCE = 1e-2  # half precision's rounding over a microbatch; a mean and a sum are at least a factor of 2 apart
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2  # relative rounding of a sum over a microbatch, and in half precision
+MEAN_WITH_COUNT, NOT_ADDITIVE = "a mean with a count", "not additive"
 
 
-def gives_mean(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) -> bool:
-    """Return whether `loss(output, batch)`, which gave `found`, returns a mean with its count.
+@dataclass(frozen=True, kw_only=True)
+class LossFault:
+    """Why a loss is no sum over samples: `kind`, and the loss of a microbatch and of its two halves, as returned."""
+
+    kind: str
+    whole: float
+    halves: tuple[float, float]
+    is_scalar: bool = False
+
+
+def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) -> LossFault | None:
+    """Return why `loss(output, batch)`, whose `(sum, count)` is `found`, is no sum over samples; None if it is one.
 
     The loss runs on each half of the microbatch, without gradients. If that could have side effects, or the microbatch
-    cannot be halved, the loss does not run, and the result is False.
+    cannot be halved, the loss does not run, and the result is None.
     """
     if not keeps_nothing(loss):
-        return False
+        return None
     size = output.shape[0] if type(output) is Tensor and output.dim() else 0
-    parts = [
-        (_cut(output, size, part), _cut(batch, size, part)) for part in (slice(0, size // 2), slice(size // 2, size))
-    ]
+    cuts = slice(0, size // 2), slice(size // 2, size)
+    parts = [(_cut(output, size, part), _cut(batch, size, part)) for part in cuts]
     if size < 2 or any(cut is None for pair in parts for cut in pair):
-        return False
+        return None
     try:
         with torch.no_grad(), torch.random.fork_rng(_devices(output)):
-            halves = [_numbers(loss(*pair)) for pair in parts]
+            halves = [loss(*pair) for pair in parts]
     except Exception:  # the user's code need not accept half a microbatch
-        return False
-    whole = _numbers(found)
-    if whole is None or any(half is None for half in halves):
-        return False
-    (total, count), (first, one), (second, other) = whole, *(half for half in halves if half is not None)
-    is_counted = one > 0 and other > 0 and one + other == count
-    return is_counted and not _near(first + second, total) and _near(first * one + second * other, total * count)
+        return None
+    is_scalar = all(isinstance(half, Tensor) for half in halves)
+    if is_scalar:  # the mean over the samples
+        halves = [(half * (cut.stop - cut.start), cut.stop - cut.start) for half, cut in zip(halves, cuts, strict=True)]
+    pairs = [_numbers(found), *map(_numbers, halves)]
+    numbers = [pair for pair in pairs if pair is not None and pair[1] > 0]
+    if len(numbers) < len(pairs) or numbers[1][1] + numbers[2][1] != numbers[0][1]:
+        return None
+    tolerance = _TOLERANCE if output.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
+    return _judged(numbers, is_scalar=is_scalar, tolerance=tolerance)
+
+
+def _judged(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance: float) -> LossFault | None:
+    """Judge the `(sum, count)` of a microbatch and of its two halves."""
+    (total, count), (first, one), (second, other) = numbers
+    if not math.isfinite(total) or _near(first + second, total, tolerance * (abs(first) + abs(second))):
+        return None
+    if is_scalar:
+        return LossFault(kind=NOT_ADDITIVE, whole=total / count, halves=(first / one, second / other), is_scalar=True)
+    parts = first * one, second * other
+    is_mean = _near(sum(parts), total * count, tolerance * sum(map(abs, parts)))
+    return LossFault(kind=MEAN_WITH_COUNT if is_mean else NOT_ADDITIVE, whole=total, halves=(first, second))
 
 
 def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
@@ -177,5 +215,5 @@ def _numbers(pair: Any) -> tuple[float, float] | None:
     return None if any(number is None for number in numbers) else (float(numbers[0] or 0), float(numbers[1] or 0))
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= _TOLERANCE * abs(other)
+def _near(one: float, other: float, allowed: float) -> bool:
+    return abs(one - other) <= allowed

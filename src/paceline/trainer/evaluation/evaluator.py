@@ -19,6 +19,7 @@ from paceline.data.stream.rank_mismatch import DIVIDED, EVERY_RANK, NOT_SEEDED, 
 from paceline.data.types import LocalMicro
 from paceline.errors import DataError, JobError
 from paceline.step.loss.loss_return_value import Terms
+from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, loss_fault
 from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.torch_internals.scalars import as_number
@@ -95,6 +96,9 @@ class Evaluator:
         self._in_time = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
         self._tells = built.step.passes.tells
         self._passes = built.step.passes
+        self._asked: set[str] = set()  # metrics that were checked once to be sums over samples
+        self.note = ""
+        """A warning about a metric of the last split that is no sum over samples; equal on every rank."""
 
     def run(
         self,
@@ -110,7 +114,7 @@ class Evaluator:
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         foreign = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)
         totals: dict[str, list[int]] = {}
-        samples = 0
+        samples, self.note = 0, ""
         with _evaluating(self._model), torch.no_grad():
             source = self._data.split(data, name=name)
             feed = self._feed(source, batch_size, name, totals)
@@ -122,11 +126,12 @@ class Evaluator:
                 samples += micro.num_samples
                 if beat is not None:
                     beat()
-        everywhere = self._world.gather_json([stop(), totals])
-        if any(stopped for stopped, _ in everywhere):
+        everywhere = self._world.gather_json([stop(), totals, self.note])
+        if any(stopped for stopped, _, _ in everywhere):
             foreign.reset()
             return None
-        _compare([found for _, found in everywhere], name)
+        _compare([found for _, found, _ in everywhere], name)
+        self.note = next((note for _, _, note in everywhere if note), "")
         metrics, total = self._joint(sums, samples)
         metrics |= self._told(foreign.compute())
         return EvaluatedSplit(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
@@ -228,6 +233,10 @@ class Evaluator:
                         hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                     )
             _add(sums, name, *pair)
+            if name not in self._asked:
+                self._asked.add(name)
+                fault = loss_fault(metric, output, batch, pair)
+                self.note = self.note or (_metric_note(name, fault) if fault is not None else "")
 
     def _told(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a rank that saw the outputs."""
@@ -257,6 +266,15 @@ class Evaluator:
         if parts:
             metrics = {LOSS: math.fsum(parts), **metrics}
         return metrics, int(values[-1])
+
+
+def _metric_note(name: str, fault: LossFault) -> str:
+    is_mean = fault.kind == MEAN_WITH_COUNT
+    why = "it returns a mean with a count" if is_mean else "the values of the two halves of a batch do not add up to it"
+    return (
+        f"the metric {name!r} is not a sum over samples: {why}, so it depends on eval.batch_size. "
+        "Return (sum, count): (correct.sum(), correct.numel())"
+    )
 
 
 @contextmanager
