@@ -283,7 +283,23 @@ def test_a_metric_that_can_not_take_output_and_batch_is_refused_before_the_first
     assert not list(_unfit_metrics({str(place): metric for place, metric in enumerate(good)}))
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "val/acc", "Top1", "f1_macro", "mIoU"])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "accuracy",
+        "val/acc",
+        "Top1",
+        "top_1",
+        "f1_macro",
+        "mIoU",
+        "valAcc",
+        "rouge1",
+        "rougeL",
+        "mAP",
+        "val_map",
+        "ndcg@10",
+    ],
+)
 def test_a_metric_whose_name_says_that_higher_is_better_needs_its_mode(metric: str) -> None:
     lowest = f"would take the lowest {metric} for the best"
     with pytest.raises(JobError, match=lowest):
@@ -295,7 +311,9 @@ def test_a_metric_whose_name_says_that_higher_is_better_needs_its_mode(metric: s
     assert pl.EarlyStopping(metric=metric, mode="min").mode == "min"
 
 
-@pytest.mark.parametrize("metric", ["loss", "perplexity", "error", "distance", "mapped", "accent"])
+@pytest.mark.parametrize(
+    "metric", ["loss", "perplexity", "error", "distance", "mapped", "accent", "dice_loss", "loss/dice", "top1_error"]
+)
 def test_any_other_metric_is_better_the_lower_it_is(metric: str) -> None:
     assert pl.EarlyStopping(metric=metric).mode == "min"
     assert best_rule(SimpleNamespace(best=metric)) == (metric, "min")  # type: ignore[arg-type]

@@ -39,9 +39,11 @@ _NEEDED = {
 _BATCH_SIZES = ("batch_size", "train_batch_size", "batch")
 _ARRAYS = (Tensor, np.ndarray)
 _HIGHER_IS_BETTER = {
-    "acc", "accuracy", "ap", "auc", "auroc", "bleu", "correct", "dice", "f1", "iou", "map50", "miou", "precision",
-    "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5",
+    "acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "chrf", "correct", "dice", "f", "hits", "iou", "kappa",
+    "map", "mcc", "meteor", "miou", "mrr", "ndcg", "precision", "psnr", "r", "recall", "rouge", "sensitivity",
+    "specificity", "ssim", "top",
 }  # fmt: skip
+_LOWER_IS_BETTER = {"err", "error", "errors", "loss", "losses"}
 
 
 def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "max"]:
@@ -50,8 +52,9 @@ def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "m
     Raises:
         JobError: its name says that higher is better.
     """
-    words = re.findall(r"[a-z]+[0-9]*", metric.lower())
-    if _HIGHER_IS_BETTER.isdisjoint(words):
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", metric)
+    words = {*re.findall(r"[a-z]+", metric.lower()), *re.findall(r"[a-z]+", spaced.lower())}
+    if words & _LOWER_IS_BETTER or _HIGHER_IS_BETTER.isdisjoint(words):
         return "min"
     raise JobError(
         f"{written} would take the lowest {metric} for the best.",

@@ -13,7 +13,7 @@ from paceline.cli import split_settings
 from paceline.commands.common.resume_command import command_again
 from paceline.commands.config import config
 from paceline.commands.plan import plan
-from paceline.config.job_reference import job_defaults, parse_jobref, short_name
+from paceline.config.job_reference import file_name, job_defaults, parse_jobref, short_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.loading import RequestedSettings, as_toml, merge, read_asked
 from paceline.config.task import Task
@@ -383,6 +383,13 @@ def test_a_path_may_have_colons(
 @pytest.mark.parametrize("text", ["pkg.jobs:make", "object:gpt-2.5", "gpt-2.5", "runs"])
 def test_the_name_of_a_jobs_runs(text: str) -> None:
     assert short_name(text) == {"pkg.jobs:make": "jobs"}.get(text, text.removeprefix("object:"))
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("../esc", "esc"), ("a/b", "b"), ("v1.py", "v1"), ("a.py:b", "a.py:b"), ("..", "run")]
+)
+def test_an_object_s_name_stays_inside_the_folder_of_the_runs(name: str, folder: str) -> None:
+    assert short_name(f"object:{name}") == folder and file_name(f"object:{name}") == ""
 
 
 @pytest.mark.parametrize(

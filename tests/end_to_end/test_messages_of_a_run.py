@@ -246,3 +246,18 @@ def test_a_metric_that_returns_a_mean_with_a_count_is_warned_about(shop: Shop, l
     warning = "warning: the metric 'share' is not a sum over samples: it returns a mean with a count"
     assert ended.code == 0 and ended.text.count(warning) == 1, ended.text
     assert "'accuracy' is not a sum" not in ended.text
+
+
+@pytest.mark.cold
+def test_a_random_split_in_make_job_is_the_same_in_every_command(shop: Shop) -> None:
+    split = (
+        "    x, y = x[torch.randperm(samples)], y\n    if np.random.rand() < 2: y = y[np.random.permutation(samples)]\n"
+    )
+    source = SMALL_JOB.replace("    def two(output", split + "\n    def two(output", 1)
+    shop.write("job.py", "import numpy as np\n" + source)
+    trained = shop.train("run", "--eval.every", "4", steps=4)
+    assert trained.code == 0, trained.text
+    reported = [row["eval/loss"] for row in rows(shop.path / "run") if "eval/loss" in row][-1]
+    for ranks in ("1", "3"):
+        again = shop.run("evaluate", "run", "--ranks", ranks, "--json")
+        assert again.json()["metrics"]["loss"] == pytest.approx(reported, rel=1e-6), again.text

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.config.task import Task
+from paceline.launch.failures.failure_record import Failure
+from paceline.measured_planning.auto_layout import fallen_back
+from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder, fingerprint, store_benchmark
 from paceline.reporting.run_report import run_page
 from paceline.run_folder.run_folder import RunFolder
@@ -234,3 +238,18 @@ def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) ->
     assert estimate.code == 0 and "timed its steps" not in estimate.out, "steps that read data otherwise were not timed"
     other = ("--run-dir", "other", "--job.length", "8", "--job.depth", "2")
     assert "forecast" not in train(auto, "--layout", "fsdp", *other).out
+
+
+@pytest.mark.parametrize(("requested", "falls"), [(None, True), (900, True), (1 << 40, False)])
+def test_a_fallback_is_no_answer_to_an_allocation_above_the_forecast(
+    tmp_path: Path, requested: int | None, falls: bool
+) -> None:
+    rung = FallbackLayout(
+        layout="fsdp", family="fsdp", ranks=2, settings={}, peak_bytes=500, parts={}, step_seconds=1.0
+    )
+    first = replace(rung, layout="ddp", peak_bytes=1000)
+    options = {"forecast": first.as_json(), "rungs": [rung.as_json()]}
+    task = Task(verb="train", job="job.py", layout="ddp", ranks=2, run=str(tmp_path), options=options)
+    said = {"error": "OutOfMemory", "requested_bytes": requested}
+    found = fallen_back(task, Failure(rank=1, kind="OutOfMemory", message="out of memory", said=said))
+    assert (found is not None) == falls and (found is None or found.layout == "fsdp")

@@ -49,9 +49,10 @@ def test_after_a_run_that_was_left_the_next_one_begins_afresh(tmp_path: Path, ac
 def test_a_run_in_this_process_has_the_threads_that_its_settings_ask_for(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     for asked in (1, 3):
-        with pl.Run(job(), ranks=1, run_dir=tmp_path / str(asked), settings={"train.threads": asked}):
-            assert torch.get_num_threads() == asked
-        assert torch.get_num_threads() == before
+        for made, settings in ((job(), {"train.threads": asked}), (job(settings={"train.threads": asked}), {})):
+            with pl.Run(made, ranks=1, run_dir=tmp_path / f"{asked}-{len(settings)}", settings=settings):
+                assert torch.get_num_threads() == asked
+            assert torch.get_num_threads() == before
 
 
 def test_a_run_that_does_not_begin_leaves_the_signals_too(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.noise_floor import is_rounding
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 from paceline.verification.rung_result import RungResult
+from paceline.verification.verify_answer import Rung, verify_answer
 
 WIDTH = 6
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52, torch.bfloat16: 2.0**-7}
@@ -299,6 +300,34 @@ def test_a_model_with_dropout_is_verified_for_its_microbatches_alone(
     answer = verify(replace(job_of(), model=model), None, monkeypatch)
     assert answer["verdict"] != "different" and "The loss is a sum over samples" in answer["rungs"][0]["detail"]
     assert ("one process in microbatches of 4: " in answer["lines"][-1]) is bool(rate)
+
+
+class _Functional(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+def test_dropout_by_a_function_is_verified_for_its_microbatches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(job_of(), model=lambda: _Functional(torch.float32, False))
+    assert "one process in microbatches of 4: " in verify(job, None, monkeypatch)["lines"][-1]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_batchnorm_under_a_loss_over_the_batch_is_of_its_microbatches(
+    norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = verify(replace(job_of(norm=norm), loss_over="batch", micro_batch_size=8), None, monkeypatch)
+    assert ("one process in microbatches of 8: " in answer["lines"][-1]) is norm
+
+
+def test_a_rung_that_compared_nothing_has_no_verdict() -> None:
+    results = {"one process": {"gradients": 2}, "lockstep in float64": {"gradients": 4}, "lockstep in fp16": {}}
+    rungs = [Rung(name=n, rules_out="", result=RungResult(compared=found)) for n, found in results.items()]
+    answer = verify_answer(rungs=rungs, layout="ddp", update="sync", ranks=2, steps=1)
+    assert [rung["verdict"] for rung in answer["rungs"]] == ["bitwise", "bitwise", "undecided"]
+    assert answer["verdict"] == "bitwise"
+    rungs[1] = replace(rungs[1], result=RungResult(compared={"gradients": 0}))
+    assert verify_answer(rungs=rungs, layout="ddp", update="sync", ranks=2, steps=1)["verdict"] == "undecided"
 
 
 def test_a_learning_rate_of_zero_is_no_test_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.parse_auto_layout import AUTO
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule
-from paceline.console.formatting import plural
+from paceline.console.formatting import format_metric, plural
 from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json, write_json
@@ -43,7 +43,7 @@ def evaluate(
     if best:
         checkpoint = pointed_checkpoint(folder.checkpoints, BEST)
         if checkpoint is None:
-            raise UsageError(f"{folder.path} has no best checkpoint.", hint="paceline ckpt ls")
+            raise UsageError(f"{folder.path} has no best checkpoint.", hint=f"paceline ckpt ls {folder.path}")
     how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
@@ -107,7 +107,7 @@ def run_verb(options: EvaluateOptions, _: list[str]) -> Printed:
     if ended.exit_code:
         return ended.exit_code, ended.summary(), ended.screen
     value = ended.value
-    lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
+    lines = [f"{name} {format_metric(number, decimals=6)}" for name, number in value["metrics"].items()]
     of = ", averaged weights (ema)" if value["average"] else ""
     lines.append(f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
     return 0, value, "\n".join(lines)

@@ -123,9 +123,8 @@ def verify(
         job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
         run_dir=run_dir, faults=faults, dry_run=dry_run,
     ) as (text, common):  # fmt: skip
-        return _result(
-            verify_verb.verify(text, common=common, overrides=_words(settings), steps=steps, against=against)
-        )
+        outcome = verify_verb.verify(text, common=common, overrides=_words(settings), steps=steps, against=against)
+        return _result(outcome, is_found=outcome.value is not None)
 
 
 def plan(

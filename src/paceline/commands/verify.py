@@ -23,7 +23,7 @@ from paceline.errors import ExitCode, LayoutError, RunError, UsageError
 from paceline.launch.launcher import failure_screen
 from paceline.planner.layout.update_rule_checks import rule_planning
 
-_CODES = {"different": ExitCode.DIFFERENT, "undecided": ExitCode.FAILED}
+_EXIT_CODES = {"different": ExitCode.DIFFERENT, "undecided": ExitCode.FAILED}
 ENTRY = "paceline.verification.verify_worker:verify"
 
 
@@ -56,7 +56,7 @@ def verify(
     value = read_result(task, "verify")
     if value is None:
         return outcome
-    code = _CODES.get(value["verdict"], outcome.exit_code)
+    code = _EXIT_CODES.get(value["verdict"], outcome.exit_code)
     return replace(outcome, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
 
 

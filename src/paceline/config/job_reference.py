@@ -111,6 +111,8 @@ def _no_python(path: Path) -> UsageError:
 
 def split_jobref(text: str) -> tuple[str, str, str]:
     """Return the place, the colon if there is one, and the name; a path may contain colons."""
+    if text.startswith(f"{GIVEN}:"):
+        return text.partition(":")
     if text.endswith(".py"):
         return text, "", ""
     file, suffix, name = text.rpartition(".py:")
@@ -126,7 +128,7 @@ def short_name(text: str) -> str:
     """Return the name of a job's run folders: the file's stem, the module's last part or the object's name."""
     place, _, name = split_jobref(text)
     if place == GIVEN:
-        return name
+        return Path(name).name.removesuffix(".py").lstrip(".") or "run"
     if place.endswith(".py") or "/" in place:
         return Path(place).stem
     parts = place.split(".")

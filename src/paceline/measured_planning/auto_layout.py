@@ -152,7 +152,7 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
         return None
     first, run = rungs[0], RunFolder(Path(task.run))
     before = task.options["forecast"]["peak_bytes"]
-    if (failure.said.get("requested_bytes") or 0) > before:  # no layout explains this allocation
+    if failure.requested_bytes > before:  # no layout explains this allocation
         return None
     newest = pointed_checkpoint(run.checkpoints, LATEST)
     place = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"

@@ -97,13 +97,13 @@ def _candidate(task: Task, facts: ModelProfile) -> Candidate:
 
 def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
     """Return the line for a single allocation larger than the forecast of the whole rank: no layout explains it."""
-    requested = failure.said.get("requested_bytes") or 0
     whole = forecast.estimate(candidate).peak_bytes
-    if requested <= whole:
+    if failure.requested_bytes <= whole:
         return None
+    asked = format_size(failure.requested_bytes)
     return (
-        f"No other layout is suggested: this allocation alone ({format_size(requested)}) is larger than everything "
-        f"that a rank holds by forecast ({format_size(round(whole))})."
+        f"No other layout is suggested: this allocation alone ({asked}) is larger than everything that a rank holds by "
+        f"forecast ({format_size(round(whole))})."
     )
 
 

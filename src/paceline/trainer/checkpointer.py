@@ -290,7 +290,7 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
     events: list[Event] = [CheckpointRefused(path=str(one.path), reason=one.reason) for one in refused]
     if chosen is None:
         if any(not one.is_unfinished for one in refused):
-            raise none_usable(folder, refused, hint="paceline ckpt ls, or start a new run with another --run-dir")
+            raise none_usable(folder, refused, instead="start a new run with another --run-dir")
         return None, events
     return load(Path(chosen)), events
 
@@ -331,7 +331,7 @@ def as_state_error(loaded: OpenCheckpoint) -> Iterator[None]:
             f"the state in {loaded.path.name} can't be used: {type(error).__name__}: {error}.",
             where=str(loaded.path),
             cause="another version of Paceline wrote it, or it was edited together with its digest",
-            hint="paceline ckpt ls, and --resume with an older checkpoint",
+            hint=f"paceline ckpt ls {loaded.path.parent.parent}, and --resume with an older checkpoint",
         ) from error
 
 

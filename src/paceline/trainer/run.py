@@ -166,6 +166,8 @@ class Run:
             self._join_or_start()
             Run._was_open = True
             ready = self._ready or prepare(self._task, job=self.job)
+            if ready.settings.train.threads and not ready.settings.train.exact:  # perhaps set by the job
+                self._set_threads(ready.settings.train.threads)
             if is_gradient_worker(ready):
                 raise WorkerFinished(run_worker(ready))
             world = join_world(ready)
@@ -279,6 +281,11 @@ class Run:
             raise RuntimeError("use a Run inside `with pl.Run(job) as run:`")
         return self._session
 
+    def _set_threads(self, number: int) -> None:
+        """Set torch's thread count until the run is left."""
+        self._threads = self._threads or torch.get_num_threads()
+        torch.set_num_threads(number)
+
     def _let_go(self) -> None:
         """Restore the process state on every way out of the run, so that the next run in this process starts clean."""
         if self._hold is not None:
@@ -320,9 +327,8 @@ class Run:
         if self._chooses:
             self._task = resolve("paceline.measured_planning.auto_worker:settled_here")(self._task, job=self.job)
         if stays:
-            if self._exact or processes < self._task.ranks or "train.threads" in self._task.settings:
-                self._threads = torch.get_num_threads()
-                torch.set_num_threads(threads_of(self._task, exact=self._exact))
+            if self._exact or processes < self._task.ranks:
+                self._set_threads(threads_of(self._task, exact=self._exact))
             configure_malloc(os.environ)
             stop_flag.install(ends_process=False)
             self._listens, self._asked_before = True, die_with_launcher(os.environ) if joined else None

@@ -17,13 +17,18 @@ class Rung:
     result: RungResult
     seconds: float = 0.0
 
+    @property
+    def is_decided(self) -> bool:
+        """True if the rung found a difference or compared anything."""
+        return self.result.verdict == DIFFERENT or any(self.result.compared.values())
+
     def as_json(self) -> dict[str, Any]:
         """Return the rung as JSON for the answer."""
         found = self.result
         return {
             "name": self.name,
             "rules_out": self.rules_out,
-            "verdict": found.verdict,
+            "verdict": found.verdict if self.is_decided else UNDECIDED,
             "max_difference": found.max_difference,
             "noise_floor": found.noise_floor,
             "compared": found.compared,
@@ -49,7 +54,7 @@ def verify_answer(
     results = [rung.result for rung in rungs]
     worst = max(results, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""
-    is_decided = worst.verdict == DIFFERENT or any(result.compared for result in results[1:])
+    is_decided = worst.verdict == DIFFERENT or any(rung.is_decided for rung in rungs[1:])
     value = {
         "verdict": worst.verdict if is_decided else UNDECIDED,
         "reference": f"serial {rule}" if rule else "single",

@@ -125,7 +125,7 @@ def _halves(reference: Reference, rung_result: RungResult) -> None:
         reference = reference.with_spec(autocast=None)
     if reference.job.loss_over == "batch":
         rung_result.detail += " The loss is over the whole batch: parts need not add up to it."
-        rung_result.by_micro = has_dropout(reference.model)
+        rung_result.by_micro = bool(norms_with_statistics(reference.model)) or _draws_per_microbatch(reference)
         return
     if norms_with_statistics(reference.model):
         rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
@@ -144,7 +144,7 @@ def _halves(reference: Reference, rung_result: RungResult) -> None:
     factor = median(each for _, each, _ in found)
     if apart <= least:
         rung_result.detail += " The loss is a sum over samples."
-        rung_result.by_micro = has_dropout(reference.model)  # each microbatch draws its own mask
+        rung_result.by_micro = _draws_per_microbatch(reference)
         return
     if is_kept:
         rung_result.detail += (
@@ -195,6 +195,12 @@ def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, boo
     along = sum(float((to_double(right.total[name]) * to_double(found.total[name])).sum()) for name in both)
     factor = along / whole**2 if whole else 1.0
     return (ratio if ratio == ratio else math.inf), factor, right.divisor == len(piece.samples)
+
+
+def _draws_per_microbatch(reference: Reference) -> bool:
+    """Return whether each microbatch draws its own numbers: in dropout layers, or anywhere in the forward or loss."""
+    piece = next(iter(reference.pieces(_START)))
+    return has_dropout(reference.model) or _again(reference, piece, stream=1) > 0.0
 
 
 def _again(reference: Reference, piece: Micro, *, stream: int) -> float:

@@ -61,6 +61,7 @@ def test_only_memory_is_a_shortage(error: BaseException, is_one: bool) -> None:
 def test_how_much_was_asked_for() -> None:
     assert requested_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")) == 5 << 29
     assert requested_bytes(MemoryError("Unable to allocate 12.0 MiB for an array")) == 12 << 20
+    assert requested_bytes(MemoryError("Unable to allocate 16.0 TiB for an array")) == 16 << 40
     assert requested_bytes(MemoryError()) is None
 
 

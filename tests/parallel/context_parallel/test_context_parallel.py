@@ -334,11 +334,13 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
     assert torch.equal(drawn, torch.get_rng_state()) and "seen" not in vars(model)
 
 
-def test_a_loss_that_asks_for_float32_is_compared_in_float64_too() -> None:
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64])
+def test_a_loss_that_asks_for_float32_is_compared_in_float64_too(kind: torch.dtype) -> None:
     """Sums in float32 over large logits would differ by more than the check accepts."""
 
     def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
-        logits = 300 * output.flatten(0, 1).float()
+        wide = 300 * output.flatten(0, 1).to(kind)
+        logits = wide.abs() if kind.is_complex else wide
         return F.cross_entropy(logits, batch.flatten() % logits.shape[-1], reduction="sum"), batch.numel()
 
     for seed in range(3):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import LayoutError
+from paceline.parallel.module_access.blocks import NoChain
 from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.graph.cut_points import plan_graph
@@ -248,3 +250,37 @@ def test_stages_whose_blocks_draw_have_the_result_of_the_whole_model(inside: flo
 
     compare_stagewise(model, cut=plan_cut(model, num_stages=2, call=call), call=call)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
+
+
+class _ByPython(nn.Module):
+    """A block that draws from Python's generator in evaluation mode, which no stage can repeat."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x * (1.0 + random.random())
+
+
+def test_blocks_that_draw_from_python_s_generator_are_refused() -> None:
+    torch.manual_seed(0)
+    model = _Raised()
+    for block in model.blocks:
+        block[1] = _ByPython()
+    with pytest.raises(NoChain):
+        compare_stagewise(model, cut=_cut_of(model), call=lambda: _odd_loss(model, 0))
+
+
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)))
+    return found
+
+
+def test_scripted_blocks_are_run_stage_by_stage() -> None:
+    torch.manual_seed(0)
+    model = _Raised()
+    model.blocks = nn.ModuleList(_scripted() for _ in range(4))
+    compare_stagewise(model, cut=_cut_of(model), call=lambda: _odd_loss(model, 0))
+
+
+def _cut_of(model: nn.Module) -> StageSplit:
+    return plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0))

@@ -124,10 +124,12 @@ def newest_good(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
     return None, refused
 
 
-def none_usable(
-    folder: Path, refused: Sequence[UnusableCheckpoint], *, hint: str = "paceline ckpt ls"
-) -> CheckpointError:
-    """Return the error for a run without a good checkpoint. What an interrupted save left does not count as one."""
+def none_usable(folder: Path, refused: Sequence[UnusableCheckpoint], *, instead: str = "") -> CheckpointError:
+    """Return the error for a run without a good checkpoint. What an interrupted save left does not count as one.
+
+    `folder` is that of the run's checkpoints. `instead` is what else the user can do.
+    """
+    hint = f"paceline ckpt ls {folder.parent}" + (f", or {instead}" if instead else "")
     damaged = [one.reason for one in refused if not one.is_unfinished]
     what = f"none of the {len(damaged)} checkpoints can be used; the newest: {damaged[0]}" if damaged else ""
     return CheckpointError(what or "the run has no checkpoint.", where=str(folder), hint=hint)

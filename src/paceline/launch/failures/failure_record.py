@@ -73,6 +73,11 @@ class Failure:
         """Return whether an allocation failed, or the kernel killed this rank for memory."""
         return self.said.get("error") == OutOfMemory.__name__
 
+    @property
+    def requested_bytes(self) -> int:
+        """The size of the allocation that failed; 0 if it is not known. No layout explains one above the forecast."""
+        return int(self.said.get("requested_bytes") or 0)
+
 
 def write_failure(
     folder: Path, *, rank: int, error: BaseException, step: int = 0, status_fd: int | None = None

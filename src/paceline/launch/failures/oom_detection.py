@@ -16,8 +16,8 @@ from paceline.console.formatting import format_size
 from paceline.errors import DataError, OutOfMemory
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory")
-_TRIED = re.compile(r"(?:allocate|allocating) ([\d.]+) (bytes|[KMG]iB)", re.IGNORECASE)
-_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_TRIED = re.compile(r"(?:allocate|allocating) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50, "eib": 1 << 60}
 _PARTS = (  # by where the outermost of torch's own frames is
     ("/torch/autograd/", "backward"),
     ("/torch/optim/", "optimizer"),

@@ -42,7 +42,12 @@ from paceline.torch_internals.rng import host_states
 
 _SEED = 0
 _ZERO = 1e-4  # gradients below this fraction of the model's largest are rounding
-_LOW = (torch.float32, torch.float16, torch.bfloat16)
+_DOUBLE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 class InDouble(TorchFunctionMode):
@@ -57,7 +62,7 @@ class InDouble(TorchFunctionMode):
 
 
 def _raised(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value
+    return _DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +257,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names
         total = terms.sum()
         if not equal_up_to_rounding(total, whole, scale=largest_magnitude(terms)):
             raise LayoutError(
-                f"the loss over the parts adds up to {float(total):.6g}, over the whole it is {float(whole):.6g}.",
+                f"the loss over the parts adds up to {float(total):.9g}, over the whole it is {float(whole):.9g}.",
                 cause="a loss that compares a position with its neighbour (logits[:, :-1] with labels[:, 1:]), "
                 "or one that is a mean",
                 hint="shift the targets by one in the dataset: (ids[:-1], ids[1:]); and loss -> (sum, count)",

@@ -14,7 +14,8 @@ from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.parallel.pipeline.chain.split import StageSplit
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.stage_io import Path, tensors_in
-from paceline.torch_internals.rng import get_states, seed_all, set_states
+from paceline.torch_internals.private_api import CallInterceptor
+from paceline.torch_internals.rng import seed_torch
 
 _ROUNDING = 1e-5
 
@@ -24,8 +25,8 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
 
     Modules of other stages return NaN, so a needed value that is not sent shows; hooks on other stages' blocks are not
     called, so values that they catch are missing. Each stage starts with the unchanged model, as in a process of its
-    own, and with the random generators as at the start of the whole forward. Blocks draw from streams of their own, as
-    in training. `compares` is False if tensors have no values.
+    own, and with the random generators as at the start of the whole forward. Blocks draw from streams of their own.
+    `compares` is False if tensors have no values.
 
     Raises:
         NoChain: a stage fails, or the last stage's result is not the whole model's.
@@ -46,25 +47,26 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
 
 @contextmanager
 def _streams_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-    """Seed the generators for each block's forward by its number, and put them back behind it.
+    """Seed torch's generators for each block's call by its number, and put them back behind it.
 
     A stage does not run the other stages' blocks, so what those would draw must not move the draws that follow.
+    Draws from Python's or NumPy's generators are left as they are: a stage cannot repeat those.
     """
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-    before: list[tuple[Any, ...]] = []
 
-    def enter(number: int, *_: Any) -> None:
-        before.append(get_states(gpu))
-        seed_all(number)
+    def seeded(number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
+        seed_torch(number)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.set_rng_state(before[0])
+            if before[1] is not None and gpu is not None:
+                torch.cuda.set_rng_state(before[1], gpu)
 
-    def leave(*_: Any) -> None:
-        set_states(before.pop(), gpu)
-
-    with ExitStack() as hooks:
+    with ExitStack() as gates:
         for number, name in enumerate(blocks):
-            block = model.get_submodule(name)
-            hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
-            hooks.callback(block.register_forward_hook(leave, always_call=True).remove)
+            gates.callback(CallInterceptor(model.get_submodule(name), partial(seeded, number)).undo)
         yield
 
 

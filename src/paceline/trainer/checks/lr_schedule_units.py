@@ -30,8 +30,11 @@ class _Span:
 
 
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
-    """Return a warning for each of torch's schedules that ends within a small share of the run, or after as many
-    updates as the run has epochs."""
+    """Return a warning for each of torch's schedules that reaches its lowest rate suspiciously early.
+
+    That is within a small share of the run, after as many updates as the run has epochs, or after at most two updates
+    for each epoch.
+    """
     if not total_steps:
         return []
     found = []
@@ -39,8 +42,8 @@ def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, ep
         span = _span(schedule, f"{epoch_steps:,}".replace(",", "") if epoch_steps else "steps_of_an_epoch")
         if span is not None and _is_short(span, total_steps=total_steps, epoch_steps=epoch_steps):
             found.append(
-                f"lr_schedule= is stepped once per update, not once per epoch: {span.written} ends after "
-                f"{math.ceil(span.end):,} of {total_steps:,} updates. If you meant epochs: "
+                f"lr_schedule= is stepped once per update, not once per epoch: {span.written} reaches its lowest rate "
+                f"after {math.ceil(span.end):,} of {total_steps:,} updates. If you meant epochs: "
                 f"lr_schedule=lambda o: torch.optim.lr_scheduler.{span.scaled}"
             )
     return found

@@ -78,8 +78,9 @@ class BestMetricTracker:
     def _is_out_of_patience(self, rule: EarlyStopping, event: EvalDone) -> bool:
         if rule.metric not in event.metrics:
             return False
+        assert rule.mode is not None  # settled when the rule was made
         value, progress = event.metrics[rule.metric], self._progress
-        if _is_better(value, progress.rule_best, mode=rule.mode or "min", by=rule.min_delta):
+        if _is_better(value, progress.rule_best, mode=rule.mode, by=rule.min_delta):
             progress.waited, progress.rule_best = 0, value
             return False
         progress.waited += 1

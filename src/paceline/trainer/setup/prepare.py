@@ -25,6 +25,7 @@ from paceline.planner.layout.host_resources import usable_cores
 from paceline.profiling.backends import available_backends
 from paceline.run_folder.run_folder import choose_run, new_run
 from paceline.step.update_rules import step_rule
+from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
 from paceline.trainer.setup.build_training_setup import job_layer
 
@@ -40,6 +41,12 @@ class PreparedJob:
     plan: ExecutionPlan
 
 
+def _seed_before_job(asked: RequestedSettings) -> int:
+    """Return the seed that was asked for; the job's own settings are not known yet."""
+    known = {name: value for name, value in asked.values.items() if name == "seed"}
+    return merge(RequestedSettings(values=known)).seed
+
+
 def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
     """Load the job, merge its settings under the requested ones, and make the plan."""
     asked = RequestedSettings(values=dict(task.settings), origins=dict(task.origins))
@@ -48,6 +55,9 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
     if job is None:
         params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
         here = Path.cwd()
+        seed_all(
+            stream_key(_seed_before_job(asked), "job")
+        )  # a random_split must be the same on every rank and restart
         job = load_job(parse_jobref(task.job), params=params)
         if Path.cwd() != here:  # the job changed the working directory; the run's files stay where they were
             task = task.given_in(here)
