@@ -1,5 +1,7 @@
 """Dataset properties that are needed before training, found in a process that may read the data."""
 
+import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +141,28 @@ def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, see
         return len({all_checksums(source.data, samples, epoch=epoch or 0, seed=seed) for _ in range(2)}) == 1
 
     return read_apart(source, twice, seed=seed)
+
+
+def spread_checksums(
+    source: Source, *, chosen: Sequence[int] | None, seed: int, most: int, seconds: float
+) -> tuple[list[int], list[int]]:
+    """Return indices of samples from all over the data, and the checksum of each.
+
+    Without `chosen` indices, it chooses at most `most` of them, and stops reading after `seconds`.
+    """
+
+    def read() -> tuple[list[int], list[int]]:
+        begun, total = time.monotonic(), len(source.data)
+        indices = list(chosen or random.Random(seed).sample(range(total), min(total, most)))
+        found: list[int] = []
+        tell_epoch(source.data, 0)
+        for index in indices:
+            found.append(all_checksums(source.data, [index], epoch=0, seed=seed))
+            if chosen is None and time.monotonic() - begun > seconds:
+                break
+        return indices[: len(found)], found
+
+    return read_apart(source, read, seed=seed)
 
 
 _WHOLE = "is it already split by rank? give every rank the whole dataset: the run distributes the samples"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state_outside_state_dict import tensors_of
 from paceline.console.formatting import plural
+from paceline.data.dataset_properties import spread_checksums
 from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
@@ -19,13 +20,13 @@ from paceline.trainer.local_sgd_state import sites_of
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
 from paceline.verification.compare_in_lockstep import Say, feed_of, unmoved_weights_note
-from paceline.verification.compare_samples import compare_samples
 from paceline.verification.noise_floor import can_disturb, disturb_reference, margin_of
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
 from paceline.verification.tensor_distance import eps_of, euclidean_distance, euclidean_norm
 
 _RUNS = 6
+_MOST_SAMPLES, _SECONDS = 64, 1.0  # read from all over the dataset
 Contents = dict[tuple[int, int], int]  # checksums by step and microbatch
 
 
@@ -73,7 +74,7 @@ def run_free(
             rung_result.detail += " The evaluation was not compared: eval_data is a stream, or has its own sampler."
         if evaluated is not None:
             judge_evaluation(rung_result, built, reference, evaluated, steps, kept)
-    compare_samples(rung_result, built)
+    _see_other_samples(rung_result, built)
     found: RungResult = RungResult(**built.world.share_json(vars(rung_result)))
     return found
 
@@ -101,6 +102,27 @@ def _see_contents(rung_result: RungResult, built: TrainingSetup, mine: Contents,
                 "a dataset or collation that depends on the data worker, or keeps state between samples"
             )
             rung_result.blame(step=step, parameter="(data)", cause=cause)
+            return
+
+
+def _see_other_samples(rung_result: RungResult, built: TrainingSetup) -> None:
+    """Compare samples from all over the dataset between the ranks; the compared steps read only a small part of it."""
+    source, seed, world = built.data.train, built.settings.seed, built.world
+    if world.world_size == 1 or not source.is_indexed:
+        return
+    read = partial(spread_checksums, source, seed=seed, most=_MOST_SAMPLES, seconds=_SECONDS)
+    first = read(chosen=None) if world.is_main else None
+    chosen = world.share_json(None if first is None else first[0])
+    found = read(chosen=chosen)[1]
+    is_same = all(world.gather_json(first is None or first[1] == found))
+    for index, *values in zip(chosen, *world.gather_json(found), strict=True):
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None and is_same:
+            cause = (
+                f"data: sample {index} differs between rank {other} and rank 0, in data that the compared steps did "
+                "not read: a dataset that depends on the rank, or other files there"
+            )
+            rung_result.blame(step=1, parameter="(data)", cause=cause)
             return
 
 
