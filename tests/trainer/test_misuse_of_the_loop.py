@@ -1,6 +1,7 @@
 """Misuse of the user's own loop: the message, and what the run keeps."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.data.order.batches import next_batch
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import StepInput
 from paceline.trainer.checks.evaluation_checks import last_batch_notes
+from tests.conftest import Shop
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
 QUIET: dict[str, Any] = {"watch.to": ("jsonl",)}
@@ -156,3 +158,34 @@ def test_a_metric_of_another_form_is_named(part: Any, tmp_path: Path) -> None:
             pl.Run(made, ranks=1, run_dir=tmp_path, settings=QUIET) as run,
         ):
             run.evaluate()
+
+
+def test_an_optimizer_step_of_the_script_is_refused_at_the_next_step(tmp_path: Path) -> None:
+    with (
+        pytest.raises(pl.UsageError, match=r"outside run\.step\(batch\), which already updates"),
+        pl.Run(job(), ranks=1, run_dir=tmp_path / "a", settings=QUIET) as run,
+    ):
+        (optimizer,) = run.optimizers
+        for batch in run.batches():
+            run.step(batch)
+            optimizer.step()
+    optimizer.step()  # the hook is gone with the run
+    assert run._update_guard is None and not optimizer._optimizer_step_post_hooks
+
+
+ON_RANK_0 = """
+import paceline as pl
+from job import make_job
+with pl.Run(make_job(), run_dir="run", ranks=2, settings={"train.steps": 4}) as run:
+    for batch in run.batches():
+        run.step(batch)
+    if run.rank == 0:
+        print(run.evaluate().metrics)
+"""
+
+
+def test_a_call_on_rank_0_alone_is_named(shop: Shop) -> None:
+    shop.write("script.py", ON_RANK_0)
+    ended = shop.call([sys.executable, "script.py"])
+    assert ended.code == 2, ended.text
+    assert "rank 0 is at run.evaluate(), and rank 1 at the end of the run: every rank must make this call" in ended.err

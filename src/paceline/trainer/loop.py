@@ -161,6 +161,21 @@ class Loop:
         self._after()
         return result
 
+    def agree_on(self, call: str) -> None:
+        """Check that all ranks make the same call of the script; every rank calls this.
+
+        Raises:
+            UsageError: a rank makes another one.
+        """
+        calls = self.built.world.gather_json(call)
+        other = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"rank 0 is at {calls[0]}, and rank {other} at {calls[other]}: every rank must make this call.",
+                cause="a call inside `if run.rank == 0:`",
+                hint="call it on every rank, and print its result on rank 0",
+            )
+
     def settle(self) -> None:
         """Complete any step still in flight, so that the weights can be read."""
         with self._naming_inputs():

@@ -44,6 +44,7 @@ from paceline.profiling.backends import available_backends
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.step.generate import generate
 from paceline.step.step_totals import StepResult
+from paceline.trainer.batch_guard import UpdateGuard
 from paceline.trainer.parameter_server_worker import WorkerFinished, run_worker
 from paceline.trainer.script_restart import (
     CHOSEN,
@@ -147,6 +148,7 @@ class Run:
         return run
 
     _was_open = False
+    _update_guard: UpdateGuard | None = None
     _hook: UncaughtHook | None = None
     _chooses = False
     _words: Sequence[str] = ()  # the script's command line, in a process that was started for it
@@ -173,6 +175,8 @@ class Run:
             world = join_world(ready)
             self._hold = held_folder(ready.task, world=world)
             self._session = open_session(ready, world=world, target=self)
+            if self._ready is None and ready.plan.rule.is_synchronous:
+                self._update_guard = UpdateGuard(self.optimizers)
         except BaseException as error:
             self._let_go()
             self._leave_hook(error)
@@ -192,6 +196,8 @@ class Run:
         if isinstance(error, SystemExit) and session.world.world_size > 1 and self._ready is None:
             report_exit(error)
         if error is None:
+            if self._ready is None:
+                session.loop.agree_on("the end of the run")
             self.exit_code = run_finish.code = session.finish()
             session.close()
             if self._ready is None:
@@ -227,7 +233,12 @@ class Run:
 
     def step(self, batch: StepInput) -> StepResult:
         """Run forward, backward, reduction, clipping and update; log, evaluate and save when due."""
-        return self._live.loop.step(batch, is_shown=self._ready is None)
+        if self._update_guard is None:
+            return self._live.loop.step(batch, is_shown=self._ready is None)
+        self._update_guard.check()
+        result = self._live.loop.step(batch, is_shown=True)
+        self._update_guard.clear()
+        return result
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
         """Return exact metrics of the current weights. Every rank must call this."""
@@ -238,10 +249,12 @@ class Run:
                 else f"run.evaluate(split={split!r}): {split!r} is not a split.",
                 hint='split="eval" evaluates on eval_data= of the job, split="test" on its test_data=',
             )
+        self._live.loop.agree_on("run.evaluate()")
         return self._live.loop.evaluate(split=split)
 
     def save(self) -> None:
         """Save a checkpoint now. Every rank must call this."""
+        self._live.loop.agree_on("run.save()")
         self._live.loop.save()
 
     def stop(self) -> None:
@@ -290,6 +303,9 @@ class Run:
         """Restore the process state on every way out of the run, so that the next run in this process starts clean."""
         if self._hold is not None:
             self._hold.close()
+        if self._update_guard is not None:
+            self._update_guard.remove()
+            self._update_guard = None
         if self._listens:
             stop_flag.remove()
         if self._asked_before is not None:
