@@ -175,6 +175,52 @@ def running_function() -> type[torch.autograd.Function] | None:
     return found
 
 
+@contextmanager
+def watched_autograd(seen: Callable[[str], None]) -> Iterator[None]:
+    """Call `seen` with the name of each own autograd function, tensor hook and autocast region that is entered.
+
+    What torch and this package call for themselves is left out.
+    """
+    function: Any = torch.autograd.Function
+    apply = vars(function)["apply"]  # the classmethod itself, not bound to this class
+    enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
+    hooks = {name: getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
+
+    def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if not _is_internal(cls.__module__):
+            seen(f"{cls.__qualname__}.apply")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def hooking(name: str) -> Callable[..., Any]:
+        def hooked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not _is_internal(sys._getframe(1).f_globals.get("__name__", "")):
+                seen(f"Tensor.{name}")
+            return hooks[name](tensor, *args, **kwargs)
+
+        return hooked
+
+    def entered(region: torch.autocast) -> Any:
+        if not _is_internal(sys._getframe(1).f_globals.get("__name__", "")):
+            seen("torch.autocast")
+        return enter(region)
+
+    function.apply = classmethod(applied)
+    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    for name in hooks:
+        setattr(Tensor, name, hooking(name))
+    try:
+        yield
+    finally:
+        function.apply = apply
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        for name, hook in hooks.items():
+            setattr(Tensor, name, hook)
+
+
+def _is_internal(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "paceline")
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether the tensor has gradient hooks that run before or after accumulation."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

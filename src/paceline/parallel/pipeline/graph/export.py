@@ -16,7 +16,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
 
-from paceline.errors import LayoutError, user_line
+from paceline.errors import LayoutError, line_now, user_line
 from paceline.parallel.pipeline.graph.module_graph import (
     Graph,
     GraphSource,
@@ -27,10 +27,12 @@ from paceline.parallel.pipeline.graph.module_graph import (
     aliased_arguments,
 )
 from paceline.parallel.pipeline.graph.module_mode_changes import ModeChangeCheck
+from paceline.torch_internals.private_api import watched_autograd
 from paceline.torch_internals.rng import host_states, preserve_rng
 
 _ROOT = "L__self__"
 _OWN_TENSOR = re.compile(r"\bself\.([\w.]*\w)")
+_DEVICES = ("cpu", "cuda")
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
 
 
@@ -40,6 +42,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     Raises:
         LayoutError: the forward can't be exported; the message gives the place in the user's code.
     """
+    is_mixed = any(map(torch.is_autocast_enabled, _DEVICES))
     with (
         preserve_rng(),
         torch.enable_grad(),
@@ -49,7 +52,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     ):
         before = host_states()
         warnings.simplefilter("always")
-        program, toggles = _program(model, args, kwargs, units)
+        program, toggles = _program(model, args, kwargs, units, is_mixed)
         if host_states() != before:
             raise LayoutError(
                 "the forward draws from random or numpy, and an exported graph would reuse that one draw forever.",
@@ -61,11 +64,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
         ):  # transformers registers hooks once to record hidden states: the next forward finds them there
             toggles.settle()
             with toggles.only_hearing():
-                program, toggles = _program(model, args, kwargs, units)
+                program, toggles = _program(model, args, kwargs, units, is_mixed)
         toggles.refuse()
         if toggles.changed:  # an attribute set once, such as a size, does not change the next forward
             toggles.settle()
-            again, later = _program(model, args, kwargs, units)
+            again, later = _program(model, args, kwargs, units, is_mixed)
             if later.changed or again.graph_module.code != program.graph_module.code:
                 raise _changing(toggles.changed)
     _refuse_left([str(warning.message) for warning in told], units)
@@ -73,16 +76,38 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
 
 
 def _program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str], is_mixed: bool
 ) -> tuple[torch.export.ExportedProgram, ModeChangeCheck]:
     toggles = ModeChangeCheck(model, units)
+    lost: list[LayoutError] = []
+
+    def seen(name: str) -> None:
+        if toggles.is_between_units and not lost and (is_mixed or name != "torch.autocast"):
+            line = line_now()
+            lost.append(_lost(name, where="" if line is None else f"{line}: {line.text}"))
+
     try:
-        program = torch.export.export(model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units))
+        with watched_autograd(seen):
+            program = torch.export.export(
+                model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
+            )
     except Exception as error:
         raise _refused(error) from error
     finally:
         toggles.close()
+    if lost:
+        raise lost[0]
     return program, toggles
+
+
+def _lost(name: str, *, where: str) -> LayoutError:
+    """Return the error for a call between modules whose effect is not in an exported graph."""
+    return LayoutError(
+        f"the forward calls {name} between its modules, and a graph that is cut into stages would lose its effect.",
+        where=where,
+        cause="an exported graph has operations alone: no backward of an own function, no hooks, no autocast regions",
+        hint="do it inside a module that stays whole: a small nn.Module around the call; or --layout ddp or fsdp",
+    )
 
 
 def _changing(name: str) -> LayoutError:
@@ -285,7 +310,7 @@ def _quiet() -> Iterator[io.StringIO]:
 def _plain() -> Iterator[None]:
     """Disable autocast, so that a graph records the model's own arithmetic; its steps may run under autocast later."""
     with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
+        for device in _DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -25,6 +25,7 @@ class ModeChangeCheck:
         self.after: dict[str, Any] = {}
         self._left: list[tuple[dict[str, Any], str, Any]] = []
         self._found = ""
+        self._units_entered = 0
         modules = dict(model.named_modules())
         self._parts = {unit: _named(unit, modules[unit]) for unit in units}
         self._known: dict[int, dict[str, Any]] = {}
@@ -62,6 +63,11 @@ class ModeChangeCheck:
                 "layers that it freezes or thaws; functional_call with other parameters; a value left on a module",
                 hint="give the module what it needs as an argument; or --layout ddp or fsdp",
             )
+
+    @property
+    def is_between_units(self) -> bool:
+        """True while the forward runs no unit: what it does now becomes operations of the graph."""
+        return self._units_entered == 0
 
     @property
     def found(self) -> str:
@@ -131,6 +137,7 @@ class ModeChangeCheck:
 
     def _before(self, unit: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            self._units_entered += 1
             if torch.is_grad_enabled():  # a forward under no_grad is exported operation by operation
                 self._look(unit)
 
@@ -140,6 +147,7 @@ class ModeChangeCheck:
         """Return the hook that accepts changes by a unit's own forward, which happen on its stage too."""
 
         def hook(*_: Any) -> None:
+            self._units_entered -= 1
             self._learn([unit])
 
         return hook

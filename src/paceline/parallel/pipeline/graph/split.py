@@ -209,12 +209,17 @@ def cut_graph(
 
 
 def parameters_in(graph: Graph, start: int, stop: int) -> Iterator[str]:
-    """Yield the parameters that operations between module calls use in a stage."""
-    for step in graph.steps[start:stop]:
-        for name in step.uses:
-            source = graph.sources.get(name)
-            if source is not None and source.kind is InputKind.PARAMETER:
-                yield source.target
+    """Yield the parameters that operations between module calls use in a stage, or that the last stage returns."""
+    names = [name for step in graph.steps[start:stop] for name in step.uses]
+    for name in [*names, *_returned(graph, stop)]:
+        source = graph.sources.get(name)
+        if source is not None and source.kind is InputKind.PARAMETER:
+            yield source.target
+
+
+def _returned(graph: Graph, stop: int) -> list[str]:
+    """Return the names of the values that a stage that ends at this step returns to the user's code."""
+    return [value.name for value in graph.outputs if value.name] if stop == len(graph.steps) else []
 
 
 def _parameters(model: nn.Module, graph: Graph, start: int, stop: int) -> set[str]:
@@ -259,6 +264,10 @@ def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
                 source = graph.sources.get(given.name)
                 if source is not None and source.kind in found:
                     found[source.kind].add(source.target)
+    for name in _returned(graph, stop):
+        source = graph.sources.get(name)
+        if source is not None and source.kind in found:
+            found[source.kind].add(source.target)
     return found[InputKind.PARAMETER], found[InputKind.BUFFER]
 
 
