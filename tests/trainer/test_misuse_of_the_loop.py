@@ -189,3 +189,18 @@ def test_a_call_on_rank_0_alone_is_named(shop: Shop) -> None:
     ended = shop.call([sys.executable, "script.py"])
     assert ended.code == 2, ended.text
     assert "rank 0 is at run.evaluate(), and rank 1 at the end of the run: every rank must make this call" in ended.err
+
+
+def _clamped() -> nn.Module:
+    model = nn.Linear(4, 2)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+@pytest.mark.parametrize("count", [None, lambda batch: len(batch[1])])
+def test_a_hook_on_a_parameter_gets_the_gradient_of_a_sum_and_the_run_warns(tmp_path: Path, count: Any) -> None:
+    with pl.Run(job(model=_clamped, count=count), ranks=1, run_dir=tmp_path, settings=QUIET):
+        pass
+    assert ("the hook on weight gets the gradient of one microbatch's loss sum" in banner_of(tmp_path)) == (
+        count is None
+    )

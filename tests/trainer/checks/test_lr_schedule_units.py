@@ -73,6 +73,19 @@ def test_a_step_of_a_few_epochs_in_a_short_run_is_told() -> None:
     assert found(lambda o: torch_s.StepLR(o, 10, 0.1), total=6 * 13, per_epoch=13) == [], "30 of 78 updates"
 
 
+@pytest.mark.parametrize(
+    ("make", "epochs"),
+    [
+        (lambda o: torch_s.StepLR(o, 1, 0.1), 5),
+        (lambda o: torch_s.MultiStepLR(o, [3, 6]), 8),
+        (lambda o: torch_s.ExponentialLR(o, 0.2), 3),
+    ],
+)
+def test_a_rate_that_is_gone_within_the_first_epoch_is_told(make: Make, epochs: int) -> None:
+    assert len(found(make, total=4 * epochs, per_epoch=4)) == 1
+    assert found(make, total=4, per_epoch=4) == [], "one epoch"
+
+
 def test_as_many_updates_as_epochs_are_told_in_short_epochs_also() -> None:
     cosine: Make = lambda o: torch_s.CosineAnnealingLR(o, 6)  # noqa: E731
     assert len(found(cosine, total=24, per_epoch=4)) == 1

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
+from paceline.console.formatting import first_names
 from paceline.errors import JobError, LayoutError
 from paceline.torch_internals.private_api import has_hooks
 
@@ -13,6 +14,17 @@ _CAUSE = "register_hook or register_post_accumulate_grad_hook on a parameter in 
 def hooked_in(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters with hooks, by name; call this before Paceline registers its own hooks."""
     return {name: parameter for name, parameter in model.named_parameters() if has_hooks(parameter)}
+
+
+def hook_notes(hooked: Collection[str], *, counts_first: bool) -> list[str]:
+    """Return a warning about hooks on parameters where the loss is divided by its count after backward."""
+    if not hooked or counts_first:
+        return []
+    return [
+        f"warning: the hook on {first_names(list(hooked))} gets the gradient of one microbatch's loss sum, which is "
+        "divided by the count later: a mask or a factor is right, a threshold such as clamp is not. "
+        "count=lambda batch: ... divides before backward (docs/refusals.md)"
+    ]
 
 
 def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:

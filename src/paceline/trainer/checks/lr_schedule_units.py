@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim.lr_scheduler import (
@@ -21,19 +21,23 @@ _NOTHING_LEFT = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """The update `end` at which a schedule stops falling; `written` is the schedule, `scaled` the same in epochs."""
+    """The update `end` at which a schedule stops falling; `written` is the schedule, `scaled` the same in epochs.
+
+    `falls`: each step of the schedule is a factor, so it has nothing left at its end.
+    """
 
     end: float
     written: str
     scaled: str
     counts: tuple[int, ...] = ()
+    falls: bool = False
 
 
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
     """Return a warning for each of torch's schedules that reaches its lowest rate suspiciously early.
 
-    That is within a small share of the run, after as many updates as the run has epochs, or after at most two updates
-    for each epoch.
+    That is within a small share of the run, after as many updates as the run has epochs, after at most two updates for
+    each epoch, or, if it multiplies the rate at each of its steps, within the first epoch.
     """
     if not total_steps:
         return []
@@ -54,6 +58,8 @@ def _is_short(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool
         return False
     epochs = total_steps / epoch_steps if epoch_steps else 0.0
     if epochs >= 2 and (span.counts == (round(epochs),) or ((epoch_steps or 0) >= _MANY and span.end <= _FEW * epochs)):
+        return True
+    if span.falls and epochs >= 2 and span.end <= max(epochs, epoch_steps or 0):
         return True
     return span.end <= _SMALL_SHARE * total_steps
 
@@ -77,17 +83,18 @@ def _span(schedule: Any, unit: str) -> _Span | None:
         return None
     falls = math.log(_NOTHING_LEFT) / math.log(gamma) if gamma else 1.0
     if kind is ExponentialLR:
-        return _Span(
-            end=falls, written=f"ExponentialLR(gamma={gamma:g})", scaled=f"ExponentialLR(o, {gamma:g} ** (1 / {unit}))"
-        )
+        scaled = f"ExponentialLR(o, {gamma:g} ** (1 / {unit}))"
+        return _Span(end=falls, written=f"ExponentialLR(gamma={gamma:g})", scaled=scaled, falls=True)
     if kind is StepLR:
         size = schedule.step_size
-        return _of(kind, size * math.ceil(falls), f"step_size={size}", f" * {unit}", f", gamma={gamma:g}", (size,))
+        found = _of(kind, size * math.ceil(falls), f"step_size={size}", f" * {unit}", f", gamma={gamma:g}", (size,))
+        return replace(found, falls=True)
     stones = sorted(schedule.milestones)
     if not stones:
         return None
     scaled = f"MultiStepLR(o, [n * {unit} for n in {stones}], gamma={gamma:g})"
-    return _Span(end=stones[-1], written=f"MultiStepLR(milestones={stones}, gamma={gamma:g})", scaled=scaled)
+    written = f"MultiStepLR(milestones={stones}, gamma={gamma:g})"
+    return _Span(end=stones[-1], written=written, scaled=scaled, falls=True)
 
 
 def _of(kind: type, end: float, count: str, times: str, rest: str, counts: tuple[int, ...]) -> _Span:

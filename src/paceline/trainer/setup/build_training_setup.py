@@ -30,6 +30,7 @@ from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
+from paceline.parallel.module_access.user_hooks import hook_notes
 from paceline.parallel.parallelize import parallelize, parallelize_thread_replica
 from paceline.parallel.placement import ParallelizedModel, PlacementRequest
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory
@@ -190,6 +191,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules, data)]
         notes += begun[0].late.notes if begun[0].late is not None else []
         notes += compression_notes(plan.wire, placed[0].reducer, named=placed[0].named, world=worlds.summed)
+        notes += hook_notes(placed[0].hooked, counts_first=contracts[0].counts_first)
     mirror = ThreadReplicas(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
     turns = None if mirror is None else _turns(settings, own)
