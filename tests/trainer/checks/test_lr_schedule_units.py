@@ -78,7 +78,7 @@ def test_a_step_of_a_few_epochs_in_a_short_run_is_told() -> None:
     [
         (lambda o: torch_s.StepLR(o, 1, 0.1), 5),
         (lambda o: torch_s.MultiStepLR(o, [3, 6]), 8),
-        (lambda o: torch_s.ExponentialLR(o, 0.2), 3),
+        (lambda o: torch_s.ExponentialLR(o, 0.15), 3),
     ],
 )
 def test_a_rate_that_is_gone_within_the_first_epoch_is_told(make: Make, epochs: int) -> None:
