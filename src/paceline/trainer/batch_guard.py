@@ -1,45 +1,10 @@
-"""Guards of a script's own loop: each batch is given and stepped once, and only the run updates the weights."""
+"""A guard that gives each batch of a run once: any number of loops read one loader, one after another."""
 
-from collections.abc import Iterator, Sequence
-
-from torch.optim import Optimizer
+from collections.abc import Iterator
 
 from paceline.data.loader import BatchLoader
 from paceline.data.types import StepInput
 from paceline.errors import RunError, UsageError
-
-
-class UpdateGuard:
-    """A guard that notices an optimizer step of the script, beside those of the run."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._own = 0
-        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
-
-    def _count(self, *_: object) -> None:
-        self._own += 1
-
-    def check(self) -> None:
-        """Check that no optimizer stepped since `clear`.
-
-        Raises:
-            UsageError: one did.
-        """
-        if self._own:
-            raise UsageError(
-                "optimizer.step() was called outside run.step(batch), which already updates the weights.",
-                cause="the loop does forward, backward or optimizer.step() itself, as without Paceline",
-                hint="for batch in run.batches(): run.step(batch), and no more; docs/place.md keeps your own loop",
-            )
-
-    def clear(self) -> None:
-        """Forget the steps so far: they were the run's."""
-        self._own = 0
-
-    def remove(self) -> None:
-        """Remove the hooks from the optimizers."""
-        for handle in self._handles:
-            handle.remove()
 
 
 class BatchGuard:

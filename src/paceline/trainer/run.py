@@ -44,7 +44,6 @@ from paceline.profiling.backends import available_backends
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.step.generate import generate
 from paceline.step.step_totals import StepResult
-from paceline.trainer.batch_guard import UpdateGuard
 from paceline.trainer.parameter_server_worker import WorkerFinished, run_worker
 from paceline.trainer.script_restart import (
     CHOSEN,
@@ -66,6 +65,39 @@ from paceline.trainer.setup.prepare import (
     prepare,
     with_folder,
 )
+
+
+class _UpdateGuard:
+    """A guard that notices an optimizer step of the script, beside those of the run."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._own = 0
+        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+
+    def _count(self, *_: object) -> None:
+        self._own += 1
+
+    def check(self) -> None:
+        """Check that no optimizer stepped since `clear`.
+
+        Raises:
+            UsageError: one did.
+        """
+        if self._own:
+            raise UsageError(
+                "optimizer.step() was called outside run.step(batch), which already updates the weights.",
+                cause="the loop does forward, backward or optimizer.step() itself, as without Paceline",
+                hint="for batch in run.batches(): run.step(batch), and no more; docs/place.md keeps your own loop",
+            )
+
+    def clear(self) -> None:
+        """Forget the steps so far: they were the run's."""
+        self._own = 0
+
+    def remove(self) -> None:
+        """Remove the hooks from the optimizers."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class Run:
@@ -148,7 +180,7 @@ class Run:
         return run
 
     _was_open = False
-    _update_guard: UpdateGuard | None = None
+    _update_guard: _UpdateGuard | None = None
     _hook: UncaughtHook | None = None
     _chooses = False
     _words: Sequence[str] = ()  # the script's command line, in a process that was started for it
@@ -176,7 +208,7 @@ class Run:
             self._hold = held_folder(ready.task, world=world)
             self._session = open_session(ready, world=world, target=self)
             if self._ready is None and ready.plan.rule.is_synchronous:
-                self._update_guard = UpdateGuard(self.optimizers)
+                self._update_guard = _UpdateGuard(self.optimizers)
         except BaseException as error:
             self._let_go()
             self._leave_hook(error)

@@ -190,8 +190,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     else:
         placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules, data)]
         notes += begun[0].late.notes if begun[0].late is not None else []
-        notes += compression_notes(plan.wire, placed[0].reducer, named=placed[0].named, world=worlds.summed)
-        notes += hook_notes(placed[0].hooked, counts_first=contracts[0].counts_first)
+        notes += _notes_of_placement(placed[0], plan, contracts[0], world=worlds.summed)
     mirror = ThreadReplicas(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
     turns = None if mirror is None else _turns(settings, own)
@@ -358,6 +357,13 @@ def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[Me
     timeout = settings.train.timeout_seconds
     found = thread_worlds(replicas=plan.replicas, world=worlds.all_ranks, timeout_seconds=timeout)
     return [MeshGroups.of_replicas(each) for each in found]
+
+
+def _notes_of_placement(
+    placed: ParallelizedModel, plan: ExecutionPlan, contract: LossContract, *, world: World
+) -> list[str]:
+    notes = compression_notes(plan.wire, placed.reducer, named=placed.named, world=world)
+    return [*notes, *hook_notes(placed.hooked, counts_first=contract.counts_first)]
 
 
 def _equal_start(model: nn.Module, world: World) -> list[str]:
