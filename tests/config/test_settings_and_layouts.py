@@ -268,6 +268,44 @@ def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
         )
 
 
+def _planned(total: int, ranks: int, rounds: int, micro: int | None = None) -> tuple[int, int]:
+    """Return the microbatch size and the microbatches per replica."""
+    facts = JobFacts(global_batch_size=total, micro_batch_size=micro, accumulation=rounds)
+    plan = make_execution_plan(
+        layout=parse_layout("ddp"), update=UpdateRule(), cluster=Resources(ranks=ranks), facts=facts
+    )
+    return plan.micro_batch_size, -(-plan.num_micro // plan.replicas)
+
+
+@pytest.mark.parametrize("total", range(1, 34))
+def test_accumulation_steps_are_what_the_plan_has_or_are_refused(total: int) -> None:
+    for ranks in range(1, 6):
+        possible = {-(-(-(-total // micro)) // ranks) for micro in range(1, total + 1)}
+        for rounds in range(1, 12):
+            if rounds in possible:
+                assert _planned(total, ranks, rounds)[1] == rounds, (total, ranks, rounds)
+                continue
+            with pytest.raises(UsageError, match=f"gradient_accumulation_steps {rounds} × {ranks} replica") as refused:
+                _planned(total, ranks, rounds)
+            nearest = int(refused.value.hint.split(",")[0].split()[1])
+            assert _planned(total, ranks, nearest)[1] == nearest
+
+
+def test_accumulation_steps_that_disagree_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(UsageError) as refused:
+        _planned(32, 2, 5)
+    assert refused.value.what == (
+        "gradient_accumulation_steps 5 × 2 replicas = 10 microbatches, "
+        "but global_batch_size 32 is 8 microbatches of at most 4 samples: 4 per replica."
+    )
+    assert refused.value.hint.startswith("--train.gradient_accumulation_steps 4, ")
+    with pytest.raises(UsageError, match="4 × 2 replicas × 5 accumulation steps = 40, but global_batch_size is 32"):
+        _planned(32, 2, 5, micro=4)
+    assert _planned(32, 2, 4, micro=4) == _planned(32, 2, 4) == (4, 4)
+    assert _planned(30, 2, 4) == (4, 4), "the last microbatch has 2 samples"
+    assert _planned(32, 1, 5) == (7, 5) and _planned(32, 4, 1) == (8, 1)
+
+
 def test_a_job_is_checked_without_importing_it(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text("import nowhere\ndef make_job(lr=0.1, *, width: int = 3):\n    pass\n")

@@ -183,7 +183,29 @@ def _micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineErr
                 hint="leave --train.gradient_accumulation_steps out: it is derived",
             )
         )
-    return asked or -(-max(total, 1) // (replicas * (rounds or 1)))
+    if asked is not None:
+        return asked
+    micro = -(-max(total, 1) // (replicas * (rounds or 1)))
+    if rounds is not None and total >= 1:
+        problems += _refuse_accumulation(rounds, total=total, replicas=replicas, micro=micro)
+    return micro
+
+
+def _refuse_accumulation(rounds: int, *, total: int, replicas: int, micro: int) -> list[PacelineError]:
+    """Refuse accumulation steps that no microbatch size gives: `micro`, the nearest one, gives fewer."""
+    num_micro = -(-total // micro)
+    per_replica = -(-num_micro // replicas)
+    if per_replica == rounds:
+        return []
+    return [
+        UsageError(
+            f"gradient_accumulation_steps {rounds} × {plural(replicas, 'replica')} = {rounds * replicas} microbatches, "
+            f"but global_batch_size {total} is {plural(num_micro, 'microbatch')} of at most "
+            f"{plural(micro, 'sample')}: {per_replica} per replica.",
+            cause=f"no microbatch size gives {rounds} microbatches per replica",
+            hint=f"--train.gradient_accumulation_steps {per_replica}, or leave it out: it is derived",
+        )
+    ]
 
 
 def _splits(mesh: Mesh) -> list[str]:
