@@ -2,6 +2,7 @@
 
 import re
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ def _planned(total: int, ranks: int, rounds: int, micro: int | None = None) -> t
 @pytest.mark.parametrize("total", range(1, 34))
 def test_accumulation_steps_are_what_the_plan_has_or_are_refused(total: int) -> None:
     for ranks in range(1, 6):
-        possible = {-(-(-(-total // micro)) // ranks) for micro in range(1, total + 1)}
+        possible = {ceil(ceil(total / micro) / ranks) for micro in range(1, total + 1)}
         for rounds in range(1, 12):
             if rounds in possible:
                 assert _planned(total, ranks, rounds)[1] == rounds, (total, ranks, rounds)

@@ -64,7 +64,10 @@ def test_under_torchrun_the_step_and_the_line_that_goes_on_are_said_too(shop: Sh
     assert re.search(
         r"^rank 0 stopped at step 4 because another rank failed; that rank's output says why", ended.stderr, re.M
     ), ended.stderr
-    again = "torchrun --nproc-per-node 2 -m paceline train job.py --run-dir run --train.steps 12 --checkpoint.every 2"
+    again = (
+        "torchrun --standalone --nproc-per-node 2 -m paceline train job.py --run-dir run --train.steps 12 "
+        "--checkpoint.every 2"
+    )
     assert ended.stderr.count(f"Resume: {again}") == 1
     assert "run: .\n" not in ended.stdout
 

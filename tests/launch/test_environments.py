@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from paceline.commands.common.resume_command import command_again
+from paceline.config.task import Task
 from paceline.errors import MachineError, UsageError
 from paceline.filesystem.run_lock import this_process
 from paceline.launch import rendezvous as meet
 from paceline.launch.environments import JoinedWorld, detect
+from paceline.trainer.script_restart import script_again
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
@@ -65,6 +68,54 @@ def test_a_local_rank_that_nobody_says_is_not_the_global_one(environ: dict[str, 
         detect(environ)
     one = {name: value for name, value in environ.items() if name != "MASTER_ADDR"} | {"MASTER_ADDR": "127.0.0.1"}
     assert found(one)[3:] == (3, 4, True)  # no other machine can be meant
+
+
+UUID = "2b97ee30-fe5e-4d4b-9fed-d58b7de3a392"
+OF_NODE_1 = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+OF_ONE_NODE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+MET = {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        (OF_ONE_NODE | MET, "torchrun --nproc-per-node 2 -m x"),
+        (OF_ONE_NODE | MET | {"TORCHELASTIC_RUN_ID": UUID}, "torchrun --standalone --nproc-per-node 2 -m x"),
+        (
+            OF_NODE_1 | MET,
+            "on each node, with its own --node-rank: torchrun --nnodes 2 --node-rank 1 --master-addr node0 "
+            "--master-port 29400 --nproc-per-node 2 -m x",
+        ),
+        (
+            OF_NODE_1 | MET | {"WORLD_SIZE": "5", "GROUP_WORLD_SIZE": "3"},
+            "on each node, with its own --node-rank: torchrun --nnodes 3 --node-rank 1 --master-addr node0 "
+            "--master-port 29400 --nproc-per-node 2 -m x",
+        ),
+        (OF_NODE_1 | MET | {"TORCHELASTIC_RUN_ID": "7"}, "the same torchrun command on each node, with: -m x"),
+        (
+            {**OF_NODE_1, **MET, "GROUP_RANK": "", "NODE_RANK": ""},
+            "the same torchrun command on each node, with: -m x",
+        ),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "with the same hosts: mpiexec -n 4 -m x"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, "mpiexec -n 4 -m x"),
+        (
+            {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            "srun --ntasks 4 -m x",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "in each of the 2 processes, with its variables (RANK, ...): -m x"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "-m x"),
+    ],
+)  # fmt: skip
+def test_the_line_that_resumes_starts_the_whole_world(environ: dict[str, str], line: str) -> None:
+    """A line without how the nodes meet would start a world of one node that resumes alone."""
+    joined = detect(environ)
+    assert joined is not None and joined.command_again(["-m", "x"]) == line
+    layout = "single" if joined.world_size == 1 else "ddp"
+    task = Task(verb="train", job="job.py", run="runs/a", ranks=joined.world_size, layout=layout)
+    words = "paceline train job.py --run-dir runs/a"
+    assert command_again(task, joined) == line.replace("-m x", f"-m {words}" if "torchrun" in line else words)
+    again = script_again(joined, words=["python", "own.py"], change="")
+    assert again == line.replace("-m x", "own.py" if "torchrun" in line else "python own.py")
 
 
 def world(rank: int, **more: Any) -> JoinedWorld:

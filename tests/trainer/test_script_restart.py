@@ -73,7 +73,10 @@ def test_so_does_every_rank_under_torchrun(shop: Shop) -> None:
     ended = python(shop, *TORCHRUN, "own.py", "0", "break")
     assert ended.code == 0 and "ChildFailedError" not in ended.err, ended.text
     assert "below 0 75 True" in ended.out and "below 1 75 True" in ended.out
-    assert ended.err.count("The run is at step 3 of 9 and saved. Resume: torchrun --nproc-per-node 2 own.py") == 1
+    assert (
+        ended.err.count("The run is at step 3 of 9 and saved. Resume: torchrun --standalone --nproc-per-node 2 own.py")
+        == 1
+    )
 
 
 @pytest.mark.parametrize(

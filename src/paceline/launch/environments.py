@@ -1,14 +1,15 @@
 """Worlds made by other launchers: torchrun, Open MPI, Slurm, MPICH. Each sets a few variables, read in this order."""
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_environ
 
 _LAUNCHERS = {
-    "torchrun": "torchrun --nproc-per-node {local}",
+    "torchrun": "torchrun {meeting} --nproc-per-node {local}",
     "mpirun": "mpirun -n {world}",
     "mpiexec": "mpiexec -n {world}",
     "srun": "srun --ntasks {world}",
@@ -31,17 +32,46 @@ class JoinedWorld:
     """True if `job_id` belongs to this world alone."""
     counts_node: bool
     """True if the launcher says how many ranks are on this machine."""
+    nodes: int = 1
+    node_rank: int | None = None
+    """The number of this machine, if the launcher gives it."""
 
     @property
     def is_one_node(self) -> bool:
         """Return whether all ranks are on this machine."""
         return self.local_world_size == self.world_size
 
+    def command_again(self, words: Sequence[str]) -> str:
+        """Return the command line that starts `words` on as many processes again.
+
+        Where one command does not start the whole world, or the launcher does not tell how its machines meet, the line
+        begins with what to do.
+        """
+        launcher = _LAUNCHERS.get(self.kind, "")
+        here = launcher.format(local=self.local_world_size, world=self.world_size, meeting=self._meeting())
+        line = shlex.join([*here.split(), *words])
+        if not launcher:
+            own = f"in each of the {self.world_size} processes, with its variables (RANK, ...): "
+            return f"{own}{line}" if self.world_size > 1 else line
+        if self.is_one_node or self.kind == "srun":  # the allocation has the machines
+            return line
+        if self.kind != "torchrun":
+            return f"with the same hosts: {line}"
+        if self._is_static:
+            return f"on each node, with its own --node-rank: {line}"
+        return f"the same torchrun command on each node, with: {shlex.join(words)}"
+
     @property
-    def launcher(self) -> list[str]:
-        """Return the command words that start as many processes again, without how several machines meet."""
-        words = _LAUNCHERS.get(self.kind, "").format(local=self.local_world_size, world=self.world_size)
-        return words.split()
+    def _is_static(self) -> bool:
+        """Return whether the nodes of torchrun meet at MASTER_ADDR, without --rdzv-id."""
+        return self.job_id == "none" and None not in (self.node_rank, self.address, self.port)
+
+    def _meeting(self) -> str:
+        """Return the options by which the nodes of torchrun meet, as far as its variables tell them."""
+        if self.is_one_node:
+            return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # torchrun draws that id itself
+        where = f"--master-addr {self.address} --master-port {self.port}"
+        return f"--nnodes {self.nodes} --node-rank {self.node_rank} {where}"
 
 
 def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
@@ -124,6 +154,7 @@ _PMI_LOCAL = (
     ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -135,6 +166,8 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
         rank, world = (int(environ[name]) for name in names[:2])
         local_rank, local_world = _local(environ, kind, names[2:], rank=rank, world=world)
         port = int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None
+        nodes = int(environ.get("GROUP_WORLD_SIZE") or -(-world // max(local_world, 1)))
+        node_rank = environ.get("GROUP_RANK") or environ.get("NODE_RANK")
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"{kind} set variables that can't be read: {error}.", hint=f"env | grep -E '{'|'.join(names)}'"
@@ -150,6 +183,8 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
         job_id=job_id,
         is_named=kind in ("torchrun", "srun") or "PMIX_NAMESPACE" in environ or "OMPI_MCA_ess_base_jobid" in environ,
         counts_node=any(name in environ for name in (names[3], _TORCH[3])),
+        nodes=nodes,
+        node_rank=int(node_rank) if node_rank and node_rank.isdecimal() else None,
     )
 
 

@@ -77,7 +77,7 @@ def script_again(joined: JoinedWorld | None, *, words: Sequence[str], change: st
     """Return the command line of the script; with `change`, also the edit that makes it resume the run."""
     if joined is not None and joined.kind == "torchrun":
         words = [word for word in words[1:] if word != "-u"]  # torchrun adds -u
-    line = shlex.join([*(joined.launcher if joined is not None else []), *words])
+    line = shlex.join(words) if joined is None else joined.command_again(words)
     return f"{line}, with pl.Run(..., {change})" if change else line
 
 

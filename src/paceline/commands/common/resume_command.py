@@ -15,15 +15,15 @@ def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
     """Return `paceline train` with the run folder and every setting that was given, without the injected faults.
 
     A secret is masked with dots.
-    In a joined world the launcher comes first; how its machines meet is not known here.
+    In a joined world the launcher comes first, or what to do on each node.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
     words = ["paceline", "train", task.job, "--run-dir", task.run]
     if joined is None:
         words += ["--ranks", str(task.ranks)]
-    else:
-        words = [*joined.launcher, *(["-m"] if joined.kind == "torchrun" else []), *words]
+    elif joined.kind == "torchrun":
+        words = ["-m", *words]
     if task.layout != ("single" if task.ranks == 1 else "ddp"):
         words += ["--layout", task.layout]
     if task.update != "sync":
@@ -36,7 +36,7 @@ def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             words += [f"--{name}", mask_value(name, as_typed(value))]
-    return shlex.join(words)
+    return shlex.join(words) if joined is None else joined.command_again(words)
 
 
 def command_with(task: Task) -> str:
