@@ -213,7 +213,7 @@ def _refuse(error: PacelineError, *, as_json: bool) -> int:
         if turn.tells_line:
             print_line(failure_sentence(failure, turn), sys.stderr)
     elif as_json:
-        print_line(json.dumps(error.as_json(), indent=1))
+        print_line(json.dumps({"exit_code": int(error.exit_code), **error.as_json()}, indent=1))
     else:
         print_line("\n".join(map(shorten_line, f"error: {error}".splitlines())), sys.stderr)
     return int(error.exit_code)

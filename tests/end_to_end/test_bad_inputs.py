@@ -1,5 +1,6 @@
 """Each bad input ends soon, with one screen in our own words, the right exit code and its own message."""
 
+import json
 import re
 import subprocess
 from collections.abc import Iterable
@@ -160,6 +161,8 @@ def test_refused_before_a_process_starts(
     text = capsys.readouterr().err
     assert code == 2, text
     _one_screen(name, text, expected)
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
 LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
