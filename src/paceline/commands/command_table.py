@@ -55,7 +55,7 @@ class Starting:
     faults: str = ""
     """Faults to inject, to test a run: "kill rank=1 step=50"."""
     dry_run: bool = False
-    """Check everything that can be checked, and start nothing."""
+    """Check what can be checked without importing the job, and start nothing."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -157,7 +157,7 @@ class CompareOptions:
     run_dir: str | None = None
     """With --layouts: the folder for the runs."""
     dry_run: bool = False
-    """Check everything that can be checked, and start nothing."""
+    """Check what can be checked without importing the job, and start nothing."""
     page: Path = Path("compare.html")
     """The page to write, with curves and pictures."""
     json: bool = False

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_result, with_run
 from paceline.config.job_reference import GIVEN, short_name
 from paceline.config.layout import LayoutKind, parse_layout
@@ -55,6 +56,8 @@ def compare_layouts(
     """
     tasks, refused = _tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
+        for task in tasks.values():
+            check_start(task)
         return _dry(tasks, refused, layouts)
     found: dict[str, tuple[Task, CommandOutcome]] = {}
     micro: int | None = None

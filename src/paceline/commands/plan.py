@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import Printed
+from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
@@ -73,7 +74,7 @@ class PlanOptions:
     run_dir: str | None = None
     """The folder for the plan and its log."""
     dry_run: bool = False
-    """Check everything that can be checked, and start nothing."""
+    """Check what can be checked without importing the job, and start nothing."""
     json: bool = False
     """Print the plan as JSON."""
 
@@ -132,6 +133,7 @@ def plan(
     task = make_task("plan", stands, own, words)
     _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
     if common.dry_run:
+        check_start(task)
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of
 from paceline.commands.command_table import Printed, TrainOptions
+from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
@@ -51,7 +52,8 @@ def train(
     task = make_task("train", job, replace(common, layout=None) if chooses else common, overrides)
     if common.dry_run:
         task = replace(task, layout=AUTO) if chooses else task
-        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
+        accepted = check_start(task, resume=resume)
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=accepted)
     task = with_run(task, resume=resume)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
     if chooses:
@@ -98,7 +100,7 @@ def run_verb(options: TrainOptions, settings: list[str]) -> Printed:
         evaluate_first=options.evaluate_first,
     )
     if options.dry_run:
-        return 0, ended.value, "\n".join(f"{k}: {v}" for k, v in (ended.value or {}).items())
+        return 0, ended.value, "\n".join([ended.screen, *(f"{k}: {v}" for k, v in (ended.value or {}).items())])
     ended = failure_result(ended)
     if not ended.tells:
         return ended.exit_code, None, ""

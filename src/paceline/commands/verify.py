@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.commands.command_table import Printed, VerifyOptions
+from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
@@ -50,7 +51,7 @@ def verify(
     task = make_task("verify", job, common, overrides)
     _refuse_rounding(task)
     if common.dry_run:
-        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
     task = with_run(replace(task, options={"steps": steps}), resume=None)
     outcome = execute(task, entry=ENTRY, common=common, one_thread=True)
     value = read_result(task, "verify")

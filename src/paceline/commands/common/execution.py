@@ -331,21 +331,29 @@ def make_folder(path: Path) -> None:
     Raises:
         UsageError: it can't be written, or it is the home folder or a folder above the working directory.
     """
-    whole, home = path.resolve(), Path("~").expanduser().resolve()
-    if whole == home or whole in (*Path.cwd().parents, *home.parents):
-        raise UsageError(
-            f"--run-dir {path} is {whole}: the run's files would mix with everything else there.",
-            hint="--run-dir runs/NAME",
-        )
+    refuse_shared_folder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         number_run(path)
         with TemporaryFile(dir=path):  # an existing folder may belong to another user or lie on a read-only disk
             pass
     except OSError as error:
+        raise unwritable_folder_error(path, error) from None
+
+
+def refuse_shared_folder(path: Path) -> None:
+    """Refuse the home folder, or a folder above it or above the working directory, as a run folder."""
+    whole, home = path.resolve(), Path("~").expanduser().resolve()
+    if whole == home or whole in (*Path.cwd().parents, *home.parents):
         raise UsageError(
-            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk"
-        ) from None
+            f"--run-dir {path} is {whole}: the run's files would mix with everything else there.",
+            hint="--run-dir runs/NAME",
+        )
+
+
+def unwritable_folder_error(path: Path, error: OSError) -> UsageError:
+    """Return the error for a run folder that can't be created or written."""
+    return UsageError(f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk")
 
 
 def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:

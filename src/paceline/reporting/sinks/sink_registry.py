@@ -1,10 +1,13 @@
 """The sinks by name; `"my.pkg:Thing"` names a sink of the user's own."""
 
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from paceline.console.formatting import did_you_mean
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.events import EvalDone, Event, ForecastChecked, RunStarted, Sink, StepDone, metrics_of, ratios_of
 from paceline.plugins import resolve
 from paceline.reporting.sinks.console_lines import ConsoleSink
@@ -88,6 +91,7 @@ SINKS: dict[str, Callable[[RunFolder], Sink]] = {
 }
 CURVES = {"tensorboard", "wandb"}
 _OPTIONAL = {"tensorboard"}
+_REQUIRED = {"wandb": "wandb:init"}
 
 
 def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
@@ -126,6 +130,23 @@ def check_names(names: Sequence[str]) -> None:
         place, colon, thing = name.partition(":")
         if colon and not all(part.isidentifier() for part in [*place.split("."), *thing.split(".")]):
             raise UsageError(f"{name!r} does not name a sink.", hint="--watch.to my.pkg:Thing")
+
+
+def refuse_missing_sinks(names: Sequence[str], *, near: Sequence[Path]) -> list[PacelineError]:
+    """Return an error for each sink whose package is neither installed nor in a folder of `near`; import nothing."""
+    found: list[PacelineError] = []
+    for name in names:
+        reference = name if ":" in name else _REQUIRED.get(name, "")
+        package = reference.partition(":")[0].partition(".")[0]
+        here = [folder / package for folder in near]
+        if (
+            package
+            and not any(one.is_dir() or one.with_suffix(".py").is_file() for one in here)
+            and package not in sys.modules
+            and find_spec(package) is None
+        ):
+            found.append(UsageError(f"{reference!r}: no module named {package!r}.", hint="pip install it"))
+    return found
 
 
 def _make(name: str, run: RunFolder) -> Sink:

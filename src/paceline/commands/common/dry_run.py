@@ -1,0 +1,77 @@
+"""The checks that `--dry-run` adds to those of `make_task`: the run folder, the run to resume, and the sinks."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from paceline.commands.common.execution import refuse_shared_folder, unwritable_folder_error
+from paceline.config.job_reference import parse_jobref
+from paceline.config.loading import RequestedSettings, merge
+from paceline.config.task import Task
+from paceline.console.formatting import plural
+from paceline.errors import PacelineError, problems_of, raise_all
+from paceline.launch.environments import detect
+from paceline.reporting.sinks.sink_registry import refuse_missing_sinks
+from paceline.run_folder.run_folder import ROOT, choose_run
+
+
+def check_start(task: Task, *, resume: str | None = None) -> str:
+    """Check what a start would refuse before it imports the job; return a sentence with what would start.
+
+    Nothing is created. In a joined world rank 0 checks the folder.
+
+    Raises:
+        PacelineError, Problems: what the start would refuse.
+    """
+    problems: list[PacelineError] = []
+    place = ""
+
+    def check_run() -> None:
+        nonlocal place
+        place = _check_run(task, resume=resume)
+
+    joined = detect(os.environ)
+    if joined is None or joined.rank == 0:
+        _collect(problems, check_run)
+    if task.verb == "train":
+        _collect(problems, lambda: _check_sinks(task))
+    raise_all(problems)
+    return f"would be accepted: {task.layout} on {plural(task.ranks, 'rank')}{place}"
+
+
+def _check_run(task: Task, *, resume: str | None) -> str:
+    run, start = choose_run(task.short_job, run=task.run, resume=resume)
+    check_folder(run.path if run is not None else ROOT / task.short_job)
+    if run is None:
+        return f", a new run folder in {ROOT / task.short_job}"
+    begins = "" if start is None else f", resumed from {'its newest checkpoint' if start == 'newest' else start}"
+    return f", run folder {run.path}{begins}"
+
+
+def check_folder(path: Path) -> None:
+    """Check that a run folder can be written, or created; create nothing.
+
+    Raises:
+        UsageError: it can't be written, or it is the home folder or a folder above the working directory.
+    """
+    refuse_shared_folder(path)
+    try:
+        lowest = next(one for one in (path, *path.absolute().parents) if one.exists())
+        with TemporaryFile(dir=lowest):
+            pass
+    except OSError as error:
+        raise unwritable_folder_error(path, error) from None
+
+
+def _check_sinks(task: Task) -> None:
+    settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    file = None if task.job_handle is not None else parse_jobref(task.job).path
+    raise_all(refuse_missing_sinks(settings.watch.to, near=(Path.cwd(), *([file.parent] if file is not None else []))))
+
+
+def _collect(problems: list[PacelineError], check: Callable[[], None]) -> None:
+    try:
+        check()
+    except PacelineError as error:
+        problems += problems_of(error)
