@@ -68,6 +68,8 @@ def test_the_first_line_says_what_would_start(here: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("would be accepted: auto on 2 ranks, a new run folder in runs/job\n")
     assert main(["verify", "job.py", "--ranks", "2", "--run-dir", "runs/b", "--dry-run"]) == 0
     assert capsys.readouterr().out == "would be accepted: ddp on 2 ranks, run folder runs/b\n"
+    assert main(["plan", "job.py", "--cluster", "8xH100-80G", "--run-dir", "runs/b", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "would be accepted: plan, run folder runs/b\n"
     assert main(["train", "job.py", "--ranks", "2", "--run-dir", "runs/a", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"] == "runs/a"
     assert _files(here) == before

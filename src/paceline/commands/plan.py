@@ -133,8 +133,7 @@ def plan(
     task = make_task("plan", stands, own, words)
     _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
     if common.dry_run:
-        check_start(task)
-        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json())
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:

@@ -37,7 +37,8 @@ def check_start(task: Task, *, resume: str | None = None) -> str:
     if task.verb == "train":
         _collect(problems, lambda: _check_sinks(task))
     raise_all(problems)
-    return f"would be accepted: {task.layout} on {plural(task.ranks, 'rank')}{place}"
+    what = "plan" if task.verb == "plan" else f"{task.layout} on {plural(task.ranks, 'rank')}"
+    return f"would be accepted: {what}{place}"
 
 
 def _check_run(task: Task, *, resume: str | None) -> str:
