@@ -7,10 +7,12 @@ import shlex
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.console.output import print_line
+from paceline.reporting.sinks.jsonl import read_lines
 from paceline.reporting.sinks.log_tail import Tail
 from tests.conftest import SMALL_JOB, Shop
 
@@ -28,6 +30,7 @@ TRAIN = ("train", "job.py", "--ranks", "2", "--train.steps", "8", "--log.every",
 def test_nobody_reads_and_the_run_goes_on(shop: Shop, rest: str) -> None:
     code, said, err = shell(shop, TRAIN, rest)
     assert code == "0" and "Traceback" not in err and "BrokenPipe" not in err, err
+    assert rest.startswith(">&-") or "console can't be written" in (shop.path / "run" / "events.jsonl").read_text()
     assert (shop.path / "run" / "weights.json").exists()
     assert said.count("\n") <= 2
 
@@ -62,16 +65,31 @@ def test_a_console_that_can_not_be_written_raises_nothing_and_leaves_word(
     print_line("more", Refusing(number))
     told = (tmp_path / "events.jsonl").read_text()
     silently = number in (errno.EIO, errno.EPIPE)  # the reader has left
-    assert silently is (told == "") is (capsys.readouterr().err == "")
-    assert silently or os.strerror(number) in told
+    assert silently is (capsys.readouterr().err == "")
+    assert os.strerror(number) in told
 
 
 def test_a_run_goes_on_where_the_disk_of_its_log_is_full(shop: Shop) -> None:
     code, _, err = shell(shop, TRAIN, "> /dev/full")
     assert code == "0" and "Traceback" not in err and (shop.path / "run" / "weights.json").exists()
+    assert note_of_dropped(shop.path / "run")["level"] == "warning"
     assert err.startswith("output can't be written and is dropped: No space left on device"), err
     code, _, err = shell(shop, TRAIN, "> /dev/full 2>&1")
     assert code == "0"
+
+
+@pytest.mark.parametrize("rest", ["> /dev/full", pytest.param("| head -1", marks=pytest.mark.soak)])
+def test_a_rank_of_another_launcher_records_that_its_console_can_not_be_written(shop: Shop, rest: str) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    code, _, err = shell(shop, tuple(word for word in TRAIN if word not in ("--ranks", "2")), rest, **world)
+    assert code == "0" and "Traceback" not in err, err
+    assert "No space left on device" in note_of_dropped(shop.path / "run")["text"] or rest != "> /dev/full"
+
+
+def note_of_dropped(run: Path) -> dict[str, Any]:
+    """The one event that says that the console can't be written."""
+    (found,) = [event for event in read_lines(run / "events.jsonl") if "console can't be written" in str(event)]
+    return found
 
 
 def test_a_pipe_that_is_not_ready_is_waited_for() -> None:

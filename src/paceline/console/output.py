@@ -15,6 +15,7 @@ from typing import TextIO
 _PLAIN = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
 _PLAINLY = "paceline.plainly"
 _KEPT_SECONDS = 86400.0
+_dropped_because: list[str] = []
 _TURNS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or turn the direction of what follows
 _COMMANDS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_TURNS}]")
 _COMMANDS_OF_A_JOB = re.compile(f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f{_TURNS}]")
@@ -69,12 +70,21 @@ def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | Non
         write()
     except OSError as error:
         silence_stream(stream)
+        if stream is not sys.stderr:
+            _dropped_because.append(error.strerror or str(error))
         if is_gone(error):
             return None
         if stream is not sys.stderr:
             print_line(f"output can't be written and is dropped: {error.strerror}", sys.stderr)
         return error
     return None
+
+
+def take_dropped_note() -> str:
+    """Return the sentence for a run's events if output was dropped since the last call; otherwise an empty text."""
+    reasons = ", ".join(dict.fromkeys(_dropped_because))
+    _dropped_because.clear()
+    return f"the console can't be written to and is silent from here on: {reasons}" if reasons else ""
 
 
 def is_gone(error: OSError) -> bool:

@@ -3,12 +3,11 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.console.formatting import format_duration, format_metric, format_size, long_duration, plural
-from paceline.console.output import print_line
+from paceline.console.output import print_line, take_dropped_note
 from paceline.events import (
     CheckpointRefused,
     CheckpointSaved,
@@ -133,11 +132,17 @@ def _is_detail(line: str) -> bool:
     return _topic(line) in _DETAILS or (_topic(line) == "data" and line.endswith("per epoch"))
 
 
+def _print_or_raise(text: str) -> None:
+    print_line(text, end="")
+    if note := take_dropped_note():
+        raise OSError(note)
+
+
 class ConsoleSink:
-    """A sink that prints one line per event."""
+    """A sink that prints one line per event. It raises once the console can't be written, so the events record it."""
 
     def __init__(self, write: Callable[[str], object] | None = None, *, is_verbose: bool | None = None) -> None:
-        self._write = write or partial(print_line, end="")
+        self._write = write or _print_or_raise
         self._is_verbose = bool(os.environ.get(VERBOSE)) if is_verbose is None else is_verbose
         self._total: int | None = None
 

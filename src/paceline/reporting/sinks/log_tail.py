@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.console.formatting import format_metric
-from paceline.console.output import fitting_print, with_no_reader
+from paceline.console.output import fitting_print, take_dropped_note, with_no_reader
 from paceline.events import Note
 from paceline.launch.agent.shared_status import read_pulse
 from paceline.launch.failures.failure_record import END_OF_TALK
@@ -38,6 +38,7 @@ class Tail:
         self._place = 0
         self._rest = b""
         self._silent = False
+        self._note = ""
         self._out = out or sys.stdout
         self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR: a file is no terminal
         self._bar = self._make_bar() if self._console.is_terminal else None
@@ -45,18 +46,19 @@ class Tail:
 
     def __call__(self) -> None:
         """Print what is new. If nobody reads it (`| head -1`, a closed terminal, a full disk), the run continues."""
-        error = with_no_reader(self._print_new, self._out)
-        if error is not None:
-            self._note(f"the console can't be written to and is silent from here on: {error.strerror}")
+        with_no_reader(self._print_new, self._out)
+        self._record_dropped_output()
 
-    def _note(self, text: str) -> None:
-        """Append a note to the run's events, if the run records events."""
+    def _record_dropped_output(self) -> None:
+        """Append a note to the run's events once they exist, also if an earlier print of this process failed."""
+        self._note = take_dropped_note() or self._note
         run = RunFolder(self._log.parents[2])
-        with suppress(OSError):
-            if run.events.exists():
+        if self._note and run.events.exists():
+            with suppress(OSError):
                 sink = JsonlSink(run)
-                sink.handle(Note(text=text, level="warning"))
+                sink.handle(Note(text=self._note, level="warning"))
                 sink.close()
+            self._note = ""
 
     def _print_new(self) -> None:
         for line in self._new_lines():
