@@ -144,6 +144,20 @@ def test_a_run_does_not_lie_among_everything_else(tmp_path: Path, monkeypatch: p
     make_folder(tmp_path / "home" / "runs" / "a")
 
 
+def test_a_user_without_a_home_folder_has_runs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bare user id in a container, which no line of /etc/passwd names."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    make_folder(tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/run can't be written"):
+        make_folder(tmp_path / "file" / "run")
+
+
 def test_a_page_goes_where_it_may_be_written(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)

@@ -343,8 +343,8 @@ def make_folder(path: Path) -> None:
 
 def refuse_shared_folder(path: Path) -> None:
     """Refuse the home folder, or a folder above it or above the working directory, as a run folder."""
-    whole, home = path.resolve(), Path("~").expanduser().resolve()
-    if whole == home or whole in (*Path.cwd().parents, *home.parents):
+    whole, home = path.resolve(), _home_folder()
+    if whole in (*Path.cwd().parents, *home, *(parent for folder in home for parent in folder.parents)):
         raise UsageError(
             f"--run-dir {path} is {whole}: the run's files would mix with everything else there.",
             hint="--run-dir runs/NAME",
@@ -354,6 +354,14 @@ def refuse_shared_folder(path: Path) -> None:
 def unwritable_folder_error(path: Path, error: OSError) -> UsageError:
     """Return the error for a run folder that can't be created or written."""
     return UsageError(f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk")
+
+
+def _home_folder() -> list[Path]:
+    """Return the user's home folder; a bare user id in a container may have none."""
+    try:
+        return [Path.home().resolve()]
+    except RuntimeError:
+        return []
 
 
 def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
