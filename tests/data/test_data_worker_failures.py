@@ -1,5 +1,6 @@
 """A data worker that cannot start, cannot send or dies ends the run with its reason, and no rank waits for it."""
 
+import errno
 import os
 import resource
 import shutil
@@ -19,7 +20,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from paceline.data.loader import eval_feed, make_loader
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
+from paceline.data.workers import start_workers
 from paceline.errors import DataError
+from paceline.launch.failures import oom_detection
 from tests.conftest import Shop
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -160,6 +163,29 @@ def test_data_workers_that_cannot_start_end_the_run_and_leave_none(
         use(data, workers=3)
     assert "ulimit -u" in caught.value.cause
     assert "--data.workers" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "hint"),
+    [
+        (
+            errno.ENOSPC,
+            "/dev/shm was full, in which data workers create their locks: 1.0 MiB of 64.0 MiB",
+            "--shm-size",
+        ),
+        (errno.ENOSPC, "/dev/shm was full", "mount -o remount,size="),
+        (errno.EROFS, "/dev/shm can't be written", "mount -o remount,rw /dev/shm"),
+        (errno.EAGAIN, "ulimit -u", "fewer than --data.workers 2"),
+    ],
+)
+def test_what_stops_the_start_of_data_workers_is_named(
+    number: int, cause: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oom_detection, "_shared_memory", lambda: (1 << 20, 64 << 20))
+    monkeypatch.setattr(os, "access", lambda *_: number != errno.EROFS)
+    with pytest.raises(DataError, match="2 data workers cannot be started") as caught, start_workers(2):
+        raise OSError(number, os.strerror(number))
+    assert cause in caught.value.cause and hint in caught.value.hint
 
 
 JOB = """

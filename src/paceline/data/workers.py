@@ -18,7 +18,7 @@ from paceline.data.source import Source
 from paceline.data.worker_serialization import pack, unpack
 from paceline.errors import DataError
 from paceline.launch.agent.socket_paths import short_temporary_folder
-from paceline.launch.failures.oom_detection import explain_lack
+from paceline.launch.failures.oom_detection import explain_failed_start, explain_lack
 from paceline.torch_internals.private_api import abandon_data_workers, stop_data_workers
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -97,7 +97,7 @@ def start_workers(workers: int) -> Iterator[None]:
     """Start data workers inside the block; if one can't be started, stop all.
 
     Raises:
-        DataError: the system has no more processes, open files or memory.
+        DataError: the system has no more processes, open files, memory or room in /dev/shm.
     """
     before = set(active_children())
     with suppress(OSError):  # the process that needs a socket reports it
@@ -109,9 +109,13 @@ def start_workers(workers: int) -> Iterator[None]:
         for process in set(active_children()) - before:
             process.kill()
             process.join()
-        cause, hint = explain_lack(str(error)) or (
-            "a limit on this user's processes or memory: `ulimit -u`, or the limits of the container",
-            f"fewer than --data.workers {workers} per rank, or fewer ranks",
+        cause, hint = (
+            explain_lack(str(error))
+            or explain_failed_start(error)
+            or (
+                "a limit on this user's processes or memory: `ulimit -u`, or the limits of the container",
+                f"fewer than --data.workers {workers} per rank, or fewer ranks",
+            )
         )
         raise DataError(
             f"{plural(workers, 'data worker')} cannot be started: {error}", cause=cause, hint=hint

@@ -211,10 +211,8 @@ def explain_lack(text: str) -> tuple[str, str] | None:
     The argument is the text of an error. Return None for any other reason, and for a bus error, which gives none.
     """
     words = text.lower()
-    if any(word in words for word in _NO_FILES):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        cause = f"a process may open {limit:,} files here (`ulimit -n`); each tensor from a data worker needs one"
-        return cause, "ulimit -n 65536, or --data.workers 0"
+    if files := explain_open_files(text):
+        return f"{files[0]}; each tensor from a data worker needs one", "ulimit -n 65536, or --data.workers 0"
     if any(word in words for word in _NO_SHARED_MEMORY):
         free, total = _shared_memory()
         was_full = _FULL in words
@@ -222,8 +220,29 @@ def explain_lack(text: str) -> tuple[str, str] | None:
             cause = "/dev/shm was full" if was_full else "/dev/shm is small"
             cause += ", the shared memory through which data workers pass samples"
             cause += f": {format_size(free)} of {format_size(total)} are free now" if total else ""
-            return cause, "a larger /dev/shm (docker run --shm-size 8g), or --data.workers 0"
+            return cause, _LARGER_SHARED_MEMORY
     return None
+
+
+def explain_failed_start(error: BaseException) -> tuple[str, str] | None:
+    """Return the cause and the remedy if no semaphore or lock of data workers can be created in /dev/shm."""
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC:
+        free, total = _shared_memory()
+        size = f": {format_size(free)} of {format_size(total)} are free now" if total else ""
+        return f"/dev/shm was full, in which data workers create their locks{size}", _LARGER_SHARED_MEMORY
+    if number in (errno.EROFS, errno.EACCES) and not os.access("/dev/shm", os.W_OK):
+        cause = "/dev/shm can't be written, in which data workers create their locks"
+        return cause, "mount -o remount,rw /dev/shm, or --data.workers 0"
+    return None
+
+
+def explain_open_files(text: str) -> tuple[str, str] | None:
+    """Return the cause and the remedy if the text of an error says that too many files are open."""
+    if not any(word in text.lower() for word in _NO_FILES):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"a process may open {limit:,} files here (`ulimit -n`)", "ulimit -n 4096"
 
 
 def _shared_memory() -> tuple[int, int]:
@@ -235,6 +254,9 @@ def _shared_memory() -> tuple[int, int]:
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
+_LARGER_SHARED_MEMORY = (
+    "a larger /dev/shm (docker run --shm-size 8g, or mount -o remount,size=8g /dev/shm), or --data.workers 0"
+)
 _FULL = "no space left on device"
 _LITTLE_BYTES = 1 << 30
 """With more free bytes than this, a bus error or a failed mapping has another reason than a full /dev/shm."""
