@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from paceline.bytes_sent import SHARES, Traffic
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
+from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
@@ -127,10 +128,14 @@ class World:
                 )
             except (dist.DistError, RuntimeError, ValueError) as error:
                 full = said and said.keep(f"paceline-rank-{place.rank}-")
+                cause, hint = explain_open_files(str(error)) or (
+                    "", "paceline train JOB --ranks 1 to see whether one process works",
+                )  # fmt: skip
                 raise MachineError(
                     f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
                     where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {full}" if full else ""),
-                    hint="paceline train JOB --ranks 1 to see whether one process works",
+                    cause=cause,
+                    hint=hint,
                 ) from error
         _joined.append(dist.group.WORLD)
         return World(

@@ -21,6 +21,7 @@ from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RA
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import APART, TIMEOUT
 from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS
+from paceline.launch.rendezvous import listen_on_free_port
 from paceline.run_folder.run_folder import RunFolder
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -90,7 +91,10 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
 
     Raises:
         UsageError: it saves, and another run writes into the same folder.
+        MachineError: the ranks could not reach each other on this machine.
     """
+    if request.ranks > 1:
+        listen_on_free_port().close()  # the fork server would only notice once it has imported torch
     held = lock_run_folder(request.run.path, wait=print_line) if request.saves else None
     try:
         outcome = _run(request, on_start, held)

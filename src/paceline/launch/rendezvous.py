@@ -1,5 +1,6 @@
 """Rendezvous on one machine for launchers without one: rank 0 listens, and writes its port to a file."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import MutableMapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from paceline.errors import MachineError, UsageError
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.run_lock import is_holder_alive, this_process
 from paceline.launch.environments import JoinedWorld, is_loopback
+from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import drop_inherited, mark_owner
 
 _WAIT_SECONDS = 60.0
+_ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _INVITATION = "invitation.json"
 
@@ -69,12 +72,33 @@ def _listen_here(environ: MutableMapping[str, str]) -> None:
 
 
 def listen_on_free_port() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback address."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    listener.set_inheritable(True)
-    return listener
+    """Return a socket that listens on a free port of the loopback address. A connection to it has worked once.
+
+    Raises:
+        MachineError: the loopback interface is down or has no IPv4 address, or too many files are open.
+    """
+    try:
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1024)
+            with socket.create_connection(listener.getsockname(), timeout=_ANSWER_SECONDS):
+                listener.accept()[0].close()
+            listener.set_inheritable(True)
+            opened.pop_all()
+            return listener
+    except OSError as error:
+        raise _unreachable(error) from None
+
+
+def _unreachable(error: OSError) -> MachineError:
+    what = f"127.0.0.1 can't be reached: {error.strerror or error}."
+    cause, hint = "is the loopback interface up?", "ip link set lo up; or --ranks 1, which needs no network"
+    if error.errno == errno.EADDRNOTAVAIL:
+        cause = "the loopback interface has no IPv4 address"
+        hint = "ip link set lo up; ip addr add 127.0.0.1/8 dev lo; or --ranks 1, which needs no network"
+    cause, hint = explain_open_files(str(error)) or (cause, hint)
+    return MachineError(what, cause=cause, hint=hint)
 
 
 def _meeting_folder(joined: JoinedWorld) -> Path:

@@ -10,12 +10,14 @@ import io
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.errors import MachineError
 from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import start_cleanup_process
 from paceline.launch.agent.respawn import RespawningWorkers
@@ -42,8 +44,8 @@ def main(argv: list[str]) -> int:
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     worker_main = prepare(request["entry"])
     folder = Path(request["folder"])
-    listener = listen_on_free_port()
-    port, fd = listener.getsockname()[1], listener.fileno()
+    listener = _listener(ranks=request["ranks"])
+    port, fd = (listener.getsockname()[1], listener.fileno()) if listener else (0, None)
     pids = {}
     parent = os.getpid()
     for rank in range(request["ranks"]):
@@ -53,7 +55,8 @@ def main(argv: list[str]) -> int:
             _set_up_rank(rank, request, folder, port=port, fd=fd, held=held)
             worker_main(request, failures=folder, status_fd=status_fd)
         pids[pid] = rank
-    listener.close()
+    if listener:
+        listener.close()
 
     def restart(rank: int, start_number: int) -> int:
         pid = os.fork()
@@ -74,6 +77,20 @@ def main(argv: list[str]) -> int:
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _listener(*, ranks: int) -> socket.socket | None:
+    """Return the socket at which the ranks meet. One rank alone works without it, if the machine has no loopback.
+
+    Raises:
+        MachineError: several ranks could not reach each other.
+    """
+    try:
+        return listen_on_free_port()
+    except MachineError:
+        if ranks > 1:
+            raise
+        return None
 
 
 def _scratch() -> str:
@@ -143,7 +160,7 @@ def _set_up_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
-        **{LISTEN_FD: str(fd) if rank == 0 else "", ATTEMPT_FOLDER: str(folder)},
+        **{LISTEN_FD: str(fd) if rank == 0 and fd is not None else "", ATTEMPT_FOLDER: str(folder)},
     )
     mark_owner(os.environ)
     threads = int(request["threads"])
