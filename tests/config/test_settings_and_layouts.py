@@ -509,3 +509,15 @@ def test_a_module_that_is_nowhere_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine.py").write_text("")
     assert [parse_jobref(name).module for name in ("mine", "json:tool", "mine:make")] == ["mine", "json", "mine"]
+
+
+@pytest.mark.parametrize(("batch", "micro", "said"), [(1, None, "global_batch_size is 1"), (8, 8, "4 would use all")])
+def test_replicas_without_samples_are_told_what_would_help(batch: int, micro: int | None, said: str) -> None:
+    plan = make_execution_plan(
+        layout=parse_layout("ddp"),
+        update=UpdateRule(),
+        cluster=Resources(ranks=2, device="cpu", cores=2),
+        facts=JobFacts(global_batch_size=batch, micro_batch_size=micro, built_in=("gloo",)),
+    )
+    (note,) = [note for note in plan.notes if "get no samples" in note]
+    assert note.startswith("warning: 1 of 2 replicas") and note.endswith(said)

@@ -237,7 +237,9 @@ def _notes(
     idle = max(0, replicas - num_micro)
     fair = -(-facts.global_batch_size // replicas)
     unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
-    if facts.is_resumed:
+    if micro == 1:  # no smaller microbatch exists
+        unused = f"warning: {idle} of {replicas} replicas get no samples: train.global_batch_size is {num_micro}"
+    elif facts.is_resumed:
         unused = (
             f"warning: {idle} of {replicas} replicas get no samples with the microbatch size that this run was started "
             f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, but changes the training"
