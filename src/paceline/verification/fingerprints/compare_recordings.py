@@ -6,11 +6,13 @@ from typing import Any
 
 from paceline.console.formatting import plural
 from paceline.errors import UsageError
-from paceline.verification.fingerprints.fingerprint import Fingerprint, Record
-from paceline.verification.fingerprints.ill_conditioned import SHAPE, IllConditionedCheck, factor_between
+from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, Record
+from paceline.verification.fingerprints.ill_conditioned import SHAPE, IllConditionedCheck, factor_between, has_factor
 from paceline.verification.rung_result import FLOOR
 
 _NAMED = 3
+_TRACE = 8 * UNIT  # equal gradients and equal optimizers leave weights closer than this
+_NEAR_ONE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ def compare_recordings(a: Sequence[Record], b: Sequence[Record], *, same_ranks: 
         doubt.step(one.step)
         found = _first_in(one, other, doubt)
         if found is not None:
+            if found["cause"] == "":
+                found["cause"] = _cause_of_little(pairs, found, doubt.names)
             text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
             return Comparison(verdict="different", steps=steps, text=text, first=found, recorded=recorded)
         worst = max(worst, _distance(one, other, doubt.names))
@@ -144,21 +148,72 @@ def _cause(
             f"the weights differ before the first step ({share}): a different seed, different initial "
             "values, or a checkpoint"
         )
-    factors = [factor_between(left[name], right[name]) for name in bad]
-    known = [factor for factor in factors if factor is not None]
     if kind == "weight":
         return f"equal gradients, different weights ({share}): the optimizer, its groups or its state"
     if one.batch is not None and other.batch is not None and one.batch != other.batch:
         return f"the batches differ ({share}): data order"
-    if len(known) == len(factors) and max(known) - min(known) < SHAPE * max(known):
+    factors = [factor_between(left[name], right[name]) for name in bad]
+    known = [factor for factor in factors if factor is not None]
+    largest = max((abs(factor) for factor in known), default=0.0)
+    if len(known) < len(factors) or max(known) - min(known) > SHAPE * largest:
         return (
-            f"a factor of {known[0]:.4g} ({share}): a sum instead of a mean, a missing or double "
-            "reduction, or a scaled loss"
+            f"no common factor ({share}): different samples, different random numbers, counts that differ between "
+            "ranks or microbatches (a mean of means), or only one rank's gradient"
         )
+    if largest == 0.0:
+        return f"zero in one run only ({share}): a missing part of the loss, or a gradient that was cleared"
+    factor = known[0]
+    if abs(factor - 1.0) <= _NEAR_ONE or not has_factor(left[bad[0]], right[bad[0]]):
+        return ""
+    if factor < 0.0:
+        return f"a factor of {factor:.4g} ({share}): a wrong sign"
     return (
-        f"no common factor ({share}): different samples, different random numbers, counts that differ between ranks or "
-        "microbatches (a mean of means), or only one rank's gradient"
+        f"a factor of {factor:.4g} ({share}): a sum instead of a mean, a missing or double reduction, or a scaled loss"
     )
+
+
+def _cause_of_little(
+    pairs: Sequence[tuple[Record, Record]], found: Mapping[str, Any], unjudged: Collection[str]
+) -> str:
+    """Return the cause of a small gradient difference: one element, weights that diverged before, or a small factor."""
+    size, name = found["distance"], found["parameter"]
+    one, other = next(
+        (left.gradients[name], right.gradients[name])
+        for left, right in pairs
+        if left.step == found["step"] and name in left.gradients
+    )
+    if _is_one_element(one, other):
+        return f"one element differs, by {size:.1e} of the norm; the others are equal or nearly so"
+    before = _diverged_weights(pairs, unjudged)
+    if before is not None:
+        step, weight, distance = before
+        return (
+            f"nearly equal, {size:.1e} of its norm apart. Already after step {step} the weights differed "
+            f"({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight decay, its "
+            "state, or rounding that it amplified"
+        )
+    if has_factor(one, other):
+        return f"a factor of {factor_between(one, other):.7g}: a slightly different scale of the loss or its count"
+    return f"nearly equal, {size:.1e} of its norm apart: a few elements differ, or a small part of the samples"
+
+
+def _diverged_weights(
+    pairs: Sequence[tuple[Record, Record]], unjudged: Collection[str]
+) -> tuple[int, str, float] | None:
+    """Return the first step whose weights differ by more than rounding while all gradients so far did not."""
+    for one, other in pairs:
+        for kind, left, right in (("gradient", one.gradients, other.gradients), ("weight", one.weights, other.weights)):
+            apart = {n: left[n].distance(right[n]) for n in left if n in right and n not in unjudged}
+            name = max(apart, key=apart.__getitem__, default="")
+            if name and apart[name] > _TRACE:
+                return (one.step, name, apart[name]) if kind == "weight" and one.step else None
+    return None
+
+
+def _is_one_element(one: Fingerprint, other: Fingerprint) -> bool:
+    """Return True if one element differs: then each projection differs by that element, with one sign or the other."""
+    sizes = [abs(a - b) for a, b in zip(one.projections, other.projections, strict=True)]
+    return one.numel > 1 and max(sizes) - min(sizes) <= _NEAR_ONE * max(sizes)
 
 
 def _distance(one: Record, other: Record, unjudged: Collection[str]) -> float:

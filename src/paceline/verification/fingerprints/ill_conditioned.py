@@ -20,6 +20,8 @@ _SHARE = 16.0  # units of a weight's movement that may differ if its gradient is
 _GRADIENT = 12.0  # units by which such a coarse gradient may differ; nets of four layers had 2 to 10
 _STEPS = 4.0  # the two runs may move in opposite directions, and both movements are estimates
 _SPREAD = 2.0  # fewer than about four elements may be proportional by chance
+_ALONE = 8.0  # rounding affects all gradients: over 2,900 differences in bfloat16, one was at most 4.4 times the rest
+_ZERO = 1.0  # units of the gradients around it: a smaller gradient may be rounded to zero
 
 Pair = tuple[Record, Record]
 Prints = Mapping[str, Fingerprint]
@@ -59,11 +61,29 @@ class IllConditionedCheck:
         if unit > _COARSE and apart <= _GRADIENT * unit * max(_rms(one), _rms(other)):
             return True
         is_noise = max(_rms(one), _rms(other)) <= faint_size(unit) * around or apart <= _DIFFERENCE * unit * around
-        if not is_noise or _is_scaled(one, other):
+        if not is_noise or _is_scaled(one, other, around=around):
+            return False
+        if unit > _COARSE and self._is_alone(name, step, unit):
             return False
         others = [move for n, move in self._moves(step).items() if n != name and n not in self._moved]
         self._moved[name] = self._moved.get(name, 0.0) + _STEPS * max(others, default=0.0)
         return True
+
+    def _is_alone(self, name: str, step: int, unit: float) -> bool:
+        """Return True if this gradient differs far more than all others together.
+
+        In half precision, 16 units are an eighth of the gradients around it, which many true gradients are below. But
+        the same rounding affects the other gradients too. So a difference that is much larger than theirs is a fault,
+        if it is at least a unit of the norm of the whole gradient.
+        """
+        apart, sizes = {}, []
+        for key in self._gradients[step][0].keys() & self._gradients[step][1].keys():
+            one, other = (prints[key] for prints in self._gradients[step])
+            root = math.sqrt(max(one.numel, 1))
+            apart[key] = _apart(one, other) * root
+            sizes.append(max(one.norm, other.norm))
+        mine = apart.pop(name)
+        return mine > _ALONE * math.hypot(*apart.values()) and mine > unit * math.hypot(*sizes)
 
     def weight(self, name: str, step: int) -> bool:
         """Return True if the optimizer's steps on such gradients may explain the difference of a weight."""
@@ -109,13 +129,28 @@ class IllConditionedCheck:
 
 
 def factor_between(one: Fingerprint, other: Fingerprint) -> float | None:
-    """Return the magnitude of the factor between two proportional tensors, or None if they are not proportional."""
+    """Return the factor between two proportional tensors, 0 if one is zero, or None if they are not proportional."""
     a, b = np.asarray(one.projections), np.asarray(other.projections)
+    if _is_zero(one) or _is_zero(other):
+        return 0.0
     if not np.any(b):
         return None
     factor = float(a @ b / (b @ b))
     residual = float(np.linalg.norm(a - factor * b))
-    return abs(factor) if residual <= _shape(one, other) * max(float(np.linalg.norm(a)), 1e-300) else None
+    return factor if residual <= _shape(one, other) * max(float(np.linalg.norm(a)), 1e-300) else None
+
+
+def has_factor(one: Fingerprint, other: Fingerprint) -> bool:
+    """Return True if two tensors are proportional and their factor explains most of the difference."""
+    factor = factor_between(one, other)
+    if factor is None:
+        return False
+    a, b = np.asarray(one.projections), np.asarray(other.projections)
+    return abs(factor - 1.0) * float(np.linalg.norm(b)) > 2.0 * float(np.linalg.norm(a - factor * b))
+
+
+def _is_zero(one: Fingerprint) -> bool:
+    return one.norm == 0.0
 
 
 def _shape(one: Fingerprint, other: Fingerprint) -> float:
@@ -123,11 +158,18 @@ def _shape(one: Fingerprint, other: Fingerprint) -> float:
     return max(SHAPE, _GRADIENT * max(one.unit, other.unit))
 
 
-def _is_scaled(one: Fingerprint, other: Fingerprint) -> bool:
-    """Return True if one is a multiple of the other, other than 1: rounding never is, so this is a true gradient."""
+def _is_scaled(one: Fingerprint, other: Fingerprint, *, around: float) -> bool:
+    """Return True if one is a multiple of the other, other than 1: rounding never is, so this is a true gradient.
+
+    The factor may be -1, or 0 if the other tensor is too large to be rounded to zero.
+    """
     factor = factor_between(one, other)
-    spread = min(one.norm - _SPREAD * one.largest, other.norm - _SPREAD * other.largest)
-    return factor is not None and abs(factor - 1.0) > _shape(one, other) and spread >= 0.0
+    spread = min(p.norm - _SPREAD * p.largest for p in (one, other))
+    if factor is None or spread < 0.0:
+        return False
+    if factor == 0.0:
+        return max(_rms(one), _rms(other)) > _ZERO * max(one.unit, other.unit) * around
+    return abs(factor - 1.0) > _shape(one, other)
 
 
 def _around(name: str, prints: Prints) -> float:
