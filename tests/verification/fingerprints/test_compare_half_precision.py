@@ -50,8 +50,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        heads = (layer(y).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (layer(y).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         result: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -182,7 +182,7 @@ def train(
             x, y = (whole.chunk(ranks[1])[ranks[0]] for whole in batch(step))
             optimizer.zero_grad()
             for mine, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                (loss_of(run, mine, wanted, native=native) / parts).backward()  # type: ignore[no-untyped-call]
+                (loss_of(run, mine, wanted, native=native) / parts).backward()
             if spoil is not None and step >= WRONG_FROM:
                 weight = net.get_parameter(name)
                 assert weight.grad is not None

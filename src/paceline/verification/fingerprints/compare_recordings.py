@@ -152,6 +152,8 @@ def _cause(
         return f"equal gradients, different weights ({share}): the optimizer, its groups or its state"
     if one.batch is not None and other.batch is not None and one.batch != other.batch:
         return f"the batches differ ({share}): data order"
+    if len(bad) == 1 and _is_one_element(left[bad[0]], right[bad[0]]):
+        return ""
     factors = [factor_between(left[name], right[name]) for name in bad]
     known = [factor for factor in factors if factor is not None]
     largest = max((abs(factor) for factor in known), default=0.0)
