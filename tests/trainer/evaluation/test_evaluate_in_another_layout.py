@@ -85,7 +85,7 @@ import paceline as pl
 def note(phase):
     size = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
     with open("peaks.txt", "a") as file:
-        file.write(f"{phase} {int(size) * 1024}\\\\n")
+        file.write(f"{phase} {int(size) * 1024}\\n")
 
 def model():
     made = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(16)))
