@@ -230,6 +230,17 @@ def one_thread() -> None:
 
 
 @pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Run a test with one thread of torch, however many the tests before it left."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
     """A fresh folder with the small job."""
     shop = Shop(tmp_path)

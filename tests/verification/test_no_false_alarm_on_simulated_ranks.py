@@ -1,6 +1,5 @@
 """No false alarm on random correct runs with noisy steps; the ranks are simulated in one process."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,7 @@ RUNS = 220
 SOAK_RUNS = 3000
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 class Zoo(nn.Module):

@@ -1,6 +1,5 @@
 """verify's messages on jobs that it cannot compare in full: no bare traceback and no false alarm."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +20,7 @@ from tests.verification.test_detection_thresholds import Net, job_of, verify
 SHORT = TensorDataset(torch.randn(25, 6, generator=torch.Generator().manual_seed(3)), torch.arange(25) % 4)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def said(answer: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Faults planted in plain torch on several ranks are found at the right step and under the right name."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -99,12 +98,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def play(fault: str, *, ranks: int = 3, seed: int = 1, **given: Any) -> Any:

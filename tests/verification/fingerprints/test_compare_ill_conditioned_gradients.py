@@ -1,7 +1,7 @@
 """`compare` of recordings where the true gradient is zero, as for a convolution's bias before BatchNorm."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,7 @@ Spoil = Callable[[int, nn.Module], None]
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 class Net(nn.Module):

@@ -1,16 +1,15 @@
 """The checks that `--dry-run` adds to those of `make_task`: the run folder, the run to resume, and the sinks."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from paceline.commands.common.execution import refuse_shared_folder, unwritable_folder_error
+from paceline.commands.common.execution import collect, refuse_shared_folder, unwritable_folder_error
 from paceline.config.job_reference import parse_jobref
 from paceline.config.loading import RequestedSettings, merge
 from paceline.config.task import Task
 from paceline.console.formatting import plural
-from paceline.errors import PacelineError, problems_of, raise_all
+from paceline.errors import PacelineError, raise_all
 from paceline.launch.environments import detect
 from paceline.reporting.sinks.sink_registry import refuse_missing_sinks
 from paceline.run_folder.run_folder import ROOT, choose_run
@@ -25,17 +24,11 @@ def check_start(task: Task, *, resume: str | None = None) -> str:
         PacelineError, Problems: what the start would refuse.
     """
     problems: list[PacelineError] = []
-    place = ""
-
-    def check_run() -> None:
-        nonlocal place
-        place = _check_run(task, resume=resume)
-
     joined = detect(os.environ)
-    if joined is None or joined.rank == 0:
-        _collect(problems, check_run)
+    tells_place = joined is None or joined.rank == 0
+    place = collect(problems, lambda: _check_run(task, resume=resume)) if tells_place else ""
     if task.verb == "train":
-        _collect(problems, lambda: _check_sinks(task))
+        collect(problems, lambda: _check_sinks(task))
     raise_all(problems)
     what = "plan" if task.verb == "plan" else f"{task.layout} on {plural(task.ranks, 'rank')}"
     return f"would be accepted: {what}{place}"
@@ -69,10 +62,3 @@ def _check_sinks(task: Task) -> None:
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     file = None if task.job_handle is not None else parse_jobref(task.job).path
     raise_all(refuse_missing_sinks(settings.watch.to, near=(Path.cwd(), *([file.parent] if file is not None else []))))
-
-
-def _collect(problems: list[PacelineError], check: Callable[[], None]) -> None:
-    try:
-        check()
-    except PacelineError as error:
-        problems += problems_of(error)

@@ -126,21 +126,21 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         PacelineError, Problems: with everything that is wrong.
     """
     problems: list[PacelineError] = []
-    ref = None if common.job_handle is not None else _collect(problems, lambda: parse_jobref(job))
-    asked = _collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or RequestedSettings()
-    settings = _collect(problems, lambda: merge(asked))
+    ref = None if common.job_handle is not None else collect(problems, lambda: parse_jobref(job))
+    asked = collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or RequestedSettings()
+    settings = collect(problems, lambda: merge(asked))
     if settings is not None:
-        _collect(problems, lambda: check_names(settings.watch.to))
-    joined = _collect(problems, lambda: detect(os.environ))
+        collect(problems, lambda: check_names(settings.watch.to))
+    joined = collect(problems, lambda: detect(os.environ))
     device = choose_device(common.device, problems)
     text = common.layout
-    asked_layout = None if text is None else _collect(problems, lambda: parse_layout(text))
+    asked_layout = None if text is None else collect(problems, lambda: parse_layout(text))
     threads = asked_layout is not None and asked_layout.kind is LayoutKind.THREADS
     ranks = choose_ranks(common.ranks, None if threads else joined, device, problems)
-    update = _collect(problems, lambda: parse_update(common.update)) or UpdateRule()
-    compress = _collect(problems, lambda: parse_compress(common.compress)) or Compression()
+    update = collect(problems, lambda: parse_update(common.update)) or UpdateRule()
+    compress = collect(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else update.layout)
-    faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
+    faults = collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
         refuse_nested(joined, faults, problems)
     elif settings is not None and joined is None and ranks > 1:
@@ -364,7 +364,8 @@ def _home_folder() -> list[Path]:
         return []
 
 
-def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
+def collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
+    """Return what `read` returns; if it is refused, add the problems and return None."""
     try:
         return read()
     except PacelineError as error:
