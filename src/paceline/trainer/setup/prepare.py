@@ -55,9 +55,8 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
     if job is None:
         params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
         here = Path.cwd()
-        seed_all(
-            stream_key(_seed_before_job(asked), "job")
-        )  # a random_split must be the same on every rank and restart
+        # What the file draws, such as a random_split, has to be the same on every rank and after a restart.
+        seed_all(stream_key(_seed_before_job(asked), "job"))
         job = load_job(parse_jobref(task.job), params=params)
         if Path.cwd() != here:  # the job changed the working directory; the run's files stay where they were
             task = task.given_in(here)
