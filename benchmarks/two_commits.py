@@ -12,37 +12,52 @@ interval by Student's t. Below 1.00 the new tree is faster.
 
 import argparse
 import math
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
+SMALL = ["--width", "128", "--hidden", "344", "--vocabulary", "512", "--length", "32", "--rounds", "60"]
 RUNS = {
-    "ddp": ["benchmarks/overhead.py", "--rounds", "200"],
+    "ddp": ["benchmarks/overhead.py", "--rounds", "100"],
     "one process": ["benchmarks/overhead.py", "--ranks", "1", "--width", "64", "--rounds", "800"],
-    "fsdp": ["benchmarks/layouts.py", "--layouts", "fsdp", "--rounds", "60"],
-    "pp": ["benchmarks/layouts.py", "--layouts", "pp", "--rounds", "60"],
-    "tp": ["benchmarks/layouts.py", "--layouts", "tp", "--rounds", "60"],
+    **{name: ["benchmarks/layouts.py", "--layouts", name, *SMALL] for name in ("fsdp", "pp", "tp")},
 }
 RATIO = re.compile(r"^ *paceline .*?ratio.*? (\d+\.\d+) \[", re.MULTILINE)
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; in between, the next smaller one is used.
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 9: 2.26, 11: 2.20, 14: 2.14, 19: 2.09}
 
 
-def run_ratio(tree: Path, command: list[str]) -> float:
-    """Run a benchmark of `tree` and return the time of Paceline's step divided by that of the hand-written loop."""
-    environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree / 'benchmarks'}"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    found = RATIO.search(done.stdout)
-    if found is None:
-        sys.exit(f"{tree}: {' '.join(command)} printed no ratio\n{done.stdout}{done.stderr}")
-    return float(found[1])
+@dataclass(frozen=True)
+class Tree:
+    """A checkout, and a Python that imports the package from it and everything else from this environment."""
+
+    folder: Path
+    python: Path
+
+    @staticmethod
+    def open_(folder: Path, environment: Path) -> "Tree":
+        """Build the environment; its paths stand in a file, since the ranks' processes drop PYTHONPATH."""
+        venv.create(environment, with_pip=False, symlinks=True)
+        paths = [str(folder / "src"), *(path for path in sys.path if path.endswith("site-packages"))]
+        for site in environment.glob("lib/python*/site-packages"):
+            (site / "two_commits.pth").write_text("\n".join(paths) + "\n")
+        return Tree(folder, environment / "bin" / "python")
+
+    def run_ratio(self, command: list[str]) -> float:
+        """Run a benchmark and return the time of Paceline's step divided by that of the hand-written loop."""
+        done = subprocess.run(
+            [str(self.python), *command], cwd=self.folder, capture_output=True, text=True, timeout=900, check=False
+        )
+        found = RATIO.search(done.stdout)
+        if found is None:
+            sys.exit(f"{self.folder}: {' '.join(command)} printed no ratio\n{done.stdout}{done.stderr}")
+        return float(found[1])
 
 
 def interval(logs: list[float]) -> tuple[float, float, float]:
@@ -53,19 +68,18 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
     return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
-def compare_trees(old: Path, *, names: list[str], pairs: int) -> None:
+def compare_trees(old: Tree, new: Tree, *, names: list[str], pairs: int) -> None:
     """Print a line for each benchmark: both trees' ratios to the hand-written loop, and the ratio between them."""
     for name in names:
-        ratios: dict[Path, list[float]] = {old: [], HERE: []}
+        ratios: dict[Tree, list[float]] = {old: [], new: []}
         for pair in range(pairs):
-            for tree in (old, HERE) if pair % 2 == 0 else (HERE, old):
-                ratios[tree].append(run_ratio(tree, RUNS[name]))
-        logs = [math.log(new / before) for before, new in zip(ratios[old], ratios[HERE], strict=True)]
+            for tree in (old, new) if pair % 2 == 0 else (new, old):
+                ratios[tree].append(tree.run_ratio(RUNS[name]))
+        logs = [math.log(after / before) for before, after in zip(ratios[old], ratios[new], strict=True)]
         middle, low, high = interval(logs)
-        before, new = (statistics.median(ratios[tree]) for tree in (old, HERE))
         print(
-            f"{name:<12} {pairs} pairs   to the loop by hand: old {before:.4f}, new {new:.4f}   "
-            f"new/old {middle:.4f} [{low:.4f}, {high:.4f}]",
+            f"{name:<12} {pairs} pairs   to the hand-written loop: old {statistics.median(ratios[old]):.4f}, "
+            f"new {statistics.median(ratios[new]):.4f}   new/old {middle:.4f} [{low:.4f}, {high:.4f}]",
             flush=True,
         )
 
@@ -83,7 +97,8 @@ def main() -> None:
         git = ["git", "-C", str(HERE), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(old), asked.commit], check=True)
         try:
-            compare_trees(old, names=asked.only, pairs=asked.pairs)
+            trees = [Tree.open_(tree, Path(folder, f"{name}-venv")) for name, tree in (("old", old), ("new", HERE))]
+            compare_trees(*trees, names=asked.only, pairs=asked.pairs)
         finally:
             subprocess.run([*git, "remove", "--force", str(old)], check=True)
 
