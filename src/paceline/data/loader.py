@@ -145,8 +145,7 @@ class MapStyleLoader:
                 )
                 for index, wanted in plans
             )
-            spare = partial(self._read, self._wanted(batch, 0))
-            yield StepInput(batch=batch, micro=micro, spare=spare, summary=summary)
+            yield StepInput(batch=batch, micro=micro, spare=partial(self._read_spare, batch), summary=summary)
 
     def _of_size(self) -> tuple[str, ...]:
         batch, total = self._cut.global_batch_size, self.num_samples or 0
@@ -157,8 +156,9 @@ class MapStyleLoader:
             f"{plural(total, 'sample')}",
         )
 
-    def _read(self, wanted: MicrobatchRequest) -> Any:
-        """Read a microbatch outside the planned order."""
+    def _read_spare(self, batch: Batch) -> Any:
+        """Read the first microbatch of a global batch outside the planned order."""
+        wanted = self._wanted(batch, 0)
         return raise_worker_error(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
 
     def _glance(self, epoch: int) -> MicrobatchRequest:

@@ -158,6 +158,8 @@ class SynchronousStep:
         return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
 
     def _refuse_writes(self, before: list[int]) -> None:
+        if not before:
+            return
         after, self._seen_writes = self._versions(), True
         pairs = zip(self.replica.model.named_parameters(), before, after, strict=False)
         moved = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
