@@ -263,7 +263,9 @@ def rank_of_ddp(folder: Path) -> None:
     for model, native in DDP:
         train(folder / f"{model}-{native}", MODELS[model], native=native, ranks=ranks)
     torch.distributed.destroy_process_group()
-    os._exit(0)  # DDP keeps its group and gloo's threads: one can end the interpreter's exit with SIGABRT (torch PR 179291)
+    os._exit(
+        0
+    )  # DDP keeps its group and gloo's threads: one can end the interpreter's exit with SIGABRT (torch PR 179291)
 
 
 if __name__ == "__main__":

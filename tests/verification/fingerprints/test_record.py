@@ -399,7 +399,9 @@ def rank_of_ddp(folder: Path) -> None:
                 F.cross_entropy(model(x[mine]), y[mine]).backward()
                 optimizer.step()
     torch.distributed.destroy_process_group()
-    os._exit(0)  # DDP keeps its group and gloo's threads: one can end the interpreter's exit with SIGABRT (torch PR 179291)
+    os._exit(
+        0
+    )  # DDP keeps its group and gloo's threads: one can end the interpreter's exit with SIGABRT (torch PR 179291)
 
 
 if __name__ == "__main__":
