@@ -1,4 +1,4 @@
-"""The tree of errors a user can meet: what happened, where, the likely cause, the line to type."""
+"""The exception hierarchy: each error says what happened, where, the likely cause, and what to type."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from paceline.user_code import is_of_word_reader, is_users
 
 
 def on_a_screen(text: str, *, lines: int = 8, width: int = 400) -> str:
-    """Return the text with at most `lines` lines of at most `width` characters, and how many are left out."""
+    """Return at most `lines` lines of the text, each of at most `width` characters, and the number of omitted lines."""
     given = text.splitlines() if len(text) > width else [text]
     shown = [line if len(line) <= width else f"{line[:width]} ... ({len(line):,} characters)" for line in given[:lines]]
     return "\n".join([*shown, *([f"... {len(given) - lines:,} more lines"] if len(given) > lines else [])])
@@ -92,7 +92,7 @@ class CheckpointError(PacelineError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint can't be written: no space, or no permission. The same command resumes once there is."""
+    """A checkpoint can't be written: no space, or no permission. Once that is solved, the same command resumes."""
 
     exit_code = ExitCode.MACHINE
 
@@ -102,14 +102,14 @@ class RunError(PacelineError):
 
 
 class DataError(RunError):
-    """Reading the data failed, or gave something else than before."""
+    """Reading the data failed, or returned different samples than before."""
 
 
 class NonFiniteError(RunError):
-    """Loss or gradients are not finite, and the run was set to stop then. `step` is the step it happened in.
+    """Loss or gradients are not finite, and the run is set to stop in this case. `step` is the step of the failure.
 
-    `no_target`: a loss term had no target; this is the cause, and the inputs are not checked. `broken`: the
-    microbatches and terms whose loss was not finite, if the step knows them; `ranks`: the ranks that hold those.
+    `no_target`: the cause is a loss term without a target, and the inputs are not checked. `broken`: the microbatches
+    and terms whose loss was not finite, if the step knows them; `ranks`: the ranks of these microbatches.
     """
 
     step: int | None = None
@@ -127,13 +127,13 @@ class DesyncError(RunError):
 
 
 class PeerError(RunError):
-    """Another rank left or did not answer, and this one could not go on: that rank reports what happened."""
+    """Another rank exited or did not answer, so this rank can't continue. The other rank reports the cause."""
 
 
 class OutOfMemory(RunError):
     """A rank could not allocate the memory that it needs.
 
-    `held` are bytes by purpose, `limit_bytes` is the limit; `part` is forward, backward or optimizer.
+    `bytes_by_purpose` is the memory in use, `limit_bytes` the limit; `part` is forward, backward or optimizer.
     `requested_bytes` is the size of the allocation that failed, if it is known.
     """
 
@@ -158,7 +158,7 @@ class OutOfMemory(RunError):
         return "\n".join([super().__str__(), *rows])
 
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
-        """Return the error with the memory that was held."""
+        """Return the error with the memory in use."""
         memory = {"held": self.held, "limit_bytes": self.limit_bytes, "requested_bytes": self.requested_bytes}
         return {**super().as_json(), **memory, "part": self.part}
 
@@ -186,7 +186,7 @@ class Problems(PacelineError):
 
 
 def raise_all(problems: Sequence[PacelineError]) -> None:
-    """Raise nothing, the one problem, or all of them together."""
+    """Raise the problem if there is one, or all of them together; return if there is none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -194,12 +194,12 @@ def raise_all(problems: Sequence[PacelineError]) -> None:
 
 
 def problems_of(error: PacelineError) -> Sequence[PacelineError]:
-    """Return the one problem, or all of several that were raised together."""
+    """Return the error itself, or the problems that were raised together as this error."""
     return error.problems if isinstance(error, Problems) else (error,)
 
 
 def called_exit(error: SystemExit) -> PacelineError:
-    """Return the error for a `sys.exit` in the job's own code: only the run itself says that it is done or saved."""
+    """Return the error for a `sys.exit` in the job's own code: only the run itself may end the process."""
     line = user_line(error)
     at = f" at {line}" if line else ""
     found: PacelineError
@@ -245,7 +245,7 @@ def user_line(error: BaseException) -> UserLine | None:
 
 
 def place_now() -> object:
-    """Return a key that is equal whenever the user's own code is at the same operation again."""
+    """Return a key of the current operation in the user's own code; the same operation always has the same key."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -253,7 +253,7 @@ def place_now() -> object:
 
 
 def as_refused(error: Exception) -> str:
-    """Return one line for an error that is not Paceline's, with the place in the user's own code that raised it."""
+    """Return one line for an error that is not Paceline's, with the line of the user's own code that raised it."""
     line, said = user_line(error), next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {said}" + (f" ({line})" if line else "")
 

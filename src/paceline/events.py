@@ -29,8 +29,8 @@ class RunStarted(Event):
 class StepDone(Event):
     """The numbers of a logged step. All are global but `sent_bytes`.
 
-    `sent_bytes` is what the first rank has sent since this attempt began (for sites that train on their own: to the
-    others), None if unknown.
+    `sent_bytes` counts the bytes that the first rank has sent since this attempt began (with local SGD, to other
+    sites), None if unknown.
     """
 
     step: int
@@ -70,10 +70,10 @@ class EvalDone(Event):
 class Staleness(Event):
     """The staleness of an asynchronous run's updates since this attempt began.
 
-    For each participant `told` has `who` and `late`, the number of gradients by how many updates old their weights were
-    (a list of pairs). For a pipeline also `versions`, the most weight versions that it held at once, and `sent_bytes`;
-    for a race `lost` of the `made` additions to its shadow counters. For sites that train on their own, `sent_bytes` to
-    the others and `waited_seconds` for them.
+    `told` has one entry per participant: `who`, and `late`, a list of pairs: an age of the weights in updates, and the
+    number of gradients that were computed on weights of this age. A pipeline adds `versions`, the maximum number of
+    weight versions in memory, and `sent_bytes`. Hogwild adds `lost`, out of `made` additions to its shadow counters.
+    Local SGD adds `sent_bytes` to other sites and `waited_seconds` for them.
     """
 
     step: int
@@ -106,7 +106,7 @@ class ForecastChecked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A checkpoint is whole on disk."""
+    """A checkpoint was written completely."""
 
     step: int
     path: str
@@ -142,7 +142,7 @@ class RunEnded(Event):
 
 
 NAMES_ON_DISK = {"ForecastChecked": "Foretold"}
-"""Event names in `events.jsonl` that are older than their class's name."""
+"""Event names in `events.jsonl` that differ from the class name, so that older files can be read."""
 
 
 def as_dict(event: Event) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Sink(Protocol):
         """Take one event."""
 
     def close(self) -> None:
-        """Finish: there are no more events."""
+        """Close the sink after the last event."""
 
 
 class EventBus:
@@ -197,7 +197,7 @@ def ratios_of(event: ForecastChecked) -> Mapping[str, float]:
 
 
 def metrics_of(event: StepDone) -> Mapping[str, float]:
-    """Return a step's numbers under the field's usual names."""
+    """Return a step's metrics by the names that logging tools commonly use."""
     total = event.step_seconds or 1.0
     found = {
         "loss": event.loss,

@@ -57,7 +57,7 @@ def _parse(words: Sequence[str]) -> Fault:
 def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
     """Return errors for faults that can never happen on this many ranks, or in this many steps if known.
 
-    A drill that tests nothing would look as if it had passed.
+    Without this check, a test with such a fault would pass without testing anything.
     """
     problems: list[PacelineError] = []
     for fault in faults:

@@ -1,4 +1,4 @@
-"""A job: plain Python values that say what to train. The user writes it; nothing here touches a device."""
+"""A job: a description of what to train, in plain Python values. The user writes it; it uses no device."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ from paceline.user_code import is_users, script_words
 
 _MAKES = "def make_job() -> pl.Job: return pl.Job(...)"
 
-_NEEDED: Any = None  # by every job; what is missing is refused with all else that is wrong
+_NEEDED: Any = None  # the default of required fields; a missing one is reported with all other problems
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -31,7 +31,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 class EarlyStopping:
     """Stop when `metric` has not improved by more than `min_delta` in `patience` evaluations.
 
-    Without `mode`, lower is better, unless the name says otherwise (accuracy, f1, ...): then it must be given.
+    Without `mode`, lower is better; a metric with a name such as accuracy or f1 requires a mode.
     """
 
     metric: str
@@ -40,7 +40,7 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        """Convert numbers of any type to Python's own, and settle the mode.
+        """Convert numbers of any type to Python's own, and determine the mode.
 
         Raises:
             JobError: the mode of a metric such as accuracy is missing.
@@ -87,12 +87,12 @@ class Job:
     name: str | None = None
 
     def __new__(cls, *words: Any, **given: Any) -> "Job":
-        """Check for fields that no job has, and for all other errors.
+        """Check for unknown fields; if there are any, also for all other errors.
 
         Raises:
-            JobError, Problems: with all of it.
+            JobError, Problems: with all errors.
         """
-        if cls.__init__ is not Job.__init__:  # which has words of its own, and gives the fields
+        if cls.__init__ is not Job.__init__:  # a subclass with its own arguments, which sets the fields
             return super().__new__(cls)
         known = {one.name: one.default for one in fields(cls)}
         problems: list[PacelineError] = [*unknown_fields(words, given, known)]
@@ -168,7 +168,7 @@ def import_job_module(ref: JobRef) -> ModuleType:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(str(ref.module))
     path = Path(ref.path).resolve()
-    is_taken = _is_taken(path)  # a random.py or a torch.py as a job leaves the other one to everybody else
+    is_taken = _is_taken(path)  # a job file random.py or torch.py must not replace that module
     name = f"{path.stem}_job" if is_taken else path.stem
     if str(path.parent) not in sys.path:
         sys.path.insert(len(sys.path) if is_taken else 0, str(path.parent))
@@ -184,7 +184,7 @@ def import_job_module(ref: JobRef) -> ModuleType:
 
 
 def _is_taken(path: Path) -> bool:
-    """Return whether Python's library, ours or an installed one has a module with the name of this file."""
+    """Return whether Python, Paceline or an installed package has a module with the name of this file."""
     if path.stem in sys.stdlib_module_names:
         return True
     if not path.stem.isidentifier():
@@ -211,7 +211,7 @@ def _accepted(ref: JobRef, factory: Callable[..., Any], params: Mapping[str, Any
     """Return the arguments for the factory.
 
     Raises:
-        JobError, Problems: a parameter that it lacks or needs, or a value that is not of its type; with all of them.
+        JobError, Problems: with all unknown or missing parameters, and all values of the wrong type.
     """
     known = job_parameters(factory)
     unknown = sorted(set(params) - set(known))

@@ -64,7 +64,7 @@ def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "m
 
 
 def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:
-    """Yield an error for each argument of a job that is none of its `known` fields."""
+    """Yield an error for each argument of a job that is not one of its `known_fields`."""
     if words:
         what = f"pl.Job got {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
         yield JobError(what, hint="pl.Job(model=..., loss=..., train_data=..., optimizer=..., global_batch_size=...)")
@@ -128,7 +128,7 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
         yield JobError(
             f"global_batch_size={_short(batch)} is not a number of samples.", hint="global_batch_size=64: 1 or more"
         )
-    if micro is not None and type(micro) is not int:  # the range is that of the setting
+    if micro is not None and type(micro) is not int:  # the setting checks the range
         yield JobError(f"micro_batch_size={_short(micro)} is not a number of samples.", hint="micro_batch_size=8")
     if norm is not None and not _is_number(norm):
         yield JobError(f"max_grad_norm={_short(norm)} is not a valid norm.", hint="max_grad_norm=1.0: above 0")
@@ -194,7 +194,7 @@ def _takes_two(function: Any) -> bool:
         signature(function).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # one of C, which has no signature
+    except ValueError:  # a function in C has no signature
         return True
     return True
 
@@ -226,10 +226,10 @@ def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
 
 
 def whole_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return the sample numbers of an order.
+    """Return the sample indices of an order.
 
     Raises:
-        JobError: something in it is no whole number.
+        JobError: an entry is not an integer.
     """
     found = np.asarray(order)
     if found.dtype.kind in "iu" or not len(order):

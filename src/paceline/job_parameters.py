@@ -41,7 +41,7 @@ def typed_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> d
     """Return the given values in the types of the parameters of `factory`.
 
     Raises:
-        JobError, Problems: each value that does not fit, and each type that can't be made from text.
+        JobError, Problems: with each value of the wrong type, and each type that can't be made from text.
     """
     parameters = inspect.signature(factory).parameters
     try:
@@ -60,7 +60,7 @@ def typed_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> d
 
 
 def misfits_of_source(given: Mapping[str, Any], *, sources: Mapping[str, tuple[str, str]]) -> Iterator[JobError]:
-    """Yield errors for values of the wrong type, judged only by the `sources` of annotation and default.
+    """Yield errors for values of the wrong type, using only the `sources` of annotation and default.
 
     Only types and defaults that need no import are checked.
     """
@@ -98,7 +98,7 @@ def _typed(name: str, value: Any, kind: Any, default: Any) -> Any:
 
 
 def _kind_of(default: Any) -> Any:
-    """Return the type of a default; None if it tells nothing."""
+    """Return the type of a default; None if the default does not determine it."""
     if default is None or default is inspect.Parameter.empty:
         return None
     if isinstance(default, Path):

@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 
 def _folder_now() -> str:
     try:
-        return os.getcwd()  # noqa: PTH109  without pathlib's own look at it
+        return os.getcwd()  # noqa: PTH109  without a check by pathlib
     except OSError:  # it was deleted
         return ""
 
@@ -40,7 +40,7 @@ def resolve(reference: str) -> Any:
 
 
 def lazy_attributes(places: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
-    """Return a module `__getattr__` (PEP 562) that imports each name's own module on first use."""
+    """Return a module `__getattr__` (PEP 562) that imports the module of each name on first use."""
 
     def get(name: str) -> Any:
         if name not in places:

@@ -1,4 +1,4 @@
-"""Recognition of the user's own code: neither Paceline's, nor installed, nor Python's."""
+"""Detection of the user's own code: files that are not part of Paceline, of an installed package, or of Python."""
 
 import os
 import re
@@ -21,14 +21,14 @@ _EXAMPLES = _OURS / "examples"
 
 
 def is_users_own(error: BaseException) -> bool:
-    """Return whether a `raise` or `assert` in the user's own code made this error, and no library below it."""
+    """Return whether a `raise` or `assert` in the user's own code raised this error, and not a library below it."""
     last = next(iter(extract_tb(error.__traceback__)[-1:]), None)
     return last is not None and is_users(last.filename) and _RAISES.search(last.line or "") is not None
 
 
 @contextmanager
 def script_words(place: str) -> Iterator[None]:
-    """Set `sys.argv` to that of a script at `place` without arguments: ours are not for the user's parser."""
+    """Set `sys.argv` to that of a script at `path` without arguments: the user's parser must not see Paceline's."""
     words = sys.argv
     sys.argv = [place]
     try:
@@ -38,7 +38,7 @@ def script_words(place: str) -> Iterator[None]:
 
 
 def is_of_word_reader(error: BaseException) -> bool:
-    """Return whether a command-line parser such as argparse raised this, or called what did."""
+    """Return whether a command-line parser such as argparse is in the traceback of this error."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _WORD_READERS:
@@ -48,9 +48,9 @@ def is_of_word_reader(error: BaseException) -> bool:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Remove our frames from an exception's traceback, and its causes', where they only lead to user code.
+    """Remove Paceline's frames from the tracebacks of an exception and its causes if they only lead to user code.
 
-    Frames below the last line of the user's own code stay: the error was made there.
+    Frames below the last line of the user's own code are kept: the error was raised there.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -80,9 +80,9 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 def is_users(filename: str) -> bool:
     """Return whether a file is the user's own: neither Paceline's, nor installed, nor Python's.
 
-    Installed are files in any `site-packages` or `dist-packages`, of any environment, and those that a distribution
-    anywhere else on the module path records (`pip install --target`). A project that is installed in place (`pip
-    install -e`) stays the user's.
+    A file is installed if it is in a `site-packages` or `dist-packages` folder of any environment, or if a distribution
+    elsewhere on the module path lists it (`pip install --target`). A project that is installed in place (`pip install
+    -e`) is the user's.
     """
     if filename.startswith("<"):
         return filename.startswith(_TYPED)

@@ -1,4 +1,4 @@
-"""Counts in a layout: bounded, so that a typing error does not create or search anything of its size."""
+"""Counts in a layout, with upper bounds, so that a typing error does not start processes or a search of that size."""
 
 from paceline.errors import LayoutError, PacelineError
 

@@ -1,4 +1,4 @@
-"""Gradient compression as requested by `--compress`: what is sent, and what is held back."""
+"""Gradient compression as requested by `--compress`: the method and its options."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ from paceline.errors import JobError, UsageError
 
 FACTORY, OBJECT = "make_job", "job"
 _OF_A_MODEL = ("config.json", "adapter_config.json", "model_index.json")
-GIVEN = "object"  # `object:NAME` stands for a job that was given as an object of Python
+GIVEN = "object"  # `object:NAME` stands for a job that was passed as a Python object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def parse_jobref(text: str) -> JobRef:
     path = Path(place)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, or with a character that no name has
+    except (OSError, ValueError) as error:  # the name is too long, or has an invalid character
         raise UsageError(
             f"{place!r} is not a valid path: {getattr(error, 'strerror', error)}.", hint="job.py"
         ) from None
@@ -136,13 +136,13 @@ def short_name(text: str) -> str:
 
 
 def job_defaults(ref: JobRef) -> dict[str, str] | None:
-    """Return the parameters of `make_job` with the source of their defaults; None if they can't be seen."""
+    """Return the parameters of `make_job` with the source of their defaults; None if the source does not show them."""
     found = parameter_sources(ref)
     return None if found is None else {name: default for name, (_, default) in found.items()}
 
 
 def parameter_sources(ref: JobRef) -> dict[str, tuple[str, str]] | None:
-    """Return the sources of annotation and default of each parameter of `make_job`; None if they can't be seen."""
+    """Return the sources of annotation and default of each parameter of `make_job`; None if they are not visible."""
     if ref.path is None:
         return None
     function = next((f for f in _functions(_tree(ref.path)) if f.name == (ref.name or FACTORY)), None)

@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 class Layout:
     """A layout. `sizes` are the requested axes; `REST` stands for the size that follows from the number of ranks.
 
-    `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: replicas as threads, None if the ranks decide.
+    `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: replicas as threads, None for one per rank.
     """
 
     kind: LayoutKind
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def ranks(self) -> int | None:
-        """Return the number of ranks it is for, or None if it does not say."""
+        """Return the number of ranks of this layout, or None if it does not determine the number."""
         if self.kind is LayoutKind.THREADS:
             return self.threads
         sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
@@ -288,7 +288,7 @@ def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
 
 
 def _gathers_nothing(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
-    """Yield errors for words that disagree about the ZeRO stage, or that need stage 3."""
+    """Yield errors for options that contradict the ZeRO stage, or that require stage 3."""
     if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
         yield LayoutError(
             f"{layout.kind} is ZeRO stage {stage}, which contradicts zero={layout.zero}.",

@@ -33,12 +33,12 @@ class RequestedSettings:
     origins: dict[str, str] = field(default_factory=dict)
 
     def over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
-        """Return these values on top of lower ones given in Python: a job's, or those of a `pl.Run`.
+        """Return these values layered over lower ones from Python: those of a job, or of a `pl.Run`.
 
-        `where` names the place of a wrong value to the user, if that is not the origin.
+        `where` is the source of a wrong value in an error, if it differs from `origin`.
 
         Raises:
-            UsageError, Problems: an unknown name, a value of the wrong type, a parameter of a job that is made already.
+            UsageError, Problems: an unknown name, a value of the wrong type, a parameter of an already built job.
         """
         problems: list[PacelineError] = []
         values = _layer(lower, where or origin, problems, is_made=True)
@@ -129,7 +129,7 @@ def as_toml(asked: RequestedSettings) -> str:
 def _layer(
     tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_made: bool = False
 ) -> dict[str, Any]:
-    """Return values by dotted name in one form: a list may be text with commas, a path is text."""
+    """Return values by dotted name, normalized: text with commas becomes a list, a path becomes text."""
     found = {name: _plain(name, value) for name, value in _flat(tree, "")}
     told = [_problem(name, value, origin, is_made=is_made) for name, value in found.items()]
     problems += [problem for problem in told if problem is not None]
@@ -137,7 +137,7 @@ def _layer(
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by their dotted names; names that are dotted already stay."""
+    """Return nested settings by their dotted names; names that are already dotted do not change."""
     return dict(_flat(tree, ""))
 
 
@@ -206,7 +206,7 @@ def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str
         if not equals:
             flag = not rest or rest[0].startswith("--")
             value = "true" if flag else rest.pop(0)
-        found[name] = value  # of two the last counts, as scripts that end in "$@" expect
+        found[name] = value  # the last value wins, as scripts that end in "$@" expect
     return found
 
 
@@ -272,7 +272,7 @@ def _shown(value: Any) -> str:
 
 
 def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
-    """Return what the setting may be: its range, or the words to choose from."""
+    """Return the valid values of a setting: its range, or the words to choose from."""
     if limits := range_of(name):
         return f"expected a number, {limits}"
     kind = known_settings()[name]
@@ -292,7 +292,7 @@ def _is_text(value: str) -> bool:
 
 
 def _others(name: str) -> str:
-    """Return the settings of the same group, else the groups: for Python, where no command lists them."""
+    """Return the settings of the same group, else the groups: a hint for Python code, where no command lists them."""
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
     same = [known for known in known_settings() if known.startswith(f"{group}.")]
@@ -306,4 +306,4 @@ def _toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML escapes as JSON does, and DEL
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML also escapes DEL

@@ -1,8 +1,8 @@
-"""The word for a layout that is chosen automatically."""
+"""The layout `auto`, which is chosen automatically."""
 
 AUTO = "auto"
 
 
 def is_auto(text: str | None) -> bool:
-    """Return whether the text is that word."""
+    """Return whether the text is `auto`."""
     return text is not None and text.strip().lower() == AUTO

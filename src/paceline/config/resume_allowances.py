@@ -14,7 +14,7 @@ ALLOWED = (
     "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
 )  # fmt: skip
 
-COMPARED_SETTINGS: Mapping[str, str | None] = {  # the difference that another value makes; None: nothing accepts it
+COMPARED_SETTINGS: Mapping[str, str | None] = {  # the allowance that accepts another value; None: none does
     "seed": "seed",
     "train.global_batch_size": "global_batch_size",
     "train.micro_batch_size": "micro_batch_size",
@@ -29,7 +29,7 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the difference that another v
     "data.shards": None,
 }
 
-TOLD_SETTINGS: Mapping[str, str] = {  # why another value is no other training so far
+TOLD_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far
     "train.on_nonfinite": "from here on, steps that would have ended the run are skipped, or the reverse",
     "train.on_empty": "from here on, a loss term without targets counts as zero, or ends the run",
     "train.compile": "different kernels: the same training up to rounding",
@@ -62,7 +62,7 @@ FREE_SETTINGS: Mapping[str, str] = {
 
 
 def refuse_unknown_allowances(names: tuple[str, ...]) -> list[PacelineError]:
-    """Return errors for names that are no possible difference: accepting one would accept nothing."""
+    """Return errors for names that are not in `ALLOWED_DIFFERENCES`; accepting such a name would have no effect."""
     return [
         UsageError(
             f"--allow {name} is not a difference that a resume can accept.",

@@ -31,7 +31,7 @@ class Task:
     """An open file that holds a job given as a Python object; valid only in this run's processes."""
 
     def given_in(self, folder: Path) -> "Task":
-        """Return the task with paths that are valid in any working folder; relative ones were given in `folder`."""
+        """Return the task with paths that are valid in any working folder; relative ones are resolved from `folder`."""
 
         def held(text: str) -> str:
             return str(folder / text) if text else text

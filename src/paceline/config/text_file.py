@@ -17,10 +17,10 @@ def _refused(path: Path) -> str:
 
 
 def given_text(path: Path, *, what: str, hint: str) -> str:
-    """Return the text of a file. `what` it should be and `hint`, an example, go into the error.
+    """Return the text of a file. An error names the `expected` kind of file and shows `hint`, an example.
 
     Raises:
-        UsageError: it is no text, or can't be read. FileNotFoundError: there is none.
+        UsageError: the file is not text, or can't be read. FileNotFoundError: there is no such file.
     """
     try:
         if path.exists() and (kind := _refused(path)):
@@ -35,7 +35,7 @@ def given_text(path: Path, *, what: str, hint: str) -> str:
             cause="the wrong file, or a file that was not saved as UTF-8",
             hint=hint,
         ) from None
-    except (OSError, ValueError) as error:  # as a name with a character that no name has
+    except (OSError, ValueError) as error:  # such as an invalid character in the name
         said = getattr(error, "strerror", None) or error
         hint = f"ls -l {path}" if isinstance(error, PermissionError) else hint
         raise UsageError(f"{path.name!r} can't be read: {said}.", where=repr(str(path)), hint=hint) from None

@@ -1,6 +1,6 @@
 """The update rule: how a batch becomes an update of the weights.
 
-A new rule is a word in `UpdateKind` and a row of `RULE_SPECS`.
+A new rule is a member of `UpdateKind` and a row of `RULE_SPECS`.
 """
 
 import math
@@ -62,8 +62,8 @@ _BOUND = _Option(
 class RuleSpec:
     """What a command needs to know about an update rule before it imports torch.
 
-    `options` are the rule's options with a value, `flags` those without, and `defaults` the values when the rule is
-    named alone. `UpdateRule` has the meaning of the other fields.
+    `options` are the rule's options with a value, `flags` those without, and `defaults` the values of options that the
+    user omits. `UpdateRule` explains the other fields.
     """
 
     options: Mapping[str, _Option] = field(default_factory=dict)
@@ -102,11 +102,12 @@ RULE_SPECS: Mapping[UpdateKind, RuleSpec] = {
 class UpdateRule:
     """The requested update rule.
 
-    `vertical`: every stage uses the weights that the first one has (PipeDream's option). Sites that train on their own
-    synchronise after `every` updates; the mean of their changes is then one step of an outer SGD with Nesterov
-    momentum. It covers `fragments` of the model in turn, is taken `delay` updates after it was sent, and is mixed with
-    a site's newer weights by `mix`, the site's share. The first `servers` ranks hold the parameters, the others compute
-    gradients for them, from weights at most `staleness` updates old (infinity if nothing bounds it).
+    PipeDream: with `vertical`, every stage uses the weight version of the first stage.
+    Local SGD: sites synchronise after `every` updates. The mean of their changes is one step of an outer SGD with `lr`
+    and Nesterov `momentum`. `fragments` of the model are synchronised in turn. The result is applied `delay` updates
+    after it was sent; `mix` is the share of the site's own newer weights in it.
+    Parameter server: the first `servers` ranks hold the parameters, the others compute gradients on weights that are at
+    most `staleness` updates old (infinity without a bound).
     """
 
     kind: UpdateKind = UpdateKind.SYNC

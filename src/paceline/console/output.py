@@ -1,4 +1,4 @@
-"""Output to a terminal that may be gone: a reader that has left (`| head -1`, `>&-`) does not end a run."""
+"""Output to a terminal that may be closed: a reader that has exited (`| head -1`, `>&-`) does not end a run."""
 
 import codecs
 import errno
@@ -16,7 +16,7 @@ _PLAIN = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...
 _PLAINLY = "paceline.plainly"
 _KEPT_SECONDS = 86400.0
 _dropped_because: list[str] = []
-_TURNS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or turn the direction of what follows
+_TURNS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or change the direction of text
 _COMMANDS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_TURNS}]")
 _COMMANDS_OF_A_JOB = re.compile(f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f{_TURNS}]")
 
@@ -59,13 +59,13 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
 
 
 def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | None:
-    """Write to a stream that may be gone, full, or not ready; silence it on an error.
+    """Write to a stream that may be closed, full or non-blocking; silence it on an error.
 
-    Return the error, unless the reader has left. A failure to print never ends a run.
+    Return the error, unless the reader has exited. A failure to print never ends a run.
     """
     with suppress(OSError, ValueError):  # a stream that is no file
         if not os.get_blocking(stream.fileno()):
-            os.set_blocking(stream.fileno(), True)  # another program has told the terminal not to wait
+            os.set_blocking(stream.fileno(), True)  # another program has made the terminal non-blocking
     try:
         write()
     except OSError as error:
@@ -88,7 +88,7 @@ def take_dropped_note() -> str:
 
 
 def is_gone(error: OSError) -> bool:
-    """Return whether the error means that the reader has left (`| head -1`), or that the terminal was closed."""
+    """Return whether the error means that the reader has exited (`| head -1`), or that the terminal was closed."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
@@ -144,9 +144,9 @@ def _remove_old_words() -> None:
 
 @contextmanager
 def capture_native_stderr() -> Iterator[CapturedStderr | None]:
-    """Hold back what native code writes to standard error inside the block; it is printed if all goes well.
+    """Capture what native code writes to standard error inside the block; it is printed at the end of the block.
 
-    One of our own workers has a log for it. If native code aborts, its output stays in a temporary file.
+    A worker process has a log and captures nothing. If native code aborts, its output remains in a temporary file.
     """
     if "PACELINE_ATTEMPT_FOLDER" in os.environ:
         yield None

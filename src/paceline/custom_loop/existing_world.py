@@ -17,10 +17,10 @@ from paceline.profiling.backends import available_backends
 
 
 def found_world(*, device: str, settings: Settings) -> World:
-    """Return the world; every rank calls this. An existing default group is used as it is, and its creator destroys it.
+    """Return the world; every rank calls this. An existing default group is used as it is; its creator destroys it.
 
     Raises:
-        MachineError, UsageError, Problems: the ranks did not meet, or a backend is not available.
+        MachineError, UsageError, Problems: the ranks can't connect, or a backend is not available.
     """
     train = settings.train
     if dist.is_available() and dist.is_initialized():

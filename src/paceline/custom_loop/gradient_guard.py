@@ -27,9 +27,9 @@ class ReplacedGradients:
 
 
 class GradientGuard:
-    """The placeholders of one placed model: for its parameters and, where they differ, for the optimizers' shards.
+    """The placeholders of one placed model: for its parameters and, if they differ, for the optimizers' shards.
 
-    `apart`: ranks hold parts of gradients; otherwise gradients are whole after the reduction.
+    `is_sharded`: ranks hold shards of the gradients; otherwise they hold full gradients after the reduction.
     """
 
     def __init__(self, placed: ParallelizedModel, *, apart: bool) -> None:
@@ -37,7 +37,7 @@ class GradientGuard:
         self.is_down = False
 
     def hide(self, *, is_over: bool = False) -> None:
-        """Hide the gradients. `is_over`: the step is done, so that a gradient added now would be discarded anyway."""
+        """Hide the gradients. `is_over`: the step is complete, so a gradient that is added now would be discarded."""
         if self.is_down:
             return
         for row in self._rows:
@@ -67,7 +67,7 @@ class GradientGuard:
 
 
 class _Row:
-    """One parameter: the model's own tensor and the optimizer's part, which may be the same tensor.
+    """One parameter: the model's own tensor and the optimizer's shard, which may be the same tensor.
 
     Autograd writes to one of these tensors or, under fsdp, to the gathered parameter, whose gradient fsdp removes.
     """
@@ -130,11 +130,11 @@ class _Unready(Tensor):
         raise own[0]._refusal(what)
 
     def tolist(self) -> Any:
-        """Raise, as for every read."""
+        """Raise an error, as every read does."""
         raise self._refusal("tolist")
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        """Raise, as for every read."""
+        """Raise an error, as every read does."""
         raise self._refusal("numpy")
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]

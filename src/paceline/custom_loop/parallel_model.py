@@ -1,4 +1,4 @@
-"""A model placed by `pl.place`: gradients, optimizers and files over its parts, for any loop."""
+"""A model placed by `pl.place`, with gradients, optimizers and files of its shards, for any training loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,10 +27,10 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], Any]
 
 
 class PlacedModel:
-    """A placed model. `replica` of `replicas` says which samples are this rank's: ranks of one replica take the same.
+    """A placed model. `replica` of `replicas` selects this rank's samples; ranks of one replica use the same samples.
 
-    One optimizer step is: `backward` once or several times, `clip` if wanted, `step()` of the optimizers. The first
-    `backward` after a step begins with no gradient, and so does the first after `optimizer.zero_grad()`.
+    One optimizer step is: `backward` once or several times, `clip` if needed, `step()` of the optimizers. The first
+    `backward` after a step starts without gradients, and so does the first one after `optimizer.zero_grad()`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PlacedModel:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in known]
 
     def optimizer(self, factory: Factory) -> Any:
-        """Build `factory`'s optimizers from (name, parameter) pairs over this rank's parts; they are torch's own.
+        """Build `factory`'s optimizers from (name, parameter) pairs of this rank's shards; they are torch's own.
 
         Their `step()` reduces the gradients first. May be called again for other parameters.
 
@@ -84,14 +84,15 @@ class PlacedModel:
         """Run backward for this model's parameters alone; anything else that the loss depends on gets no gradient.
 
         Args:
-            loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; what
-                several calls of one step give adds up.
-            count: how many the loss is a sum over, here: the sums are divided by the count of all ranks and calls.
-            last: no other call follows in this step: under ddp and zero1 sums are sent while backward runs.
+            loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; the
+                gradients of several calls in one step add up.
+            count: the number of items over which this rank's loss is a sum; gradients are divided by the total count
+                of all ranks and calls.
+            last: no other call follows in this step; under ddp and zero1, the reduction then overlaps with backward.
             retain_graph: as in torch.
 
         Raises:
-            UsageError: with a count in one call of a step, and without in another.
+            UsageError: one call of a step has a count, and another has none.
         """
         self._open(count)
         self._refuse_late()
@@ -114,22 +115,22 @@ class PlacedModel:
             return self._norm()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduce the gradients and return this rank's part of each; every rank calls this.
+        """Reduce the gradients and return this rank's shard of each; every rank calls this.
 
-        In-place changes affect `step()`. Under ddp each is whole, otherwise it is this rank's rows or pieces.
+        In-place changes affect `step()`. Under ddp each gradient is full, otherwise it is this rank's shard.
         """
         with self._together():
             return {m.name: m.parameter.grad for m in self._placed.named if m.parameter.grad is not None}
 
     def whole(self) -> Mapping[str, Tensor]:
-        """Return all weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
+        """Return all full weights and buffers on every rank, for small models and tests; every rank calls this."""
         weights = self._placed.weights
         return {name: weights.whole(name, weights.mine[name].tensor) for name in weights.names}
 
     def save(self, path: str | Path) -> None:
-        """Write weights and optimizers as plain safetensors, whole tensors one at a time; every rank calls this.
+        """Write weights and optimizers as plain safetensors, one full tensor at a time; every rank calls this.
 
-        `path/model.safetensors` is what `from_pretrained` and `load_file` read; no process holds the whole model.
+        `from_pretrained` and `load_file` can read `path/model.safetensors`; no process holds the full model.
 
         Raises:
             SaveError: it can't be written.
@@ -137,10 +138,10 @@ class PlacedModel:
         save_folder(Path(path), model=self.model, placed=self._placed, optimizers=self._optimizers, world=self.world)
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` wrote, under this or another layout: each rank reads its own parts; every rank calls this.
+        """Read what `save` wrote, in this or another layout: each rank reads its own shards; every rank calls this.
 
         Raises:
-            CheckpointError: it is another model's, or can't be read.
+            CheckpointError: the folder belongs to another model, or can't be read.
         """
         load_folder(Path(path), placed=self._placed, optimizers=self._optimizers, model=self.model)
         self._placed.spread()
@@ -154,7 +155,7 @@ class PlacedModel:
         self._placed.close()
 
     def _open(self, count: Tensor | float | None) -> None:
-        """Begin a step, or continue the open one."""
+        """Begin a step with its first backward, or continue the current step."""
         dropped = self._veil.show()
         names = {*dropped.gone, *dropped.zeroed}
         asked = self._taken or {m.name for m in self._placed.named}
@@ -217,7 +218,7 @@ class PlacedModel:
             self._veil.hide(is_over=True)
 
     def _finish(self) -> None:
-        """Reduce the gradients once per step, and put them in place."""
+        """Reduce the gradients once per step, and make them visible in `grad`."""
         if not self._has_begun:
             raise UsageError(
                 "there was no backward since the last step.",
@@ -235,7 +236,7 @@ class PlacedModel:
         self._drop(dropped)
 
     def _drop(self, dropped: ReplacedGradients) -> None:
-        """Drop the gradients that the user has set to None or to zero."""
+        """Set the reduced gradients to None or to zero if the user has set the placeholders to that."""
         gone, zeroed = set(dropped.gone), set(dropped.zeroed)
         for member in self._placed.named if gone or zeroed else ():
             if member.name in gone:

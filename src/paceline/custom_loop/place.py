@@ -1,4 +1,4 @@
-"""`pl.place`: a model in any layout without pp, for loops that are no `Job`: GANs, RL, a custom trainer."""
+"""`pl.place`: a model in a parallel layout, for training loops that are not a `Job`: GANs, RL, a custom trainer."""
 
 import hashlib
 import weakref
@@ -118,7 +118,7 @@ def _place(
 
 def _build_sound(build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
-    if isinstance(model, nn.Module):  # anything else is refused by name later
+    if isinstance(model, nn.Module):  # any other type is refused later, with its name
         refuse_tensors(model)
     return model
 
@@ -145,10 +145,10 @@ def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:
-    """Return the settings; those of steps, data and runs do not apply here.
+    """Return the settings. Those of steps, data and runs are refused.
 
     Raises:
-        UsageError, Problems: unknown, out of range, or without effect here.
+        UsageError, Problems: a setting is unknown, out of range, or has no effect here.
     """
     asked = RequestedSettings().over(given, origin="pl.place(settings=)")
     problems: list[PacelineError] = [

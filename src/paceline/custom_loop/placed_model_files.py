@@ -1,4 +1,4 @@
-"""The files of `pl.place`: whole tensors in plain safetensors, written one at a time and read back in parts."""
+"""The files of `pl.place`: full tensors in plain safetensors, written one at a time and read back as shards."""
 
 import shutil
 from collections.abc import Container, Mapping, Sequence
@@ -43,7 +43,7 @@ def save_folder(
     """Save the model and optimizers; every rank calls this, and the first writes to a temporary folder and renames it.
 
     Raises:
-        SaveError, CheckpointError: it can't be written; on every rank alike.
+        SaveError, CheckpointError: the folder can't be written; raised on every rank.
     """
     shares = Shares(named=placed.named, kept=placed.kept, world=world)
     aside = folder.with_name(f".{folder.name}.saving")
@@ -68,11 +68,11 @@ def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
 
 
 def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
-    """Return which tensors of the state are one number for a whole parameter, as Adam's `step`.
+    """Return the names of state tensors that are one number for a full parameter, such as Adam's `step`.
 
-    If a rank holds one element of a parameter, its moments have one element too: such a tensor alone is ambiguous.
-    It is a number if another rank, which holds more elements or none, sees that, or if all tensors of its key are
-    numbers. Every rank calls this.
+    If a rank holds one element of a parameter, its moments also have one element, so such a tensor is ambiguous.
+    It is a number if another rank, with more elements or none, finds one, or if all tensors of its key are numbers.
+    Every rank calls this.
     """
     seen = [
         (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)
@@ -96,10 +96,10 @@ def _stored_name(index: int, name: str, key: Any) -> str:
 def _states(
     optimizers: Sequence[Optimizer], shares: Shares, single: frozenset[str]
 ) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
-    """Return the tensors of every optimizer's state, and the rest of it as JSON by the name of its parameter.
+    """Return the tensors of every optimizer's state, and its other values as JSON by parameter name.
 
-    A tensor is cut as its parameter is; if parameters are whole, it has any shape. Those named in `single` are the
-    same for all parts of a parameter, and become JSON.
+    A tensor is sharded like its parameter; if parameters are not sharded, it has any shape. Those in `scalar_names`
+    are equal for all shards of a parameter, and become JSON.
 
     Raises:
         CheckpointError: a value can't be written, or its sharding is not known.
@@ -167,10 +167,10 @@ def _listed(model: nn.Module) -> dict[str, str]:
 
 
 def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Load this rank's parts of the weights and of the optimizers' state.
+    """Load this rank's shards of the weights and of the optimizers' state.
 
     Raises:
-        CheckpointError: it is another model's, has other optimizers, or can't be read.
+        CheckpointError: the folder belongs to another model or other optimizers, or can't be read.
     """
     _load_weights(SafetensorsFolder(folder), placed, listed=_listed(model), folder=folder)
     try:

@@ -1,4 +1,4 @@
-"""A job from a Hugging Face config alone: meaningless rows of the right shape, for plans."""
+"""A job from a Hugging Face config alone, with placeholder rows of the right shape, for plans."""
 
 import copy
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def make_job(
     named = kind if kind is not None else task or task_of(config)
     class_for(config, named)  # refuses an impossible task before rows are made for it
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # a plan does not depend on the id that labels are shifted behind
+        config.decoder_start_token_id = 0  # a plan does not depend on this id
     rows = RepeatedRows(config=config, task=named if isinstance(named, str) else _task_of(kind, config), length=length)
     chosen = getattr(torch.optim, optimizer, None)
     if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):

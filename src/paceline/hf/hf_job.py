@@ -34,11 +34,11 @@ def job(
     dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Job:
-    """A job that trains a Hugging Face model as it is, with its own loss.
+    """Return a job that trains an unmodified Hugging Face model with its own loss.
 
     Args:
         source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
-        train_data: rows that the model's forward takes (`input_ids`, `pixel_values`, `labels`, ...), or rows of text.
+        train_data: rows with the arguments of the model's forward (`input_ids`, `labels`, ...), or rows of text.
         task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default the
             class that the config names. If it names none: seq2seq for an encoder-decoder (of text or of speech),
             masked-lm for an encoder, causal-lm for a decoder.
@@ -46,7 +46,7 @@ def job(
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.
         length: the number of ids to which texts are cut.
-        mask_rate: the fraction of ids that masked-lm hides, drawn again at each reading.
+        mask_rate: the fraction of ids that masked-lm hides, drawn again each time a row is read.
         new: prefixes of tensors that may be missing in the folder, such as a new head: `("classifier",)`.
         dtype: the dtype of the parameters, whatever the folder has.
         fields: any other field of `Job`; they override those that this function sets.
@@ -81,7 +81,7 @@ def _data(fields: dict[str, Any]) -> dict[str, Any]:
 def _rows(
     rows: Any, config: Any, task: Any, tokenizer: Any, *, text: str, target: str | None, length: int | None, rate: float
 ) -> Any:
-    """Return map-style rows in the form that the model takes; any other dataset is passed on unchanged."""
+    """Return map-style rows in the form of the model's inputs; any other dataset is returned unchanged."""
     if callable(rows) and not hasattr(rows, "__getitem__"):
         return lambda: _rows(rows(), config, task, tokenizer, text=text, target=target, length=length, rate=rate)
     made = rows

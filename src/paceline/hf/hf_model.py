@@ -81,7 +81,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
     """Return a config prepared for training (no KV cache), and the folder it came from.
 
     Raises:
-        JobError, CheckpointError: it is none, or the folder has none.
+        JobError, CheckpointError: the source is not a config, or the folder has none.
     """
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is not None:
@@ -108,7 +108,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
 
 
 def as_known(config: Any) -> Any:
-    """Return the config as its base class that transformers knows, if its own class only changes defaults."""
+    """Return the config as the nearest base class that transformers has models for."""
     known = [kind for kind in type(config).__mro__ if any(_knows(kind, task) for task in TASKS)]
     if not known or known[0] is type(config):
         return config
@@ -118,7 +118,7 @@ def as_known(config: Any) -> Any:
 
 
 def task_of(config: Any) -> str:
-    """Return the task of a config: that of the class it names, otherwise that of its kind of model.
+    """Return the task of a config: that of the model class that it names, otherwise a task that its model supports.
 
     Raises:
         JobError: the task is unknown or ambiguous, so the job must name it.
@@ -146,7 +146,7 @@ def _tasks_of_kind(config: Any) -> list[str]:
 
 
 def class_for(config: Any, task: Any) -> Any:
-    """Return the class that builds the model: the auto class of a task, or the class that was given.
+    """Return the class that builds the model: the auto class of a task, or `task` itself if it is a class.
 
     Raises:
         JobError: no such task, or transformers has no model for it of this kind.

@@ -19,7 +19,7 @@ _LOADING = "transformers.core_model_loading"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedTensors:
-    """Tensors that transformers stores in another form than it holds: separate experts, fused projections."""
+    """Tensors whose stored form differs from the model's: separate experts, fused projections."""
 
     converter: Any
     gathered: Mapping[str, Sequence[str]]
@@ -29,11 +29,11 @@ class ConvertedTensors:
 
     @property
     def sources(self) -> Sequence[str]:
-        """The names of all stored tensors that it combines."""
+        """The names of all stored tensors that the conversion combines."""
         return [name for names in self.gathered.values() for name in names]
 
     def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
-        """Read and combine these few tensors whole, then take the parts."""
+        """Read and combine the full stored tensors, then return this rank's parts."""
         whole = convert(self.converter, self.gathered, self.layer, self.model, shelf.whole)
         return {name: parts[name].take(whole[name]) for name in parts}
 
@@ -41,7 +41,7 @@ class ConvertedTensors:
 def convert(
     converter: Any, gathered: Mapping[str, Sequence[str]], layer: str, model: nn.Module, get: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """Return what one of transformers' converters makes of these tensors."""
+    """Convert the stored tensors with one of transformers' converters."""
     fresh = copy.deepcopy(converter)
     for pattern, names in gathered.items():
         fresh.collected_tensors[pattern] = [get(name) for name in names]
@@ -50,7 +50,7 @@ def convert(
 
 
 def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[WeightSource]]:
-    """Return this model's conversions. Without a table (transformers before 5), only the name prefix is adapted."""
+    """Return this model's conversions. Without a conversion table (transformers before 5), only a prefix is adapted."""
     try:
         rename = resolve(f"{_LOADING}:rename_source_key")
         converter_kind = resolve(f"{_LOADING}:WeightConverter")
@@ -96,7 +96,7 @@ def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[Weig
 
 
 def ignored_by(model: nn.Module, *, other_head: bool) -> Callable[[str], bool]:
-    """Return a predicate for stored tensors that the model ignores: listed by its class, or part of another head."""
+    """Return a predicate for stored tensors that the model ignores: listed by its class, or of another head."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     body = f"{getattr(model, 'base_model_prefix', '')}."
 

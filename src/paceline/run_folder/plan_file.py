@@ -1,4 +1,4 @@
-"""The plan file, plan.json: the plan decided for a run, and the advice that `plan` gave."""
+"""The plan file, plan.json: the execution plan of a run, and the advice of `paceline plan`."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,13 +14,13 @@ ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "clus
 
 
 def write_decided(folder: Path, decided: Mapping[str, Any]) -> None:
-    """Write the plan that every rank follows, `ExecutionPlan.as_json`; existing advice stays."""
+    """Write the plan that every rank follows, `ExecutionPlan.as_json`; existing advice is kept."""
     advice = {key: value for key, value in _found(folder / NAME).items() if key in ADVICE}
     write_json(folder / NAME, {**decided, **advice})
 
 
 def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
-    """Write the keys in `ADVICE` of `plan`'s answer; the decided plan stays."""
+    """Write the keys in `ADVICE` of `plan`'s answer; the execution plan is kept."""
     decided = {key: value for key, value in _found(folder / NAME).items() if key not in ADVICE}
     write_json(folder / NAME, {**decided, **{key: advice[key] for key in ADVICE if key in advice}})
 
@@ -29,7 +29,7 @@ def read_advice(path: Path) -> dict[str, Any]:
     """Return what `write_advice` wrote, from a run's folder or from the file.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no advice.
     """
     file = path / NAME if path.is_dir() else path
     if not file.exists():
@@ -45,7 +45,7 @@ def read_advice(path: Path) -> dict[str, Any]:
 
 
 def write_doing(folder: Path, doing: str) -> None:
-    """Write what a plan is working on, for a process that waits for it; remove the file when it is done."""
+    """Write the current activity of a plan, for a process that waits for it; an empty text removes the file."""
     with suppress(OSError):
         if doing:
             write_text(folder / _DOING, doing)
@@ -54,7 +54,7 @@ def write_doing(folder: Path, doing: str) -> None:
 
 
 def read_doing(folder: Path) -> str:
-    """Return what `write_doing` wrote last, or that processes begin."""
+    """Return the last activity that was written; before the first one, that processes begin."""
     try:
         return read_regular(folder / _DOING).decode(errors="replace")
     except (OSError, ValueError):

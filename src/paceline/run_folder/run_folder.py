@@ -90,17 +90,17 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
 
 
 def number_run(path: Path, *, root: Path = ROOT) -> None:
-    """Give a new run the number after the highest of all runs here, independent of the clock.
+    """Number a new run one above the highest number of all runs here, independent of the clock.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the number can't be written.
     """
     if not (path / NUMBER).exists():
         (path / NUMBER).write_text(str(1 + max((_number_of(run) for run in _all_runs(root)), default=0)))
 
 
 def _number_of(path: Path) -> int:
-    """Return a run's number; 0 for a run from before runs had numbers, which is older than all others."""
+    """Return a run's number; 0 for a run of an older version without numbers, which is older than all others."""
     try:
         text = read_regular(path / NUMBER, most_bytes=32).decode(errors="replace")
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def _number_of(path: Path) -> int:
 
 
 def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
-    """Return the newest run of a job, or of all; with `trains`, of those that reached training, if there are any."""
+    """Return the newest run of a job, or of all; with `only_trained`, of those that reached training, if any did."""
     found = _all_runs(root) if name is None else _runs_in(root / name)
     found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
     return RunFolder(max(found, key=_begun)) if found else None
@@ -147,7 +147,7 @@ def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
 
 
 def run_of(checkpoint: Path) -> RunFolder:
-    """Return the run that saved a checkpoint, also if the checkpoint was set aside there."""
+    """Return the run that saved a checkpoint, even if the checkpoint was set aside there."""
     whole = checkpoint.absolute()
     places = [parent for parent in whole.parents if parent.name == RunFolder(parent.parent).checkpoints.name]
     found = places[0].parent if places else whole.parent.parent
@@ -158,8 +158,8 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     """Return the folder to run in (None: a new one), and what to resume from: `newest`, a checkpoint, or None.
 
     `run` is the requested folder, or empty. `resume` is a run, a checkpoint, empty for the newest run of `name`, or
-    None: then a folder in which something was saved is resumed. With both, `run` is a branch that begins at the other's
-    checkpoint; the same command again continues the branch.
+    None: then the requested folder is resumed if it has a checkpoint. With both, `run` is a branch that starts from the
+    checkpoint of `resume`; the same command continues the branch later.
 
     Raises:
         UsageError: there is no such run or checkpoint.
@@ -182,7 +182,7 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
 
 
 def newest_or_tell(run: RunFolder, *, tells: bool = True) -> Path:
-    """Return the newest good checkpoint; if `tells`, name each newer one that is damaged on standard error.
+    """Return the newest valid checkpoint; with `reports_damaged`, print newer damaged ones to standard error.
 
     Raises:
         CheckpointError: there is none.
@@ -207,7 +207,7 @@ def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
 def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tuple[RunFolder, Path | None]:
     """Return a run folder, and the named checkpoint in it, if any; no text means the newest run.
 
-    With `trains` it is the newest that trains: what `plan` and `verify` keep of themselves are folders too.
+    With `only_trained`, it is the newest run that reached training, because `plan` and `verify` have folders too.
 
     Raises:
         UsageError: there is no such run.
@@ -265,7 +265,7 @@ def read_task(run: RunFolder) -> Task:
     """Return the task that a run was started with.
 
     Raises:
-        UsageError: the run never got that far, or the file is not what was written.
+        UsageError: the run did not reach training, or the file is damaged.
     """
     if not os.path.lexists(run.task):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A guard that gives each batch of a run once: any number of loops read one loader, one after another."""
+"""A guard that yields each batch of a run once, although several loops may read the loader one after another."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from paceline.errors import RunError, UsageError
 
 
 class BatchGuard:
-    """A guard of a loader that gives the next batch only after the last was stepped, so none is lost or repeated.
+    """A guard that yields the next batch only after the previous one was stepped, so no batch is lost or repeated.
 
-    `waiting` is the batch to step now. Who has stepped it sets it to None.
+    `pending_batch` is the batch to step now. The training loop sets it to None after the step.
     """
 
     def __init__(self, feed: BatchLoader) -> None:
@@ -20,10 +20,10 @@ class BatchGuard:
         self._loops = 0
 
     def loop(self) -> Iterator[StepInput]:
-        """Yield batches from the current position, first one that an earlier loop took and did not step.
+        """Yield batches from the current position, starting with one that an earlier loop took but did not step.
 
         Raises:
-            UsageError: the batch before was not stepped, or a loop was begun after this one.
+            UsageError: the previous batch was not stepped, or a newer loop was started.
         """
         self._loops += 1
         mine = self._loops
@@ -49,7 +49,7 @@ class BatchGuard:
         """Check that this is the batch to step now; the user may have changed the data in its microbatches.
 
         Raises:
-            UsageError: it was stepped already, or is not the one that was given last.
+            UsageError: the batch was already stepped, or is not the latest one.
         """
         if self.waiting is not None and given.batch.after == self.waiting.batch.after:
             return

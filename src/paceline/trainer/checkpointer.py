@@ -1,4 +1,4 @@
-"""Saving and resuming a run: checkpoint contents, the choice of checkpoint, and what must not have changed."""
+"""Saving and resuming a run: the contents and the choice of a checkpoint, and the properties that must be unchanged."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,16 +110,16 @@ def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, jo
 
 
 class RuleState(Protocol):
-    """What an update rule adds to a checkpoint."""
+    """The part of a checkpoint that an update rule adds."""
 
     def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
-        """Return this rank's files and JSON state with the rule's own; `own` are the weights this rank trains on.
+        """Return this rank's files and JSON state with those of the rule; `local_weights` are the trained weights.
 
         Every rank calls this.
         """
 
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
-        """Return the checkpoint as this rank sees it; `is_same`: it is of the same rule."""
+        """Return the checkpoint as this rank reads it; `is_same` says that the same rule saved it."""
 
     def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
         """Load the rule's own state. Every rank calls this."""
@@ -161,7 +161,7 @@ def rule_state(built: TrainingSetup) -> RuleState:
 
 
 class Checkpointer:
-    """A writer of one run's checkpoints. Each rank writes what it alone holds, then rank 0 writes the manifest."""
+    """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest."""
 
     def __init__(
         self,
@@ -228,10 +228,10 @@ class Checkpointer:
         ) if lost else ""  # fmt: skip
 
     def check(self) -> None:
-        """Check after a run's first step that everything can be saved. Every rank must call this.
+        """Check after a run's first step that all state can be saved. Every rank must call this.
 
         Raises:
-            CheckpointError: the optimizers hold something that no checkpoint can hold.
+            CheckpointError: the optimizers have state that no checkpoint can hold.
         """
         built = self._built
         optimizers, shares = built.update.optimizers, trained_of(built).shares
@@ -266,17 +266,17 @@ class Checkpointer:
 
 
 def checkpoint_to_resume(task: Task) -> str | None:
-    """Return the checkpoint to resume from. Ask again once the run folder is locked: another run may have saved."""
+    """Return the checkpoint to resume from. Call this with the run folder locked: another run may have saved."""
     if task.resume is None and task.verb == "train" and task.run and was_saved(RunFolder(Path(task.run)).checkpoints):
         return "newest"
     return task.resume
 
 
 def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
-    """Return the checkpoint to resume from: the one asked for, or the newest good one. Rank 0 chooses for all ranks.
+    """Return the checkpoint to resume from: the requested one, or the newest valid one. Rank 0 chooses for all ranks.
 
     Raises:
-        CheckpointError: the one asked for cannot be used, or none of several can.
+        CheckpointError: the requested checkpoint can't be used, or none of several can be used.
     """
     chosen: str | None = None
     told: list[tuple[str, str]] = []
@@ -296,7 +296,7 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
 
 
 def began_as(loaded: OpenCheckpoint) -> Mapping[str, Any]:
-    """Return the identity of the run that saved. What earlier versions did not record is read from the state."""
+    """Return the identity of the run that saved. Fields that older versions did not record are read from the state."""
     state = loaded.state
     names = [{"names": [group["names"] for group in one["groups"]]} for one in state["optimizers"]]
     said = state["identity"]
@@ -310,8 +310,8 @@ def restore(
     """Load the state of model, optimizers, schedules and grid, and return the cursor. Every rank must call this.
 
     Raises:
-        CheckpointError: it belongs to another model, or is not what was written.
-        ResumeError: something else has changed that `allow` does not permit.
+        CheckpointError: the checkpoint belongs to another model, or is damaged.
+        ResumeError: another property has changed, and `allow` does not permit it.
     """
     with as_state_error(loaded):
         return _restore(loaded, built=built, identity=identity, allow=allow)
@@ -319,7 +319,7 @@ def restore(
 
 @contextmanager
 def as_state_error(loaded: OpenCheckpoint) -> Iterator[None]:
-    """Turn errors from reading a state of unexpected form into a `CheckpointError`.
+    """Convert errors that an unexpected form of the state causes into a `CheckpointError`.
 
     Raises:
         CheckpointError: this run could not have written the state.
@@ -374,7 +374,7 @@ def restore_weights(loaded: OpenCheckpoint, *, built: TrainingSetup) -> None:
 def write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model as evaluated, and the weight digest; return a line that names both.
 
-    The digest is of the weights in training, with or without an average, and is stored with what its bits depend on.
+    The digest covers the trained weights, not their average. It is stored with the build and kernels that affect it.
     Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
     """
     with built.step.synchronised_weights():

@@ -1,4 +1,4 @@
-"""The state of local SGD sites in a checkpoint: their mean as the model, and what each site has of its own."""
+"""The state of local SGD sites in a checkpoint: their mean as the model, and each site's own weights and optimizers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,14 +31,14 @@ def sites_of(built: TrainingSetup) -> FragmentSchedule | None:
 
 
 def is_writer(built: TrainingSetup) -> bool:
-    """Return True if this rank's site writes what all sites have in common."""
+    """Return True if this rank's site writes the state that all sites share."""
     sites = sites_of(built)
     return sites is None or sites.number == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SitesState:
-    """What sites add to a checkpoint: their own weights and optimizers, and the weights all have agreed on."""
+    """The state that sites add to a checkpoint: their own weights and optimizers, and the last averaged weights."""
 
     built: TrainingSetup
     sites: FragmentSchedule
@@ -66,9 +66,9 @@ class SitesState:
         return {name: rows for name, rows in found.items() if rows}, state | {"sites": each, "due": due}
 
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
-        """Return the checkpoint as this rank's site sees it.
+        """Return the checkpoint as this rank's site reads it.
 
-        After another rule (not `is_same`) all sites start equal.
+        If another rule saved it (not `is_same`), all sites start equal.
         """
         sites = self.sites
         if not is_same:
@@ -81,7 +81,7 @@ class SitesState:
         """Load this site's own weights and the weights that all sites agreed on. Every rank must call this.
 
         Raises:
-            CheckpointError: a tensor is not what was written.
+            CheckpointError: a stored tensor is damaged.
         """
         built, sites = self.built, self.sites
         if not is_same:

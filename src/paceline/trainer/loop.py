@@ -1,4 +1,4 @@
-"""The training loop: step, log, and evaluate, save or stop when due. It does not depend on which kind of step runs."""
+"""The training loop: run steps, log them, and evaluate, save or stop when due. It is the same for every update rule."""
 
 import time
 from collections import deque
@@ -88,7 +88,7 @@ class Loop:
         self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
 
     def batches(self) -> Iterator[StepInput]:
-        """Yield this replica's share of each step, from the current position until the run is over or stopped.
+        """Yield this replica's microbatches of each step, from the current position until the run is over or stopped.
 
         Raises:
             UsageError: an earlier loop over the batches has reached the end of the run.
@@ -125,7 +125,7 @@ class Loop:
         )
 
     def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
-        """Run one optimizer step and what follows it. With `is_shown`, any rank may read its result immediately."""
+        """Run one optimizer step; log, save, evaluate when due. With `needs_result`, any rank can read the result."""
         number = self.cursor.step + 1
         try:
             result = self._step(given)
@@ -136,7 +136,7 @@ class Loop:
             self._raise_explained(step=number)
 
     def _raise_explained(self, *, step: int) -> NoReturn:
-        """Raise the current exception again, with the number of its step and, if memory ran out, with what is held."""
+        """Re-raise the current exception with the step's number and, if memory ran out, the memory by purpose."""
         with at_step(step), naming_memory(self.built, self._before):
             raise
 
@@ -162,10 +162,10 @@ class Loop:
         return result
 
     def agree_on(self, call: str) -> None:
-        """Check that all ranks make the same call of the script; every rank calls this.
+        """Check that all ranks are at the same call in the script. Every rank calls this.
 
         Raises:
-            UsageError: a rank makes another one.
+            UsageError: another rank is at a different call.
         """
         calls = self.built.world.gather_json(call)
         other = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
@@ -186,7 +186,7 @@ class Loop:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Complete any step in flight, and with local SGD put the sites' mean in place of the weights. Collective."""
+        """Complete any step in flight. Inside the block, local SGD's weights are the mean of the sites. Collective."""
         self.settle()
         with self.built.step.synchronised_weights():
             yield
@@ -198,9 +198,9 @@ class Loop:
 
     @contextmanager
     def _naming_inputs(self) -> Iterator[None]:
-        """Add the non-finite inputs to a `NonFiniteError`, which may concern an earlier step.
+        """Add the non-finite inputs to a `NonFiniteError`, which may belong to an earlier step.
 
-        Where results are read late, ranks see the error at different times, so each looks only at its own inputs.
+        If results are read with a delay, ranks raise the error at different times, so each checks only its own inputs.
         """
         try:
             yield
@@ -213,7 +213,7 @@ class Loop:
             raise name_inputs(error, given, world=world, over_batch=over_batch) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
-        """Return exact metrics on a split, of the current weights or of their average where the job has one."""
+        """Return exact metrics on a split, with the current weights or with their average if the job has one."""
         event = self._evaluate(split=split, data=data)
         assert event is not None
         return event
@@ -264,7 +264,7 @@ class Loop:
         self._logger.clock.saving += time.perf_counter() - began
 
     def _tell_late(self) -> None:
-        """Emit the staleness that every rank measured, where updates are asynchronous."""
+        """Emit the staleness that each rank measured, if updates are asynchronous."""
         mine = self.built.step.lateness()
         if mine is not None:
             told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
@@ -272,7 +272,7 @@ class Loop:
 
     @property
     def place(self) -> str:
-        """The current position in words, such as "step 3 of 10"."""
+        """The current position as text, such as "step 3 of 10"."""
         return f"step {self.cursor.step}{f' of {self.total_steps}' if self.total_steps else ''}"
 
     def finish(self) -> ExitCode:
@@ -318,7 +318,7 @@ class Loop:
             self._checked = self.cursor.step
 
     def _evaluate_due(self) -> None:
-        """Evaluate, unless a stop is requested before or during it; the resumed run then evaluates first."""
+        """Evaluate, unless a stop is requested before or during the evaluation; the resumed run then starts with it."""
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.stopping else self._evaluate(stop=lambda: self._stop.requested)
         if event is None:
@@ -329,7 +329,7 @@ class Loop:
             self._record_verdict(best)
 
     def _record_verdict(self, best: bool) -> None:
-        """Write an evaluation's outcome to disk: amend this step's checkpoint, or save one where it matters."""
+        """Write an evaluation's outcome to disk: amend this step's checkpoint, or save one for a best or last step."""
         if self._saver.last_saved == self.cursor.step:
             self._saver.amend(extra=self.progress.as_json(), best=best)
             if best:
@@ -364,5 +364,5 @@ class Loop:
 
 
 def kept_batches(built: TrainingSetup) -> int:
-    """Return for how many steps the loop keeps the batch: until no later check can find its gradients non-finite."""
+    """Return the number of recent steps whose inputs the loop keeps, to name them when a later check fails."""
     return built.step.kept_batches

@@ -56,7 +56,7 @@ def run_worker(ready: PreparedJob) -> int:
     """Compute shares until the server says that the run is over, and return the process's exit code.
 
     Raises:
-        MachineError: the server has gone.
+        MachineError: the server has exited.
     """
     built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=World.alone())
     return compute(ready, built, WorkerEntrance(place=LaunchInfo.read(os.environ)))
@@ -83,7 +83,7 @@ def compute(ready: PreparedJob, built: TrainingSetup, entrance: WorkerEntrance) 
 
 
 def _within(seconds: float, ask: Callable[[], list[Connection]]) -> list[Connection]:
-    """Return the result of `ask`, called in a thread, since a request to the store of a stopped process blocks forever.
+    """Return the result of `connect`, called in a thread: a request to the store of a stopped process blocks forever.
 
     Raises:
         MachineError: no result came within `seconds`.
@@ -130,10 +130,10 @@ class ParameterServerWorker:
         self._pulse = Pulse(folder / f"pulse-{place.rank}", patience=patience) if folder else None
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:
-        """Compute one lease after another from the first server; each server holds its part of weights and gradient.
+        """Compute the leases of the first server one after another. Each server holds a part of the weights.
 
         Raises:
-            ConnectionLost: a server has gone, or has given this worker up.
+            ConnectionLost: a server has exited, or has given up this worker.
         """
         hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._replica.model)}
         for connection in connections:
@@ -167,7 +167,7 @@ class ParameterServerWorker:
         self.num_pushed += 1
 
     def _greet(self, connection: Connection, message: Message) -> "_ServerConnection":
-        """Copy the server's frozen tensors and buffers, and return the server with the weights it holds."""
+        """Copy the server's frozen tensors and buffers, and return its connection with the weights that it holds."""
         fixed = fixed_tensors(self._replica.model)
         if message.row is not None:
             for tensor, value in zip(fixed, flat_of(fixed).views(message.row), strict=True):
@@ -204,9 +204,9 @@ class ParameterServerWorker:
             self._faults.fire("step", step=self._faulted_step)
 
     def _counts(self, given: StepInput, *, whole: Any) -> dict[str, Tensor] | None:
-        """Return the counts, if the job gives them before the forward.
+        """Return the counts of targets, if the job computes them before the forward.
 
-        They are those of the whole batch if it is one update, else of the share.
+        They cover the whole batch if the batch is one update, else this share.
         """
         if not self._replica.contract.counts_first:
             return None
@@ -234,7 +234,7 @@ class ParameterServerWorker:
         return told
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
-        """Raise a JobError if the forward writes to parameters or buffers, which nobody else would ever see."""
+        """Raise a JobError if the forward writes to parameters or buffers, because no other process sees the change."""
         pairs = zip(self._replica.model.named_parameters(), before, strict=False)
         for name in [name for (name, parameter), old in pairs if tensor_version(parameter) != old]:
             raise writes_to(name)

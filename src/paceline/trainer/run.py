@@ -68,7 +68,7 @@ from paceline.trainer.setup.prepare import (
 
 
 class _UpdateGuard:
-    """A guard that notices an optimizer step of the script, beside those of the run."""
+    """A guard against optimizer steps that the script makes in addition to those of the run."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._own = 0
@@ -81,7 +81,7 @@ class _UpdateGuard:
         """Check that no optimizer stepped since `clear`.
 
         Raises:
-            UsageError: one did.
+            UsageError: an optimizer stepped.
         """
         if self._own:
             raise UsageError(
@@ -91,7 +91,7 @@ class _UpdateGuard:
             )
 
     def clear(self) -> None:
-        """Forget the steps so far: they were the run's."""
+        """Reset the count after a step of the run."""
         self._own = 0
 
     def remove(self) -> None:
@@ -101,7 +101,7 @@ class _UpdateGuard:
 
 
 class Run:
-    """A run of `job`. Under plain Python with `ranks > 1`, the script is started again as that many workers.
+    """A training run of `job`. Under plain Python with `ranks > 1`, the script restarts in that many worker processes.
 
     `settings` uses dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`. `run_dir=` overrides the settings.
     """
@@ -248,7 +248,7 @@ class Run:
         """Return control to the script, or exit if a signal stopped the run."""
         started_by_us = attempt_folder(os.environ) is not None
         by_signal = bool(self.exit_code) and session.loop.reason == "signal"
-        if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # our launcher reports it
+        if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # the launcher reports it
             stands = "Stopped and saved." if by_signal else f"The run is at {session.loop.place} and saved."
             print_line(f"{stands} Resume: {self._go_on(session.run.path)}", sys.stderr)
         if by_signal:
@@ -294,7 +294,7 @@ class Run:
         self._live.loop.request_stop()
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
-        """Continue token ids `[batch, length]`; sites use their mean. Every rank must call this; results are equal."""
+        """Generate ids after `prompt` `[batch, length]`, with the sites' mean weights. Every rank must call this."""
         prompt = prompt.to(self._live.world.device)
         forward = partial(self._live.built.step.passes.call, self.model)
         with self._live.loop.at_rest():
@@ -332,7 +332,7 @@ class Run:
         torch.set_num_threads(number)
 
     def _let_go(self) -> None:
-        """Restore the process state on every way out of the run, so that the next run in this process starts clean."""
+        """Restore the process state when the run is left, so that the next run in this process starts clean."""
         if self._hold is not None:
             self._hold.close()
         if self._update_guard is not None:
@@ -349,7 +349,7 @@ class Run:
     def _join_or_start(self) -> None:
         """Continue in a worker or a single process; in a plain process with several ranks, start the workers and exit.
 
-        Exact mode also starts the script again: its kernels are chosen by a variable that is read when torch loads.
+        Exact mode also restarts the script: its kernels are chosen by a variable that is read when torch loads.
         """
         if self._ready is not None:
             return
@@ -396,7 +396,7 @@ class Run:
 
     def _start_again(self, script: list[str]) -> int:
         folder = Path(self._task.run)
-        if Path(START_FOLDER) != Path.cwd():  # the ranks begin where the script began
+        if Path(START_FOLDER) != Path.cwd():  # the ranks start in the folder in which the script started
             self._task = replace(self._task, run=str(folder.resolve()))
         begin = resolve(
             "paceline.measured_planning.script_launcher:start_scripts"

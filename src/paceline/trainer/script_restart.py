@@ -1,4 +1,4 @@
-"""The script of a `pl.Run`: how it was started, how its ranks start it again, and which task fields they take over."""
+"""The script of a `pl.Run`: its command line, its restart in the ranks, and the task fields that the ranks inherit."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ from paceline.planner.layout.execution_plan import Resources, settle_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.run_folder.run_folder import run_of
 
-CROSSING = ("run", "attempt", "resume")  # task fields that the ranks take over from the script that starts them
+CROSSING = ("run", "attempt", "resume")  # task fields that the ranks inherit from the script that starts them
 CHOSEN = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 
 
@@ -28,7 +28,7 @@ def script_to_start(*, ranks: int) -> list[str]:
     """Return what a worker runs as `__main__`: a file and its arguments, or `-m`, a module and its arguments.
 
     Raises:
-        UsageError: the script came through the standard input or `python -c`, or is a notebook.
+        UsageError: the script came from standard input or `python -c`, or is a notebook.
     """
     main = sys.modules["__main__"]
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
@@ -51,7 +51,7 @@ def begin_again(*, was_open: bool) -> NoReturn:
     """Replace this process by the same command in exact mode. The process id stays the same, so no launcher notices.
 
     Raises:
-        UsageError: what the process did so far, such as a run that `was_open`, cannot be done again.
+        UsageError: the process can't be restarted, because it already had a run (`had_run`) or a process group.
     """
     script = sys.argv[0]
     if was_open or (dist.is_available() and dist.is_initialized()):

@@ -67,7 +67,7 @@ from paceline.trainer.setup.prepare import PreparedJob, as_first_cut
 
 
 class Session:
-    """Everything one rank holds between joining and leaving the process group."""
+    """The resources of one rank from joining the process group until leaving it."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class Session:
 
 
 def open_session(ready: PreparedJob, *, world: World, target: Any = None) -> Session:
-    """Build what the task asks for, resume it from its checkpoint, and announce the run. Every rank calls this.
+    """Build model, data, loop and sinks of a task, load its checkpoint, and emit `RunStarted`. Every rank calls this.
 
     Raises:
-        PacelineError: something is not possible as requested.
+        PacelineError: the request is not possible.
     """
     began = time.monotonic()
     folder, resume = world.share_json([ready.task.run, checkpoint_to_resume(ready.task)])
@@ -168,7 +168,7 @@ def open_session(ready: PreparedJob, *, world: World, target: Any = None) -> Ses
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """A session that is being opened. `requested_checkpoint` is the one that the user named."""
+    """The inputs from which a `Session` is built. `requested_checkpoint` is the checkpoint that the user named."""
 
     ready: PreparedJob
     world: World
@@ -179,7 +179,7 @@ class _Opening:
     before: MemoryBaseline
 
     def session(self, target: Any, *, began: float) -> Session:
-        """Load the checkpoint, and return the session, which is announced."""
+        """Load the checkpoint, build the session, and announce the run."""
         ready = self.ready
         forecast = self._find_forecast()
         loaded, events = self._open_checkpoint()
@@ -249,7 +249,7 @@ class _Opening:
         return find_checkpoint(self.run.checkpoints, asked=self.requested_checkpoint, world=self.world)
 
     def _set_aside_later(self, loaded: OpenCheckpoint) -> list[Event]:
-        """Set aside what this run saved after the older checkpoint that it resumes from."""
+        """Move aside the checkpoints that are newer than the one from which this run resumes."""
         goes_back = self.requested_checkpoint is not None and loaded.is_in(self.run.checkpoints)
         if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
             return []
@@ -258,7 +258,7 @@ class _Opening:
         return [] if aside is None else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {aside}")]
 
     def _look_at_data(self) -> DatasetProperties | None:
-        """Return the properties of indexed data, checked to be equal on every rank; None for a stream."""
+        """Return the properties of indexed data, after a check that they are equal on every rank; None for a stream."""
         source, seed = self.built.data.train, self.ready.settings.seed
         if not source.is_indexed:
             return None
@@ -294,7 +294,7 @@ class _Opening:
             return EventBus()
         to = self.ready.settings.watch.to
         if self.ready.task.verb == "evaluate":
-            to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # these record the training only
+            to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # these sinks record only training
         sinks, left_out = make_sinks(to, run=self.run)
         event_bus = EventBus(sinks)
         for note in left_out:
@@ -355,7 +355,7 @@ class _Opening:
         loop: Loop,
         forecast: FallbackLayout | None,
     ) -> None:
-        if not self.world.is_main or self.ready.task.verb == "evaluate":  # evaluation leaves the run's records alone
+        if not self.world.is_main or self.ready.task.verb == "evaluate":  # an evaluation changes no records
             return
         task, plan = self.ready.task, self.ready.plan
         private = holds_secret(self.ready.asked.values)

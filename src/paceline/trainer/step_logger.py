@@ -1,4 +1,4 @@
-"""Log, count and check finished steps. Results are read `lag` steps late, so logging never synchronises the device."""
+"""Logging and checks of finished steps. Results are read `lag` steps late, so logging never synchronises the device."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ from paceline.trainer.setup.duration import Clock, Pace, Progress, peak_gib
 
 
 class StepLogger:
-    """A log of step results in step order, the same on every rank. `stops` is True once any rank has asked to stop."""
+    """A log of step results, equal on every rank. `is_stop_requested` is True once any rank requests a stop."""
 
     def __init__(self, *, built: TrainingSetup, feed: BatchLoader, event_bus: EventBus, progress: Progress) -> None:
         self.clock = Clock()
@@ -61,7 +61,7 @@ class StepLogger:
                 self._log(result)
 
     def _take(self, result: StepResult) -> None:
-        """Add a step to the clock when it is taken, because late results arrive several at a time."""
+        """Add a step to the clock when it runs, because delayed results arrive several at a time."""
         clock = self.clock
         clock.steps += 1
         clock.samples += result.samples
@@ -108,7 +108,7 @@ class StepLogger:
         self._warn(first=result.step == 1)
 
     def _warn(self, *, first: bool) -> None:
-        """Emit warnings that the user should see without asking for them."""
+        """Emit the warnings of this step."""
         text = unused_parameters_note(self._built.named) if first else ""
         replica = self._built.step.replica
         mean = replica.contract.note if first else ""

@@ -1,4 +1,4 @@
-"""Training mode from the first step on, just as in a loop that calls `model.train()`."""
+"""Training mode from the first step on, as in a loop that calls `model.train()`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Checks for what a job cannot contain, all before the first step, each named, all reported at once."""
+"""Checks of a job's model, optimizers and schedules before the first step; all problems are reported at once."""
 
 import inspect
 import math
@@ -27,10 +27,10 @@ _WRAPPERS = {
 
 
 def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
-    """Raise if the model cannot be trained, sent or saved. The optimizer is made only to report its problems as well.
+    """Raise if the model cannot be trained, sent or saved. The optimizer is built only to report its problems as well.
 
     Raises:
-        JobError, Problems: with everything that is wrong.
+        JobError, Problems: with every problem.
     """
     lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:

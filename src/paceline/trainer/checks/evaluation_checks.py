@@ -1,4 +1,4 @@
-"""Checks of what the job and the command ask of evaluations, and notes about it for the banner."""
+"""Checks of the evaluations that the job and the command request, and notes about them for the banner."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -35,10 +35,10 @@ def best_rule(job: Job) -> tuple[str, str]:
 
 
 def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
-    """Raise if evaluation is asked for without data, or by metrics that the job cannot have.
+    """Raise if evaluations are requested without data, or by metrics that the job does not have.
 
     Raises:
-        JobError: naming all that was asked for.
+        JobError: with the names of all such requests.
     """
     if job.eval_data is None:
         wishes = list(_wishes(job, settings, evaluate_first))
@@ -52,7 +52,7 @@ def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: b
 
 
 def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
-    """Raise for a metric that no evaluation will give; metrics that `on_eval` adds are not known in advance.
+    """Raise for a metric that no evaluation will return; metrics that `on_eval` adds are not known in advance.
 
     Raises:
         JobError, Problems: with the metrics that exist.

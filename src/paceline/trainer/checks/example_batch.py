@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleBatch:
-    """The run's first microbatch. Calling it runs forward and loss, the same on every rank, and leaves no trace."""
+    """The run's first microbatch. A call runs forward and loss, equal on every rank, and restores the model's state."""
 
     job: Job
     settings: Settings
@@ -39,7 +39,7 @@ class ExampleBatch:
 
     def __call__(self) -> Any:
         """Return the loss terms in training mode."""
-        with hide_from_modes():  # planning watches which buffers the forward itself computes with
+        with hide_from_modes():  # planning records which buffers the forward itself uses
             kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         mode = self.model.training
         self.model.train()
@@ -70,7 +70,7 @@ class ExampleBatch:
         return {name: total for name, (total, _) in terms.items()}
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return what `find` finds by running the model. Models that are copies of one model share the first result."""
+        """Return the result of `find`, which runs the model. Copies of one model share the first result."""
         known = getattr(self.job.model, "found", None)
         if not isinstance(known, dict):
             return find()
@@ -81,7 +81,7 @@ class ExampleBatch:
         return found
 
     def learn(self) -> None:
-        """Learn the form of the model's own loss. Call this first, before anyone watches the model's forwards."""
+        """Determine the form of the model's own loss. Call this before any forward of the model is recorded."""
         self.contract.learn(self.batch)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Checks of modules and parameters that a loss holds outside the model, and that nobody trains, sends or saves."""
+"""Checks of modules and parameters that a loss holds outside the model, which are not trained, sent or saved."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
     """Return a warning that names the loss's parameters that are not the model's. Every rank must call this.
 
     Raises:
-        JobError: ranks hold different values of them, because each process drew its own.
+        JobError: their values differ between ranks, because each process drew its own.
     """
     own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     parameters = {name: p for name, p in found_parameters(loss).items() if id(p) not in own}

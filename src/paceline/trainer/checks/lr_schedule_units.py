@@ -1,4 +1,4 @@
-"""Detection of a learning rate schedule that was meant in epochs but is stepped once an update, by how soon it ends."""
+"""Detection of a learning rate schedule that was meant in epochs but is stepped once per update: it ends too early."""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from torch.optim.lr_scheduler import (
 )
 
 _SMALL_SHARE = 0.05
-_FEW, _MANY = 2.0, 8  # a schedule in updates does not end after 2 for each epoch, where an epoch has 8 or more
+_FEW, _MANY = 2.0, 8  # a schedule in updates lasts longer than 2 updates per epoch if an epoch has 8 or more
 _NOTHING_LEFT = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """The update `end` at which a schedule stops falling; `written` is the schedule, `scaled` the same in epochs.
+    """The update `end_step` after which a schedule is constant; `text` is the schedule, `epoch_text` that in epochs.
 
-    `falls`: each step of the schedule is a factor, so it has nothing left at its end.
+    `is_decay`: each step of the schedule multiplies the rate, which is negligible at its end.
     """
 
     end: float
@@ -65,7 +65,7 @@ def _is_short(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool
 
 
 def _span(schedule: Any, unit: str) -> _Span | None:
-    """Return the span of a schedule that only falls, or of a sequence's last part; None for all others."""
+    """Return the span of a schedule that only decreases, or of a sequence's last part; None for all others."""
     kind = type(schedule)
     if kind is SequentialLR:
         last, begin = schedule._schedulers[-1], schedule._milestones[-1]

@@ -1,4 +1,4 @@
-"""Checks for combinations of job, settings and plan that exclude each other."""
+"""Checks for incompatible combinations of job, settings and plan."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from paceline.trainer.checks.evaluation_checks import best_rule
 
 
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
-    """Raise for everything in this job, these settings and this plan that excludes each other, all at once.
+    """Raise for all incompatible combinations of this job, these settings and this plan, at once.
 
     Raises:
         JobError, UsageError, Problems
@@ -48,7 +48,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
 
 
 def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
-    """Return errors for `on_update`, which needs the whole weights, equal on every rank, after each update."""
+    """Return errors for `on_update`, which needs the full weights, equal on every rank, after each update."""
     if job.on_update is None:
         return []
     if not plan.rule.is_synchronous:
@@ -68,7 +68,7 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
 
 
 def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
-    """Return notes about settings for an axis that this layout does not have."""
+    """Return notes about placement settings for an axis that this layout does not have."""
     mesh = plan.mesh
     heard = {
         "place.units": ("fsdp gathers", mesh.zero == 3),

@@ -28,11 +28,11 @@ UNTRIED = "{}: the split model was not compared with the whole one, because it i
 def context_of(
     job: Job, *, model: nn.Module, contract: LossContract, worlds: MeshGroups, example: ExampleBatch
 ) -> ContextParallel | None:
-    """Return the context parallelism that shards batches and runs the model on them; None if sequences stay whole.
+    """Return the context parallelism that shards batches and runs the model on them; None if sequences are not split.
 
     Raises:
-        JobError: the job does not say where the sequence is.
-        LayoutError: a layer that can't be cut, or a model whose slices do not make the whole.
+        JobError: the job does not name the sequence dimension.
+        LayoutError: a layer can't be split along the sequence, or the slices give a different result.
     """
     if worlds.cp.world_size == 1:
         return None
@@ -53,11 +53,11 @@ def context_of(
 def try_context(
     job: Job, *, model: nn.Module, contract: LossContract, ranks: int, example: ExampleBatch
 ) -> Callable[..., None]:
-    """Check on a few samples that slices give the whole result, and return a function that checks another batch.
+    """Check on a few samples that slices give the full result, and return a function that checks another batch.
 
     Raises:
-        JobError: the job does not say where the sequence is.
-        LayoutError: a layer that can't be cut, or a model whose slices do not make the whole.
+        JobError: the job does not name the sequence dimension.
+        LayoutError: a layer can't be split along the sequence, or the slices give a different result.
     """
     tried = partial(
         check_context,
@@ -72,9 +72,9 @@ def try_context(
 
 
 class BatchLengthCheck:
-    """A check of batches whose length differs from the first one's: the first few lengths, each once.
+    """A check of the first few batch lengths that differ from the first batch's length, each once.
 
-    Every rank of the `cp` axis has the same batch and weights, so all find the same without communication.
+    Every rank of the `cp` axis has the same batch and weights, so all get the same result without communication.
     """
 
     def __init__(self, model: nn.Module, tried: Callable[..., None], *, first: int) -> None:
@@ -83,7 +83,7 @@ class BatchLengthCheck:
         self._tried, self._seen = tried, {first}
 
     def __call__(self, batch: Any, length: int) -> None:
-        """Check a batch of this length, and raise a LayoutError if it can't be cut."""
+        """Check a batch of this length, and raise a LayoutError if it can't be split."""
         if length in self._seen or len(self._seen) > _MORE_LENGTHS:
             return
         self._seen.add(length)
@@ -101,7 +101,7 @@ class BatchLengthCheck:
 
 
 def _stays_whole(worlds: MeshGroups) -> bool:
-    """Return True if every rank holds all weights during the step, as before placement."""
+    """Return True if every rank holds the full weights during the step, as before placement."""
     mesh = worlds.mesh
     return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
 
@@ -116,7 +116,7 @@ def try_experts(*, model: nn.Module, contract: LossContract, example: ExampleBat
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """Return True if the whole model is here and small enough for a few extra runs in double precision."""
+    """Return True if this rank has the full model, small enough for a few extra runs in double precision."""
     parameters = list(model.parameters())
     return is_small(sum(p.numel() for p in parameters)) and not any(p.is_meta for p in parameters)
 

@@ -24,7 +24,7 @@ _LEAST_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say not
 
 
 class ForecastCheck:
-    """A timer of the first steps that reports once, or never without a forecast. All ranks make the same calls."""
+    """A comparison of the first steps with the forecast, if there is one. All ranks make the same calls."""
 
     def __init__(
         self, *, forecast: FallbackLayout | None, built: TrainingSetup, before: MemoryBaseline, event_bus: EventBus
@@ -82,7 +82,7 @@ class ForecastCheck:
         self._event_bus.emit(self._told)
 
     def remember(self) -> None:
-        """Store the ratios for this machine's next plan, relative to the forecast before earlier runs corrected it."""
+        """Store the measured ratios for this machine's next plan, relative to the uncorrected forecast."""
         told, forecast, plan = self._told, self._forecast, self._built.plan
         if told is None or forecast is None or not self._built.world.is_main:
             return
@@ -114,7 +114,7 @@ class ForecastCheck:
     def _peak_bytes(self) -> int | None:
         """Return the allocator's peak on a GPU; on a CPU the process's growth since before the model was built.
 
-        None on a CPU if the process was larger before.
+        None on a CPU if the process used more memory before the model was built.
         """
         if self._on_gpu:
             return int(torch.cuda.max_memory_allocated(self._built.world.device))

@@ -24,7 +24,7 @@ _OF_PROCESS = ("VmRSS", "VmHWM", "VmSize", "VmData")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBaseline:
-    """The memory that the process used before it had a model, in each measure that limits use."""
+    """The memory that the process used before the model was built, in each measure to which a limit applies."""
 
     used_bytes: Mapping[str, int]
 
@@ -39,14 +39,14 @@ class MemoryBaseline:
         return replace(self, used_bytes={**self.used_bytes, "VmHWM": process_memory("VmHWM")})
 
     def of(self, room: MemoryLimit | None) -> int:
-        """Return the used bytes in the measure that this limit uses."""
+        """Return the used bytes in the measure to which this limit applies."""
         name = "VmRSS" if room is None or not room.is_own else "VmSize" if "space" in room.name else "VmData"
         return self.used_bytes[name]
 
 
 @contextmanager
 def naming_memory(built: TrainingSetup | None, before: MemoryBaseline) -> Iterator[None]:
-    """Turn an out-of-memory error into one that lists the memory held; without a model, as part of building it."""
+    """Convert an out-of-memory error into one that lists memory by purpose; without `setup`, of the build."""
     try:
         yield
     except Exception as error:

@@ -18,8 +18,9 @@ _MOST_SHOWN = 4
 def name_inputs(error: NonFiniteError, given: StepInput, *, world: World, over_batch: bool = False) -> NonFiniteError:
     """Add to the error which microbatches had non-finite losses, on which ranks, and any NaN or infinity in the batch.
 
-    Every rank must call this: loss and gradient are the same on all. If a term has no target, the data may mark it with
-    NaN, and the error already has its cause. With `over_batch` the loss is of the whole batch, so of no rank alone.
+    Every rank must call this, since all ranks raise the same error. An error about a term without a target is returned
+    unchanged: data may mark missing targets with NaN. With `over_batch`, a loss covers the whole batch, so it belongs
+    to no single rank.
     """
     if error.no_target:
         return error

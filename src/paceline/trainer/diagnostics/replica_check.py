@@ -32,7 +32,7 @@ def check_replicas(built: TrainingSetup, *, step: int) -> None:
     """Compare a checksum of the bits of every parameter, and of its average, over the ranks.
 
     Raises:
-        DesyncError: one differs; the first one is named, with the ranks that hold the other value.
+        DesyncError: a tensor differs; the error names the first one and the ranks that differ from rank 0.
     """
     sites = sites_of(built)
     outer = None if sites is None else sites.differing()

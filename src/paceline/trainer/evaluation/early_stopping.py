@@ -23,7 +23,7 @@ class EvaluationOutcome:
 
 
 class BestMetricTracker:
-    """A tracker that decides from metrics equal on every rank. Its state is in `progress`, which is saved."""
+    """A tracker of the best metric and of early stopping. Metrics are equal on every rank; `progress` is saved."""
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self._progress = progress
@@ -40,7 +40,7 @@ class BestMetricTracker:
         return self._rule is not None and self._progress.waited >= self._rule.patience
 
     def hear(self, event: EvalDone) -> EvaluationOutcome:
-        """Judge an evaluation and record it."""
+        """Record an evaluation, and return whether it is the best so far and whether it ends the run."""
         self._progress.unjudged = False
         notes = []
         value = event.metrics.get(self._metric)
@@ -58,7 +58,7 @@ class BestMetricTracker:
         return EvaluationOutcome(best=best, ends=ends, notes=tuple(notes))
 
     def _other_best(self) -> Iterator[str]:
-        """Yield a note that the metric for `best` changed; the old mark holds until the next evaluation."""
+        """Yield a note if the metric for `best` changed; the old best is valid until the next evaluation."""
         progress = self._progress
         if progress.best is not None and progress.best_of != self._best_of:
             yield (
@@ -78,7 +78,7 @@ class BestMetricTracker:
     def _is_out_of_patience(self, rule: EarlyStopping, event: EvalDone) -> bool:
         if rule.metric not in event.metrics:
             return False
-        assert rule.mode is not None  # settled when the rule was made
+        assert rule.mode is not None  # set when the rule was built
         value, progress = event.metrics[rule.metric], self._progress
         if _is_better(value, progress.rule_best, mode=rule.mode, by=rule.min_delta):
             progress.waited, progress.rule_best = 0, value

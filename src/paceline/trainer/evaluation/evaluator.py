@@ -26,7 +26,7 @@ from paceline.torch_internals.scalars import as_number
 from paceline.trainer.evaluation.torchmetrics_adapter import TorchMetricsAdapter
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_VOTES_UNDER_WAY = 4  # batches still evaluated after a rank was asked to stop
+_VOTES_UNDER_WAY = 4  # batches that are still evaluated after a stop request
 _LIMB_BITS = 32
 _SCALE_BITS = 1088
 _LIMBS = 72
@@ -98,7 +98,7 @@ class Evaluator:
         self._passes = built.step.passes
         self._asked: set[str] = set()  # metrics that were checked once to be sums over samples
         self.note = ""
-        """A warning about a metric of the last split that is no sum over samples; equal on every rank."""
+        """A warning about a metric of the last split that is not a sum over samples; equal on every rank."""
 
     def run(
         self,
@@ -157,10 +157,10 @@ class Evaluator:
     def _in_step(
         self, feed: Iterator[LocalMicro], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
     ) -> Iterator[LocalMicro]:
-        """Yield microbatches so that ranks whose forwards wait for each other all end with the same one.
+        """Yield microbatches in lockstep: ranks whose forwards wait for each other stop after the same microbatch.
 
-        If a forward waits for other replicas, a replica without a batch repeats an old one that counts for nothing.
-        Otherwise the pipeline stages do not wait for each other: they read the decision to stop some batches later.
+        If a forward waits for other replicas, a replica without a batch repeats an old one with zero samples.
+        Otherwise pipeline stages do not wait for each other: they read the decision to stop a few batches later.
         """
         spare: LocalMicro | None = None
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
@@ -239,7 +239,7 @@ class Evaluator:
                 self.note = self.note or (_metric_note(name, fault) if fault is not None else "")
 
     def _told(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a rank that saw the outputs."""
+        """Return the metrics of a rank that has the model's outputs."""
         if self._worlds.data.world_size == self._world.world_size:
             return metrics
         told: list[dict[str, float] | None] = self._world.gather_json(metrics if self._tells else None)

@@ -10,10 +10,10 @@ from paceline.torch_internals.scalars import as_number
 
 
 def numbers_and_text(found: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what `on_eval` gave: numbers of any type by name, and the rest as text.
+    """Split the result of `on_eval` into numbers by name, and all other values as text.
 
     Raises:
-        JobError: it gave no dict.
+        JobError: the result is not a dict.
     """
     if found is not None and not isinstance(found, Mapping):
         raise JobError(

@@ -32,11 +32,11 @@ class TorchMetricsAdapter:
         self._metrics[name].update(output, _target(batch))
 
     def compute(self) -> dict[str, float]:
-        """Return the values over all ranks' samples, and reset. A metric of several numbers gets a name for each."""
+        """Return the values over all ranks' samples, and reset. Each number of a metric has its own name."""
         found: dict[str, float] = {}
         for name, metric in self._metrics.items():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a rank may rightly have seen no sample
+                warnings.simplefilter("ignore")  # a rank may have no samples
                 found |= dict(_numbers(name, metric.compute()))
         self.reset()
         return found
@@ -47,7 +47,7 @@ class TorchMetricsAdapter:
             metric.reset()
 
     def _gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """Return every rank's state, of any length, without the empty states of ranks that saw no samples."""
+        """Return every rank's state, of any length, without the empty states of ranks that have no samples."""
         flat = state.detach().cpu().contiguous()
         raw = bytes(flat.reshape(-1).view(torch.uint8).numpy()) if flat.numel() else b""
         mine = [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(raw).decode()]

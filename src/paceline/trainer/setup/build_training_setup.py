@@ -58,11 +58,12 @@ from paceline.trainer.train_mode import put_into_training
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """A rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first of them.
+    """The model, optimizers and step of one rank. `models` are this process's replicas; `model` is the first of them.
 
-    `site` holds the ranks that share one set of weights: all ranks, except where sites train separately.
-    `weights` are the parameters and buffers as the ranks' models hold them, `kept` the parameters as the optimizers
-    hold them. Where they are sharded, `named` are this rank's shards of the parameters.
+    `site` is the world of the ranks that share one set of weights: all ranks, unless sites train separately.
+    `weights` are the shards of parameters and buffers in the models, `optimizer_shards` those of the parameters in
+    the optimizers. `named` are this rank's parameters, or its shards of them. `initial_options` are the optimizers'
+    options before a schedule changed them.
     """
 
     job: Job
@@ -98,10 +99,10 @@ class TrainingSetup:
         return nullcontext() if self.update.ema is None else self.update.ema.in_place()
 
     def refuse_training(self) -> None:
-        """Raise, before the first step, if the model can only be evaluated in this layout.
+        """Raise before the first step if the model can only be evaluated in this layout.
 
         Raises:
-            LayoutError: no gradient would flow back through it.
+            LayoutError: no gradient flows back through the model.
         """
         if self.placed.piped is not None:
             self.placed.piped.stages.refuse_training()
@@ -113,7 +114,7 @@ class TrainingSetup:
 
 
 def job_layer(job: Job) -> dict[str, Any]:
-    """Return the settings that a job brings; the config file and the command line override them.
+    """Return the settings that a job sets; the config file and the command line override them.
 
     Raises:
         JobError: the job names the run folder, which the command needs before it loads the job.
@@ -133,7 +134,7 @@ def job_layer(job: Job) -> dict[str, Any]:
 
 
 def build_model(job: Job, *, seed: int) -> nn.Module:
-    """Return the model of one plain build, whose random draws depend on the seed alone."""
+    """Build the model without any layout; its random draws depend only on the seed."""
     guard_hooks()
     seed_all(stream_key(seed, "build"))
     try:
@@ -162,10 +163,10 @@ def build_model(job: Job, *, seed: int) -> nn.Module:
 
 
 def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, world: World) -> TrainingSetup:
-    """Build one rank's share of a run.
+    """Build the models, optimizers and step of one rank.
 
     Raises:
-        JobError, UsageError, Problems: something is not possible as requested.
+        JobError, UsageError, Problems: the request is not possible.
     """
     check_compatibility(job, settings, plan)
     rule = step_rule(plan.rule)
@@ -230,7 +231,7 @@ def _placed_threads(
     *,
     exact: bool,
 ) -> list[ParallelizedModel]:
-    """Return the placements of replicas that are threads of this process."""
+    """Parallelize the replicas that are threads of this process."""
     return [
         parallelize_thread_replica(model, named=members, home=named[0], world=each.all_ranks, exact=exact)
         for model, members, each in zip(models, named, own, strict=True)
@@ -239,7 +240,7 @@ def _placed_threads(
 
 
 def begun_whole(job: Job, settings: Settings) -> Callable[[], nn.Module]:
-    """Return a function that builds the whole model in one process, with the start values of every layout."""
+    """Return a function that builds the full model in one process, with the initial values that every layout has."""
     plain = partial(build_model, job, seed=settings.seed)
     return partial(begin_whole, plain, seed=settings.seed, limit_bytes=settings.init.limit, stored=_stored(job))
 
@@ -345,7 +346,7 @@ def _turns(settings: Settings, own: Sequence[MeshGroups]) -> HostRngTurns:
 
 
 def _can_wait(mesh: Mesh) -> bool:
-    """Return True if a replica's forward may wait for another's: it has no collectives inside and runs as a whole."""
+    """Return True if a replica's forward may wait for another's: it runs on one rank, without collectives inside."""
     gathers = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers or mesh.sites) and mesh.pp == mesh.ep == 1
 

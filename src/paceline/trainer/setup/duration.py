@@ -1,4 +1,4 @@
-"""The length of a run, and the counters that the loop keeps."""
+"""The length of a run, and the counters of the training loop."""
 
 import math
 import resource
@@ -101,7 +101,7 @@ class Pace:
 
 @dataclass
 class Clock:
-    """A clock of the seconds since the last logged step, by activity."""
+    """The seconds since the last logged step, by activity."""
 
     began: float = field(default_factory=time.perf_counter)
     steps: int = 0

@@ -1,4 +1,4 @@
-"""The initial model of a run before placement: whole on every rank, or only this rank's shards of a large model."""
+"""The initial model of a run before placement: the full model, or only this rank's shards of a large model."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ Build = Callable[[], nn.Module]
 class InitialModel:
     """A model and, if its sharded parameters have no memory yet, this rank's rows of them.
 
-    If the model must be run to find out how to shard it, no parameter has memory yet, and `late` fills in this rank's
-    values once the shards are known. `notes` describe how the model was initialised.
+    If the model must run before its sharding is known, no parameter has memory yet, and `deferred_model` fills in this
+    rank's values once the shards are known. `notes` describe how the model was initialised.
     """
 
     model: nn.Module
@@ -44,19 +44,19 @@ class InitialModel:
         return self.rows is None and self.late is None
 
     def on(self, device: torch.device) -> nn.Module:
-        """Return the model on `device`. Rows, and the whole tensors of a model with rows, are there already."""
+        """Return the model on `device`. A model with rows or deferred values is already there."""
         return self.model.to(device) if self.is_whole else self.model
 
 
 class _Large(BaseException):
-    """The signal that a build has passed the limit. No `Exception`, so a constructor's own `except` cannot catch it."""
+    """The build has passed the limit. A `BaseException`, so that a constructor's `except Exception` can't catch it."""
 
 
 def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: PretrainedModel | None = None) -> nn.Module:
-    """Return the whole model: from a plain build up to the limit, above it with each tensor's values drawn by name.
+    """Return the full model: from a plain build up to the limit, above it with each tensor drawn by its own seed.
 
     Raises:
-        JobError: `build` gives no model. UsageError: above the limit, and the constructor can't be recorded.
+        JobError: `build` returns no model. UsageError: above the limit, and the constructor can't be recorded.
     """
     if stored is not None:
         return build()
@@ -73,11 +73,11 @@ def build_initial_model(
 ) -> InitialModel:
     """Return the model of this rank; every rank must call this. `build` is the plain, seeded build.
 
-    Up to `SMALL_BYTES`, or if each rank holds the whole model, each rank builds it whole. If the shards are found by
-    running the model, it is built whole up to the limit.
+    Each rank builds the full model up to `SMALL_BYTES`, or if it holds the full model in this layout. If a forward
+    determines the shards, each rank builds the full model up to the limit.
 
     Raises:
-        JobError, UsageError, DesyncError: no model, one that cannot be built so, or another one on other ranks.
+        JobError, UsageError, DesyncError: no model, one that can't be built in shards, or a different one on a rank.
     """
     if worlds.all_ranks.is_imagined:
         return InitialModel(model=build())
@@ -126,17 +126,17 @@ def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
 
 
 def holds_parts(mesh: Mesh) -> bool:
-    """Return True if no rank holds the whole model."""
+    """Return True if no rank holds the full model."""
     return mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1
 
 
 def holds_rows(mesh: Mesh) -> bool:
-    """Return True if a rank holds only rows of the parameters, so that the model never needs to be whole."""
+    """Return True if a rank holds only rows of the parameters, so that no rank ever builds the full model."""
     return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
 
 
 def _built(build: Build, *, most: int) -> nn.Module | None:
-    """Return a plain build, or None if it grew to more than `most` bytes."""
+    """Return a plain build, or None if it exceeds `max_bytes`."""
     states = get_states()
     with _gauge(most):
         try:
@@ -153,7 +153,7 @@ def _built(build: Build, *, most: int) -> nn.Module | None:
 
 @contextmanager
 def _gauge(most: int) -> Iterator[None]:
-    """Stop a build once its registered parameters exceed `most` bytes."""
+    """Stop a build once its registered parameters exceed `max_bytes`."""
     seen: dict[int, Tensor] = {}
     total = 0
 
@@ -162,7 +162,7 @@ def _gauge(most: int) -> Iterator[None]:
         del name
         if parameter is not None and id(parameter) not in seen and not is_lazy(parameter):
             seen[id(parameter)] = parameter
-            total += parameter.numel() * parameter.element_size()  # a sparse one has no `nbytes`; it is refused by name
+            total += parameter.numel() * parameter.element_size()  # sparse: no `nbytes`, refused later
             if total > most:
                 raise _Large
 

@@ -22,8 +22,8 @@ from paceline.torch_internals.rng import preserve_rng
 class JobData:
     """The data of a job in one process. An indexed dataset that a function returns is created only once.
 
-    If one split has data workers, all splits do: what a process has read of one split is shared with the workers of the
-    other, which may read parts of the same files.
+    If one split has data workers, all splits have them: otherwise the workers of one split would share open files with
+    this process, which reads the other split.
     """
 
     def __init__(self, job: Job, settings: Settings) -> None:
@@ -35,7 +35,7 @@ class JobData:
 
     @property
     def workers(self) -> int:
-        """The least number of data workers for any split; 0 if nothing is forked."""
+        """The minimum number of data workers of each split; 0 if no process is forked."""
         return self._asked or self._least
 
     @cached_property
@@ -56,7 +56,7 @@ class JobData:
 def feed_for(
     data: JobData, settings: Settings, *, cut: BatchPartition, cursor: Cursor | None = None, **how: Any
 ) -> BatchLoader:
-    """Return a loader that starts at the beginning, or at `cursor`. `how` is passed to `make_loader`."""
+    """Return a loader that starts at the beginning, or at `cursor`. `loader_options` are passed to `make_loader`."""
     return make_loader(
         data=data.train,
         collate=None,
@@ -71,7 +71,7 @@ def feed_for(
 def read_first(
     data: JobData, settings: Settings, *, cut: BatchPartition, count: int = 1, **how: Any
 ) -> list[StepInput]:
-    """Return a replica's share of the first batches, read before a loader exists, in a process that may read data."""
+    """Read a replica's share of the first batches, in a process that may read data, before the run has a loader."""
     source = data.train
 
     def read() -> list[StepInput]:
@@ -97,7 +97,7 @@ def read_first(
 
 
 def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool = True) -> BatchPartition:
-    """Return the share of each global batch that a replica gets; `data` is the world of replicas."""
+    """Return the part of each global batch that this replica reads; `data` is the world of replicas."""
     return BatchPartition(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,

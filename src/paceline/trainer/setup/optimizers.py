@@ -31,10 +31,10 @@ from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
 def learn_rules(
     job: Job, named: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
 ) -> ShardedOptimizerFactory | None:
-    """Run the job's optimizer factory on the whole model's shapes, or return None if every rank holds it whole.
+    """Run the job's optimizer factory on the full model's shapes; return None if every rank holds the full model.
 
     Raises:
-        JobError, LayoutError: groups that don't fit the model, or an update rule that is not correct on rows.
+        JobError, LayoutError: groups that don't match the model, or an optimizer that needs full tensors.
     """
     if plan.mesh.ranks == plan.mesh.dp_replicate:
         return None
@@ -58,7 +58,7 @@ def make_update(
     *,
     world: World,
 ) -> tuple[OptimizerUpdate, Options]:
-    """Return the optimizer update, and the options as the job gave them, since a schedule overwrites them at once."""
+    """Return the optimizer update, and the optimizers' options before a schedule overwrites them."""
     if rules is not None:
         rules.refuse_pieces(_pieces(placed), layout=plan.layout)
     optimizers = make_optimizers(job, model) if rules is None else rules.on(placed.named)
@@ -90,7 +90,7 @@ def make_update(
 
 
 def lr_factor(rule: str, ratio: float) -> float:
-    """Return the factor for the learning rate when the batch is `ratio` times the job's own.
+    """Return the factor for the learning rate if the batch is `ratio` times as large as the job's own.
 
     Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
     """
@@ -108,7 +108,7 @@ def make_scaler(kept: ShardedTensors, world: World, **options: Any) -> torch.amp
 
 
 def _pieces(placed: ParallelizedModel) -> set[str]:
-    """Return the parameters that some rank's optimizer holds only in part; the result is the same on every rank."""
+    """Return the parameters of which a rank's optimizer holds only a part; the result is equal on every rank."""
     kept = placed.kept
     return {name for name in kept.names if any(part.numel and not part.is_all for part in kept.parts(name))}
 
@@ -120,7 +120,7 @@ def _averaged(placed: ParallelizedModel) -> dict[str, Tensor]:
 
 
 def _norm(placed: ParallelizedModel, settings: Settings, *, world: World) -> Norm | None:
-    """Return a joint gradient norm if ranks hold shards or the norm must be exact; None if each rank uses its own."""
+    """Return the norm over all ranks if they hold shards or the norm must be exact; None if each rank uses its own."""
     exact = settings.train.exact and settings.train.max_grad_norm is not None
     if placed.kept.is_whole and not exact:
         return None

@@ -42,7 +42,7 @@ class PreparedJob:
 
 
 def _seed_before_job(asked: RequestedSettings) -> int:
-    """Return the seed that was asked for; the job's own settings are not known yet."""
+    """Return the requested seed; the job's own settings are not known yet."""
     known = {name: value for name, value in asked.values.items() if name == "seed"}
     return merge(RequestedSettings(values=known)).seed
 
@@ -108,7 +108,7 @@ def make_plan(
 
 
 def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJob:
-    """Return `ready` with the microbatches of the run's first start, on any number of ranks, unless others are set."""
+    """Return the job with the microbatch size of the run's first start, unless the user has set another one."""
     path = folder / "plan.json"
     saved = world.share_json(_first_plan(path) if world.is_main else None)
     train, now = ready.settings.train, ready.plan
@@ -127,7 +127,7 @@ def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJ
 
 
 def _first_plan(path: Path) -> dict[str, Any] | None:
-    """Return the saved plan, or None if it cannot be read: it is a convenience, the checkpoint has what matters."""
+    """Return the saved plan, or None if it can't be read; the checkpoint does not depend on it."""
     try:
         found = read_json(path)
     except (OSError, ValueError):
@@ -148,7 +148,7 @@ def is_gradient_worker(ready: PreparedJob) -> bool:
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:
-    """Return the task with a run folder and the checkpoint to resume from; unchanged if `make` is false."""
+    """Return the task with a run folder and the checkpoint to resume from; unchanged unless `is_first_rank`."""
     if not make:
         return task
     name = task.short_job
