@@ -52,7 +52,7 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
 
 def _by_job(ref: JobRef, asked: RequestedSettings) -> dict[str, Any]:
     params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
-    load, layer = resolve("paceline.job:load_job"), resolve("paceline.trainer.setup.build_training_setup:job_layer")
+    load, layer = resolve("paceline.job:load_job"), resolve("paceline.trainer.setup.build_training_setup:job_settings")
     try:
         found: dict[str, Any] = layer(load(ref, params=params))
     except PacelineError:

@@ -8,7 +8,7 @@ _MOST_STAGES = 1_000  # of one rank
 
 
 def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
-    """Return an axis' count, or `REST`; an invalid count is added to `problems`."""
+    """Return the count of an axis, or `REMAINING_RANKS`; an invalid count is added to `problems`."""
     if value == str(REST):
         return REST
     axis = part.partition("=")[0].strip()
@@ -43,7 +43,7 @@ def is_count(value: str) -> bool:
 
 
 def _is_beyond(digits: str, most: int) -> bool:
-    """Return whether the number exceeds `most`, without converting arbitrarily many digits."""
+    """Return whether the number exceeds `limit`, without converting arbitrarily many digits."""
     return len(digits.lstrip("0")) > len(str(most)) or int(digits) > most
 
 

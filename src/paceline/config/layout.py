@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` are the requested axes; `REST` stands for the size that follows from the number of ranks.
+    """A layout. `sizes` are the requested axes; a size of `REMAINING_RANKS` follows from the number of ranks.
 
     `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: replicas as threads, None for one per rank.
     """

@@ -26,8 +26,8 @@ def train(payload: Mapping[str, Any]) -> int:
                 run.evaluate()
             for batch in run.batches():
                 run.step(batch)
-    except WorkerFinished as home:
-        return home.exit_code
+    except WorkerFinished as finished:
+        return finished.exit_code
     return run.exit_code
 
 

@@ -43,7 +43,7 @@ def name_inputs(error: NonFiniteError, given: StepInput, *, world: World, over_b
 
 
 def place_of(broken: Sequence[tuple[int, str]], held: Mapping[int, Sequence[int]], *, num_micro: int) -> str:
-    """Return which microbatches had a non-finite loss; `held` maps each rank to its microbatches."""
+    """Return the text that names the microbatches with a non-finite loss, and their ranks if they are known."""
     places = []
     for index in dict.fromkeys(index for index, _ in broken):
         ranks = [str(rank) for rank, indices in held.items() if index in indices]

@@ -16,7 +16,7 @@ _NOTHING = torch.zeros((), dtype=torch.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """The first of `num` differing tensors out of `total`, and the ranks where it differs from rank 0."""
+    """The first of `num_differing` tensors out of `num_tensors`, and the ranks where it differs from rank 0."""
 
     name: str
     ranks: list[int]

@@ -88,7 +88,7 @@ class BestMetricTracker:
 
 
 def _is_better(value: float, best: float | None, *, mode: str, by: float = 0.0) -> bool:
-    """Return True if a metric has improved by more than `by`; NaN never counts as an improvement."""
+    """Return True if a metric has improved by more than `min_delta`; NaN never counts as an improvement."""
     if best is None or math.isnan(value):
         return not math.isnan(value)
     return (value - best if mode == "max" else best - value) > by
