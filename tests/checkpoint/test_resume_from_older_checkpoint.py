@@ -23,7 +23,7 @@ import sys
 import paceline as pl
 from job import make_job
 with pl.Run(make_job(), ranks=1, resume=sys.argv[1], settings={"train.steps": 7}) as run:
-    print(f"from {run.folder.parent.name} at {run._live.loop.cursor.step}")
+    print(f"from {run.folder.parent.name} at {run._active_session.loop.cursor.step}")
     for batch in run.batches():
         run.step(batch)
 """

@@ -45,8 +45,8 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
         origins=dict.fromkeys([*settings, "train.exact"], "test"),
     )
     run = Run.worker(task)
-    assert run._ready is not None
-    session = run._session = open_session(run._ready, world=world, target=run)
+    assert run._prepared_job is not None
+    session = run._session = open_session(run._prepared_job, world=world, target=run)
     begun = session.loop.cursor.samples
     losses = [run.step(batch).loss for batch in run.batches()]
     answer: dict[str, Any] = {"begun": begun, "losses": losses, "samples": session.loop.cursor.samples}

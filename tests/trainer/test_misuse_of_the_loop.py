@@ -113,7 +113,7 @@ def test_what_a_resume_suggests_it_also_takes(tmp_path: Path) -> None:
 
 def test_a_last_batch_of_one_sample_is_left_out_by_words_that_a_resume_takes(tmp_path: Path) -> None:
     run = trained(job(global_batch_size=23, settings={"train.micro_batch_size": 23}), tmp_path, train_steps=1)
-    plan, settings = run._live.ready.plan, run._live.ready.settings
+    plan, settings = run._active_session.prepared_job.plan, run._active_session.prepared_job.settings
     for is_resumed, words in (
         (False, "--data.drop_last true leaves"),
         (True, "--data.drop_last true --allow drop_last leaves"),

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     settings = {"train.steps": 9, "eval.every": 4, "watch.to": ["console", "jsonl"]}
     with pl.Run(make_job(), ranks=ranks, run_dir="run", settings=settings) as run:
         for batch in run.batches():
-            if run._live.loop.cursor.step == 3 and how == "stop":
+            if run._active_session.loop.cursor.step == 3 and how == "stop":
                 run.stop()
             step = run.step(batch).step
             if step == 3 and how.startswith("signal") and run.rank == 0:
@@ -179,7 +179,7 @@ def test_a_script_that_goes_back_to_a_checkpoint_is_told_not_to_again(
             run.step(next(run.batches()))
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("The run is at step ") and (last.endswith(change) if change else "with pl" not in last)
-    assert run._live.loop.cursor.step == 4
+    assert run._active_session.loop.cursor.step == 4
 
 
 @pytest.mark.parametrize("begins", ["file", "module"])

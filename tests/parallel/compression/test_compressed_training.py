@@ -216,10 +216,10 @@ if __name__ == "__main__":
     with pl.Run(make_job(), ranks=3, compress=sys.argv[1], run_dir=sys.argv[2], settings=settings) as run:
         for batch in run.batches():
             with CommunicationCounter() as sent:
-                run._live.built.step.run(batch)
+                run._active_session.setup.step.run(batch)
             break
         if run.rank == 0:
-            told = run._live.built.placed.reducer.sent_bytes(3)
+            told = run._active_session.setup.parallelized_model.reducer.sent_bytes(3)
             (run.folder / "counted.json").write_text(json.dumps([told, sent.as_json()]))
         run.stop()
 """

@@ -65,7 +65,7 @@ def test_a_layer_that_is_frozen_later_may_thaw_and_is_plain_torch_s(tmp_path: Pa
     torch.manual_seed(0)
     start = trained(made, tmp_path / "start", train_steps=1)
     assert rows(tmp_path)[-1]["step"] == 3
-    weights = [r._live.built.model.get_parameter("trunk.weight") for r in (run, start)]
+    weights = [r._active_session.setup.model.get_parameter("trunk.weight") for r in (run, start)]
     assert not torch.equal(*weights)
 
 
@@ -224,7 +224,7 @@ def rare(**more: Any) -> pl.Job:
 
 def by_hand(made: pl.Job, run: pl.Run, *, steps: int) -> dict[str, Tensor]:
     """The loop of plain torch, with a term that has no target left out."""
-    model = run._live.built.model
+    model = run._active_session.setup.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         x, a, b = made.train_data[8 * step : 8 * step + 8]
@@ -244,7 +244,7 @@ def test_a_term_without_targets_gives_nothing_where_the_job_says_so(tmp_path: Pa
     assert "--train.on_empty zero" in str(refused.value)
 
     run = trained(rare(settings={"train.on_empty": "zero"}), tmp_path / "zero", train_steps=3, log_every=1)
-    weights = {name: tensor.detach().clone() for name, tensor in run._live.built.model.named_parameters()}
+    weights = {name: tensor.detach().clone() for name, tensor in run._active_session.setup.model.named_parameters()}
     fresh = pl.Run(rare(settings={"train.on_empty": "zero", "train.steps": 3}), ranks=1, run_dir=tmp_path / "fresh")
     session = fresh.open()
     expected = by_hand(rare(), fresh, steps=3)
@@ -262,7 +262,7 @@ def test_the_only_term_without_targets_gives_a_step_of_nothing(tmp_path: Path) -
     made = rare(loss=loss, count=None, settings={"train.on_empty": "zero"})
     run = trained(made, tmp_path, train_steps=3, log_every=1)
     assert [row["loss"] > 0 for row in rows(tmp_path) if "loss" in row] == [True, False, True]
-    assert all(bool(p.isfinite().all()) for p in run._live.built.model.parameters())
+    assert all(bool(p.isfinite().all()) for p in run._active_session.setup.model.parameters())
 
 
 # -- optimizer state of every shape

@@ -61,9 +61,9 @@ class TrainingSetup:
     """The model, optimizers and step of one rank. `models` are this process's replicas; `model` is the first of them.
 
     `site` is the world of the ranks that share one set of weights: all ranks, unless sites train separately.
-    `weights` are the shards of parameters and buffers in the models, `optimizer_shards` those of the parameters in
-    the optimizers. `named` are this rank's parameters, or its shards of them. `initial_options` are the optimizers'
-    options before a schedule changed them.
+    `weights` are the shards of parameters and buffers in the models, `optimizer_tensors` those of the parameters in
+    the optimizers. `named_parameters` are this rank's parameters, or its shards of them. `initial_options` are the
+    optimizers' options before a schedule changed them.
     """
 
     job: Job
