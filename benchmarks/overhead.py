@@ -125,11 +125,11 @@ class Bench:
             run=str(self.folder / name), settings=asked, origins=dict.fromkeys(asked, "benchmark"),
         )  # fmt: skip
         session = open_session(prepare(task, job=job), world=self.world)
-        session.built.update._check = finite
+        session.setup.update._check = finite
         if not pulse:
             session.loop._pulse = None
         batches = session.loop.batches()
-        return lambda: session.loop.step(next(batches)), session.built.model
+        return lambda: session.loop.step(next(batches)), session.setup.model
 
     def fabric(self) -> tuple[Step, nn.Module]:
         """Lightning Fabric with the same contract."""

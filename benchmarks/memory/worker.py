@@ -32,7 +32,7 @@ def measure(payload: Mapping[str, Any]) -> int:
     own |= _resident(session, batches) | _accounted(session, batches) | _held(session)
     found = session.world.gather_json(own)
     if session.world.is_main:
-        answer = {"ranks": found, "micro_batch_size": session.ready.plan.micro_batch_size}
+        answer = {"ranks": found, "micro_batch_size": session.prepared_job.plan.micro_batch_size}
         write_json(session.run.path / "answer-compare.json", answer)
     session.world.barrier()
     session.close()
@@ -69,7 +69,7 @@ def _accounted(session: Session, batches: Iterator[Any]) -> dict[str, Any]:
 
 
 def _held(session: Session) -> dict[str, int]:
-    built = session.built
+    built = session.setup
     shares = [each.parameter for each in built.named]
     held = memory_at_rest(model=built.model, optimizers=built.update.optimizers, shares=shares).as_json()
     return {name: held[name] for name in ("parameters", "gradients", "optimizer", "buffers")}

@@ -25,7 +25,7 @@ from paceline.errors import JobError, ResumeError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.trainer.checkpointer import began_as
+from paceline.trainer.checkpointer import read_saved_identity
 
 Schedule = Callable[[Optimizer], Any]
 Group = dict[str, Any]
@@ -69,8 +69,8 @@ class Held:
         return OpenCheckpoint(path=Path("step-00000010"), step=step, state=json.loads(json.dumps(state)), files={})
 
     def goes_on(self, loaded: OpenCheckpoint, *allow: str) -> None:
-        check_identity(began_as(loaded), self.identity, allow=allow)
-        load_update(loaded, self.trained, began=began_as(loaded), now=self.identity)
+        check_identity(read_saved_identity(loaded), self.identity, allow=allow)
+        load_update(loaded, self.trained, began=read_saved_identity(loaded), now=self.identity)
 
 
 class Own(torch_s.LRScheduler):

@@ -15,7 +15,7 @@ from paceline.errors import MachineError, UsageError
 from paceline.filesystem.run_lock import this_process
 from paceline.launch import rendezvous as meet
 from paceline.launch.environments import JoinedWorld, detect
-from paceline.trainer.script_restart import script_again
+from paceline.trainer.script_restart import script_command
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
@@ -114,7 +114,7 @@ def test_the_line_that_resumes_starts_the_whole_world(environ: dict[str, str], l
     task = Task(verb="train", job="job.py", run="runs/a", ranks=joined.world_size, layout=layout)
     words = "paceline train job.py --run-dir runs/a"
     assert command_again(task, joined) == line.replace("-m x", f"-m {words}" if "torchrun" in line else words)
-    again = script_again(joined, words=["python", "own.py"], change="")
+    again = script_command(joined, command=["python", "own.py"], change="")
     assert again == line.replace("-m x", "own.py" if "torchrun" in line else "python own.py")
 
 

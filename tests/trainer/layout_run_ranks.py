@@ -46,18 +46,18 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
     )
     run = Run.worker(task)
     assert run._prepared_job is not None
-    session = run._session = open_session(run._prepared_job, world=world, target=run)
+    session = run._session = open_session(run._prepared_job, world=world, on_eval_target=run)
     begun = session.loop.cursor.samples
     losses = [run.step(batch).loss for batch in run.batches()]
     answer: dict[str, Any] = {"begun": begun, "losses": losses, "samples": session.loop.cursor.samples}
-    scaler, has_eval = session.built.update.scaler, session.built.job.eval_data is not None
+    scaler, has_eval = session.setup.update.scaler, session.setup.job.eval_data is not None
     answer |= {"scale": None if scaler is None else scaler.get_scale()}
     answer |= {"metrics": session.loop.evaluate().metrics if has_eval else {}}
     assert session.finish() == 0
-    answer["whole"] = session.built.weights.is_whole and session.built.kept.is_whole
-    session._feed.close()
+    answer["whole"] = session.setup.weights.is_whole and session.setup.kept.is_whole
+    session._loader.close()
     session.event_bus.close()
-    session.built.close()
+    session.setup.close()
     if world.is_main:
         (folder / name / "answer.json").write_text(json.dumps(answer))
 

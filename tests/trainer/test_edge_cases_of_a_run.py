@@ -107,8 +107,8 @@ def test_limits_of_a_stream() -> None:
     length = Length(steps=9, epochs=2.0)
     assert length.total_steps(batch=8, drop_last=False) == 9
     assert length.is_open
-    assert length.reached(Cursor(epoch=2, step=4), tokens=0)
-    assert not length.reached(Cursor(epoch=1, step=4), tokens=0)
+    assert length.is_reached(Cursor(epoch=2, step=4), tokens=0)
+    assert not length.is_reached(Cursor(epoch=1, step=4), tokens=0)
 
 
 def test_the_logged_learning_rate_is_the_step_s_own(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from paceline.config.loading import read_asked
 from paceline.config.task import Task
-from paceline.trainer.checkpointer import write_final
-from paceline.trainer.diagnostics.replica_check import first_apart
+from paceline.trainer.checkpointer import write_final_weights
+from paceline.trainer.diagnostics.replica_check import find_replica_mismatch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from tests.end_to_end.forked_job_ranks import try_pair
 from tests.end_to_end.refused_layout_models import job_of
@@ -26,8 +26,8 @@ def _written(folder: Path, layout: str, *words: str, ranks: int) -> dict[str, to
     """The average of a run of two steps."""
 
     def then(built: TrainingSetup) -> None:
-        assert first_apart(built) is None
-        write_final(built, folder, step=2)
+        assert find_replica_mismatch(built) is None
+        write_final_weights(built, folder, step=2)
 
     folder.mkdir()
     asked = read_asked(file=None, overrides=list(words))

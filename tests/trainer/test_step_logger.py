@@ -27,8 +27,8 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     )
     feed: Any = SimpleNamespace(num_samples=None)
     logger = StepLogger(
-        built=built,
-        feed=feed,
+        setup=built,
+        loader=feed,
         event_bus=SimpleNamespace(emit=told.append),  # type: ignore[arg-type]
         progress=SimpleNamespace(tokens=0.0),  # type: ignore[arg-type]
     )

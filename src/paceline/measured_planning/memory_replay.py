@@ -33,7 +33,7 @@ from paceline.step.update_rules import step_rule
 from paceline.torch_internals.dispatch_modes import fake_process_group
 from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import preserve_rng
-from paceline.trainer.loop import kept_batches
+from paceline.trainer.loop import num_retained_batches
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.job_data import cut_for, read_first
 
@@ -99,7 +99,7 @@ def _stage(
         hollow.holds = True
         shares = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        given = _batches(built, plan, kept_batches(built) if step_rule(plan.rule).traits.reads_samples else 2)
+        given = _batches(built, plan, num_retained_batches(built) if step_rule(plan.rule).traits.reads_samples else 2)
         first = _first(plan)
         if warm:
             built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])

@@ -14,7 +14,7 @@ from paceline.planner.search.fallbacks import rung_here
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.calibration_store import keep_plan
 from paceline.profiling.machine_benchmarks.this_machine import kept_here
-from paceline.trainer.diagnostics.forecast_lookup import key_of
+from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
 SOURCE = "plan"
@@ -24,7 +24,7 @@ Counted = tuple[int, Mapping[str, int]]
 def store_plan(ready: PreparedJob, facts: ModelProfile, fleet: Cluster, *, replayed: Mapping[str, Counted]) -> None:
     """Store the model's profile, the cluster, and the replayed bytes of its layouts with their parts."""
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
-        keep_plan(key_of(ready), {"facts": facts.as_json(), "cluster": fleet.as_json(), "replayed": replayed})
+        keep_plan(stored_plan_key(ready), {"facts": facts.as_json(), "cluster": fleet.as_json(), "replayed": replayed})
 
 
 def estimate_for_run(found: Mapping[str, Any], ready: PreparedJob, *, parameters: int) -> FallbackLayout | None:

@@ -15,7 +15,7 @@ from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.plugins import START_FOLDER
 from paceline.reporting.sinks.log_tail import Tail
 from paceline.run_folder.run_folder import RunFolder
-from paceline.trainer.script_restart import processes_of, threads_of
+from paceline.trainer.script_restart import count_processes, count_threads
 from paceline.trainer.setup.prepare import prepare
 
 
@@ -54,12 +54,12 @@ def _started(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
         return tails[-1]
 
     request = LaunchRequest(
-        ranks=processes_of(task),
+        ranks=count_processes(task),
         run=RunFolder(Path(task.run)),
         script=script,
         begins_in=START_FOLDER,
         payload=task.as_json(),
-        threads=threads_of(task, exact=exact),
+        threads=count_threads(task, exact=exact),
         exact=exact,
         servers=parse_update(task.update).servers,
     )

@@ -13,63 +13,63 @@ class BatchGuard:
     `pending_batch` is the batch to step now. The training loop sets it to None after the step.
     """
 
-    def __init__(self, feed: BatchLoader) -> None:
-        self._feed = feed
+    def __init__(self, loader: BatchLoader) -> None:
+        self._loader = loader
         self._batches: Iterator[StepInput] | None = None
-        self.waiting: StepInput | None = None
-        self._loops = 0
+        self.pending_batch: StepInput | None = None
+        self._num_loops = 0
 
-    def loop(self) -> Iterator[StepInput]:
+    def iterate(self) -> Iterator[StepInput]:
         """Yield batches from the current position, starting with one that an earlier loop took but did not step.
 
         Raises:
             UsageError: the previous batch was not stepped, or a newer loop was started.
         """
-        self._loops += 1
-        mine = self._loops
-        if self.waiting is not None:
-            yield self.waiting
+        self._num_loops += 1
+        loop_number = self._num_loops
+        if self.pending_batch is not None:
+            yield self.pending_batch
         while True:
-            if mine != self._loops:
+            if loop_number != self._num_loops:
                 raise UsageError(
                     "this loop over run.batches() has ended: a newer one was started.",
                     cause="two iterators of run.batches() in alternation; they share the samples",
                     hint="one at a time: leave the first with break, then use the second",
                 )
-            if self.waiting is not None:
+            if self.pending_batch is not None:
                 raise UsageError(
-                    f"the batch of step {self.waiting.batch.after.step} was taken from run.batches() but not stepped.",
+                    f"the batch of step {self.pending_batch.batch.after.step} was taken from run.batches() but not stepped.",
                     cause="a continue before run.step(batch), or list(run.batches())",
                     hint="for batch in run.batches(): run.step(batch); skip samples in train_data or order=",
                 )
-            self.waiting = self._next()
-            yield self.waiting
+            self.pending_batch = self._read_next()
+            yield self.pending_batch
 
-    def check(self, given: StepInput) -> None:
+    def check(self, step_batch: StepInput) -> None:
         """Check that this is the batch to step now; the user may have changed the data in its microbatches.
 
         Raises:
             UsageError: the batch was already stepped, or is not the latest one.
         """
-        if self.waiting is not None and given.batch.after == self.waiting.batch.after:
+        if self.pending_batch is not None and step_batch.batch.after == self.pending_batch.batch.after:
             return
-        step = given.batch.after.step
-        later = self.waiting is not None and step >= self.waiting.batch.after.step
+        step = step_batch.batch.after.step
+        is_later_step = self.pending_batch is not None and step >= self.pending_batch.batch.after.step
         raise UsageError(
             f"this batch is not the last one from run.batches(): it belongs to step {step}."
-            if later
+            if is_later_step
             else f"this batch was already stepped: it belongs to step {step}.",
             cause="run.step(batch) twice on one batch, or on a batch kept from an earlier step",
             hint="for batch in run.batches(): run.step(batch), once",
         )
 
-    def _next(self) -> StepInput:
+    def _read_next(self) -> StepInput:
         if self._batches is None:
-            self._batches = iter(self._feed)
-        given = next(self._batches, None)
-        if given is None:  # a loader is endless, unless it has raised an error
+            self._batches = iter(self._loader)
+        step_batch = next(self._batches, None)
+        if step_batch is None:  # a loader is endless, unless it has raised an error
             raise RunError(
                 "the data of this run can't be read any further: an earlier read failed.",
                 hint="let the first error end the run; when started again, it resumes from its last checkpoint",
             )
-        return given
+        return step_batch

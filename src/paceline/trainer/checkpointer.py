@@ -65,54 +65,61 @@ from paceline.trainer.local_sgd_state import SitesState, is_writer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
-def trained_of(built: TrainingSetup) -> TrainState:
+def build_train_state(setup: TrainingSetup) -> TrainState:
     """Return the training state that checkpoints of this run hold."""
     return TrainState(
-        model=built.model,
-        update=built.update,
-        unlisted=built.unlisted,
-        weights=built.weights,
-        shares=Shares(named=built.named, kept=built.kept, world=built.site),
+        model=setup.model,
+        update=setup.update,
+        unlisted=setup.unlisted,
+        weights=setup.weights,
+        shares=Shares(named=setup.named, kept=setup.kept, world=setup.site),
     )
 
 
-def run_identity(built: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
+def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
     """Return the properties that must be unchanged for a run to be resumed. Every rank must call this.
 
     `job` is the name of the job's file, or empty for a Python object, which has none.
     """
-    trained = trained_of(built)
-    groups = group_names(built.update.optimizers, trained.shares)
+    train_state = build_train_state(setup)
+    groups = group_names(setup.update.optimizers, train_state.shares)
     optimizers = [
-        {"kind": type(o).__name__, "groups": [len(names) for names in held], "options": options, "names": held}
-        for o, held, options in zip(built.update.optimizers, groups, built.given, strict=True)
+        {
+            "kind": type(o).__name__,
+            "groups": [len(names) for names in parameter_names],
+            "options": options,
+            "names": parameter_names,
+        }
+        for o, parameter_names, options in zip(setup.update.optimizers, groups, setup.given, strict=True)
     ]
     return {
-        "model": list_model(built.model, weights=built.weights, world=built.site).structure,
+        "model": list_model(setup.model, weights=setup.weights, world=setup.site).structure,
         "job": job,
         "data": {"num_samples": num_samples, "fingerprint": data},
-        "seed": built.settings.seed,
-        "global_batch_size": built.plan.global_batch_size,
-        "micro_batch_size": built.plan.micro_batch_size,
+        "seed": setup.settings.seed,
+        "global_batch_size": setup.plan.global_batch_size,
+        "micro_batch_size": setup.plan.micro_batch_size,
         "optimizer": optimizers,
-        "schedule": describe_schedules(built.update.schedules, built.update.optimizers, built.given),
-        "max_grad_norm": built.settings.train.max_grad_norm,
-        "ema": built.job.ema,
-        "exact": built.settings.train.exact,
+        "schedule": describe_schedules(setup.update.schedules, setup.update.optimizers, setup.given),
+        "max_grad_norm": setup.settings.train.max_grad_norm,
+        "ema": setup.job.ema,
+        "exact": setup.settings.train.exact,
         "kernels": kernel_fingerprint(),
-        "precision": built.settings.train.precision,
-        "buffers": built.settings.train.buffers,
-        "drop_last": built.settings.data.drop_last,
-        "sample_seeds": built.settings.data.sample_seeds,
-        "update": step_rule(built.plan.rule).identity(built.plan, built.placed.piped),
-        "compress": built.plan.compress,
+        "precision": setup.settings.train.precision,
+        "buffers": setup.settings.train.buffers,
+        "drop_last": setup.settings.data.drop_last,
+        "sample_seeds": setup.settings.data.sample_seeds,
+        "update": step_rule(setup.plan.rule).identity(setup.plan, setup.placed.piped),
+        "compress": setup.plan.compress,
     }
 
 
 class RuleState(Protocol):
     """The part of a checkpoint that an update rule adds."""
 
-    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+    def extend(
+        self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
+    ) -> tuple[Files, dict[str, Any]]:
         """Return this rank's files and JSON state with those of the rule; `local_weights` are the trained weights.
 
         Every rank calls this.
@@ -128,7 +135,9 @@ class RuleState(Protocol):
 class NoRuleState:
     """The state of a rule that adds nothing to a checkpoint."""
 
-    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+    def extend(
+        self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
+    ) -> tuple[Files, dict[str, Any]]:
         """Return the files and the state as they are."""
         return files, state
 
@@ -140,24 +149,24 @@ class NoRuleState:
         """Load nothing."""
 
 
-def _stashed_weights(step: PipeDreamStep, built: TrainingSetup) -> RuleState:
-    return StashedWeightsState(step=step, weights=built.weights, rank=built.world.rank)
+def _build_stashed_weights_state(step: PipeDreamStep, setup: TrainingSetup) -> RuleState:
+    return StashedWeightsState(step=step, weights=setup.weights, rank=setup.world.rank)
 
 
-def _sites(step: LocalStep, built: TrainingSetup) -> RuleState:
-    return SitesState(built=built, sites=step.sites)
+def _build_sites_state(step: LocalStep, setup: TrainingSetup) -> RuleState:
+    return SitesState(setup=setup, sites=step.sites)
 
 
 _RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], RuleState]] = {
-    PipeDreamStep: _stashed_weights,
-    LocalStep: _sites,
+    PipeDreamStep: _build_stashed_weights_state,
+    LocalStep: _build_sites_state,
 }
 
 
-def rule_state(built: TrainingSetup) -> RuleState:
+def build_rule_state(setup: TrainingSetup) -> RuleState:
     """Return what the run's update rule adds to a checkpoint."""
-    build = next((_RULE_STATES[kind] for kind in type(built.step).__mro__ if kind in _RULE_STATES), None)
-    return NoRuleState() if build is None else build(built.step, built)
+    build = next((_RULE_STATES[kind] for kind in type(setup.step).__mro__ if kind in _RULE_STATES), None)
+    return NoRuleState() if build is None else build(setup.step, setup)
 
 
 class Checkpointer:
@@ -166,80 +175,87 @@ class Checkpointer:
     def __init__(
         self,
         *,
-        built: TrainingSetup,
+        setup: TrainingSetup,
         folder: Path,
         identity: Mapping[str, Any],
         names: Sequence[str],
-        begun_from: OpenCheckpoint | None,
+        resumed_checkpoint: OpenCheckpoint | None,
     ) -> None:
-        self._built = built
-        self._world = built.world
+        self._setup = setup
+        self._world = setup.world
         self._folder = folder
         self._identity = identity
         self._names = names
-        self._unsaved = UntrackedOptimizerState(built.update.optimizers, model=built.model, loss=built.job.loss)
-        self._place = FolderIdentity(folder.parent)
-        self._told_lost = False
-        self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
+        self._untracked_state = UntrackedOptimizerState(setup.update.optimizers, model=setup.model, loss=setup.job.loss)
+        self._folder_identity = FolderIdentity(folder.parent)
+        self._has_reported_lost_mark = False
+        self.last_saved = (
+            resumed_checkpoint.step if resumed_checkpoint is not None and resumed_checkpoint.is_in(folder) else -1
+        )
 
-    def save(self, *, cursor: Cursor, feed: BatchLoader, extra: Mapping[str, Any], best: bool) -> list[Event]:
+    def save(self, *, cursor: Cursor, loader: BatchLoader, extra: Mapping[str, Any], is_best: bool) -> list[Event]:
         """Save the current state. Every rank must call this; a failure on one rank is raised on all.
 
         Raises:
             CheckpointError: the checkpoint could not be written; older checkpoints are untouched.
         """
-        began = time.perf_counter()
-        place = dict(feed.state())
-        with self._built.step.synchronised_weights() as own:
-            files, state = files_of(trained_of(self._built))
-            files, state = rule_state(self._built).extend(files, {**state, "stash": None}, own)
-            held, owed = held_files(self._built.placed.reducer)
-            files |= held
+        start_time = time.perf_counter()
+        loader_state = dict(loader.state())
+        with self._setup.step.synchronised_weights() as local_weights:
+            files, state = files_of(build_train_state(self._setup))
+            files, state = build_rule_state(self._setup).extend(files, {**state, "stash": None}, local_weights)
+            error_feedback_files, error_feedback_state = held_files(self._setup.placed.reducer)
+            files |= error_feedback_files
             state |= {
-                "held_back": owed,
+                "held_back": error_feedback_state,
                 "cursor": cursor.as_json(),
-                "feed": place,
+                "feed": loader_state,
                 "identity": self._identity,
-                "settings": record_settings(self._built.settings),
-                "grid": grid_state(self._built.grid),
+                "settings": record_settings(self._setup.settings),
+                "grid": grid_state(self._setup.grid),
                 "extra": dict(extra),
             }
             path = write_checkpoint(
-                self._world, folder=self._folder, step=cursor.step, files=files, state=state, place=self._place
+                self._world,
+                folder=self._folder,
+                step=cursor.step,
+                files=files,
+                state=state,
+                place=self._folder_identity,
             )
         self.last_saved = cursor.step
-        on_all_ranks(self._world, partial(self._mark, path, cursor.step, best))
-        lost = self._unsaved.note(self._world)
+        on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
+        untracked_warning = self._untracked_state.note(self._world)
         if not self._world.is_main:
             return []
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         num_bytes = folder_bytes(path)
-        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)
-        said = [lost, self._note_lost_mark()]
-        return [saved, *(Note(text=text, level="warning") for text in said if text)]
+        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=is_best)
+        warnings = [untracked_warning, self._note_lost_mark()]
+        return [saved, *(Note(text=text, level="warning") for text in warnings if text)]
 
     def _note_lost_mark(self) -> str:
         """Return a warning, once, if the mark of the best checkpoint cannot be read."""
-        lost = is_mark_lost(self._folder, BEST) and not self._told_lost
-        self._told_lost |= lost
+        is_newly_lost = is_mark_lost(self._folder, BEST) and not self._has_reported_lost_mark
+        self._has_reported_lost_mark |= is_newly_lost
         return (
             f"{self._folder / BEST} can't be read: the best checkpoint is not known, so none is removed. "
             f"To name it: echo step-NNNNNNNN > {self._folder / BEST}"
-        ) if lost else ""  # fmt: skip
+        ) if is_newly_lost else ""  # fmt: skip
 
-    def check(self) -> None:
+    def check_savable(self) -> None:
         """Check after a run's first step that all state can be saved. Every rank must call this.
 
         Raises:
             CheckpointError: the optimizers have state that no checkpoint can hold.
         """
-        built = self._built
-        optimizers, shares = built.update.optimizers, trained_of(built).shares
-        _, scalars = on_all_ranks(built.site, partial(own_state, optimizers, shares))
+        setup = self._setup
+        optimizers, shares = setup.update.optimizers, build_train_state(setup).shares
+        _, scalars = on_all_ranks(setup.site, partial(own_state, optimizers, shares))
         optimizer_scalars(optimizers, shares, scalars)
-        self._unsaved.begin()
+        self._untracked_state.begin()
 
-    def amend(self, *, extra: Mapping[str, Any], best: bool) -> None:
+    def amend(self, *, extra: Mapping[str, Any], is_best: bool) -> None:
         """Write the outcome of an evaluation into the checkpoint of this step. Every rank must call this.
 
         Raises:
@@ -248,21 +264,21 @@ class Checkpointer:
         step = self.last_saved
         path = self._folder / step_name(step)
         on_all_ranks(self._world, partial(self._amend, path, extra))
-        on_all_ranks(self._world, partial(self._mark, path, step, best))
+        on_all_ranks(self._world, partial(self._mark_and_prune, path, step, is_best))
 
     def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
         if self._world.is_main:
             with as_checkpoint_error(f"the evaluation at {path.name}", self._folder):
                 amend_state(path, extra=dict(extra))
 
-    def _mark(self, path: Path, step: int, best: bool) -> None:
+    def _mark_and_prune(self, path: Path, step: int, is_best: bool) -> None:
         if not self._world.is_main:
             return
-        if best:
+        if is_best:
             with as_checkpoint_error(f"that step {step} is the best", self._folder):
                 mark_best(self._folder, path)
         with as_checkpoint_error("the list of checkpoints, without the oldest,", self._folder):
-            prune(self._folder, keep=self._built.settings.checkpoint.keep)
+            prune(self._folder, keep=self._setup.settings.checkpoint.keep)
 
 
 def checkpoint_to_resume(task: Task) -> str | None:
@@ -272,21 +288,21 @@ def checkpoint_to_resume(task: Task) -> str | None:
     return task.resume
 
 
-def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
+def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
     """Return the checkpoint to resume from: the requested one, or the newest valid one. Rank 0 chooses for all ranks.
 
     Raises:
         CheckpointError: the requested checkpoint can't be used, or none of several can be used.
     """
     chosen: str | None = None
-    told: list[tuple[str, str]] = []
-    if world.is_main and asked is None:
-        path, bad = newest_good(folder)
-        chosen, told = (str(path) if path else None), [(str(r.path), r.reason) for r in bad]
-    elif asked is not None:
-        chosen = str(asked)
-    chosen, told = world.share_json([chosen, told])
-    refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in told]
+    refusals: list[tuple[str, str]] = []
+    if world.is_main and requested is None:
+        path, unusable = newest_good(folder)
+        chosen, refusals = (str(path) if path else None), [(str(refusal.path), refusal.reason) for refusal in unusable]
+    elif requested is not None:
+        chosen = str(requested)
+    chosen, refusals = world.share_json([chosen, refusals])
+    refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in refusals]
     events: list[Event] = [CheckpointRefused(path=str(one.path), reason=one.reason) for one in refused]
     if chosen is None:
         if any(not one.is_unfinished for one in refused):
@@ -295,17 +311,17 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
     return load(Path(chosen)), events
 
 
-def began_as(loaded: OpenCheckpoint) -> Mapping[str, Any]:
+def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the identity of the run that saved. Fields that older versions did not record are read from the state."""
     state = loaded.state
-    names = [{"names": [group["names"] for group in one["groups"]]} for one in state["optimizers"]]
-    said = state["identity"]
-    optimizers = [{**own, **one} for own, one in zip(names, said["optimizer"], strict=False)]
-    return {"schedule": describe_saved(state["schedules"]), **said, "optimizer": optimizers}
+    names = [{"names": [group["names"] for group in entry["groups"]]} for entry in state["optimizers"]]
+    identity = state["identity"]
+    optimizers = [{**saved_groups, **entry} for saved_groups, entry in zip(names, identity["optimizer"], strict=False)]
+    return {"schedule": describe_saved(state["schedules"]), **identity, "optimizer": optimizers}
 
 
 def restore(
-    loaded: OpenCheckpoint, *, built: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
+    loaded: OpenCheckpoint, *, setup: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
 ) -> Cursor:
     """Load the state of model, optimizers, schedules and grid, and return the cursor. Every rank must call this.
 
@@ -314,7 +330,7 @@ def restore(
         ResumeError: another property has changed, and `allow` does not permit it.
     """
     with as_state_error(loaded):
-        return _restore(loaded, built=built, identity=identity, allow=allow)
+        return _restore(loaded, setup=setup, identity=identity, allow=allow)
 
 
 @contextmanager
@@ -336,70 +352,70 @@ def as_state_error(loaded: OpenCheckpoint) -> Iterator[None]:
 
 
 def _restore(
-    loaded: OpenCheckpoint, *, built: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
+    loaded: OpenCheckpoint, *, setup: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
 ) -> Cursor:
-    trained = trained_of(built)
+    train_state = build_train_state(setup)
     problems: list[PacelineError] = []
     try:
-        load_model(loaded, trained)
+        load_model(loaded, train_state)
     except CheckpointError as error:
         problems.append(error)
     try:
-        check_identity(began_as(loaded), identity, allow=[*allow, *(["model"] if problems else [])])
+        check_identity(read_saved_identity(loaded), identity, allow=[*allow, *(["model"] if problems else [])])
     except ResumeError as error:
         problems.append(error)
     raise_all(problems)
-    same = loaded.state["identity"].get("update") == identity["update"]
-    of_rule = rule_state(built)
-    mine = of_rule.view(loaded, is_same=same)
-    load_update(mine, trained, began=began_as(loaded), now=identity)
-    load_grid(built.grid, loaded.state.get("grid", {}))
-    of_rule.load(mine, is_same=same)
+    is_same_rule = loaded.state["identity"].get("update") == identity["update"]
+    state_of_rule = build_rule_state(setup)
+    rule_view = state_of_rule.view(loaded, is_same=is_same_rule)
+    load_update(rule_view, train_state, began=read_saved_identity(loaded), now=identity)
+    load_grid(setup.grid, loaded.state.get("grid", {}))
+    state_of_rule.load(rule_view, is_same=is_same_rule)
     if loaded.state["identity"].get("compress") == identity["compress"]:
-        load_held(loaded, built.placed.reducer, world=built.world)
+        load_held(loaded, setup.placed.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
-    built.step.steps_done = cursor.step
-    built.step.replica.buffers.begin()
+    setup.step.steps_done = cursor.step
+    setup.step.replica.buffers.begin()
     return cursor
 
 
-def restore_weights(loaded: OpenCheckpoint, *, built: TrainingSetup) -> None:
+def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
     """Load only the weights, and the average if there is one, for evaluation. Every rank must call this."""
-    load_model(loaded, trained_of(built))
-    ema = built.update.ema
+    load_model(loaded, build_train_state(setup))
+    ema = setup.update.ema
     if ema is not None:
-        on_all_ranks(built.world, lambda: load_ema(loaded, ema, weights=built.weights))
+        on_all_ranks(setup.world, lambda: load_ema(loaded, ema, weights=setup.weights))
 
 
-def write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
+def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model as evaluated, and the weight digest; return a line that names both.
 
     The digest covers the trained weights, not their average. It is stored with the build and kernels that affect it.
     Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
     """
-    with built.step.synchronised_weights():
-        return _write_final(built, run, step=step)
+    with setup.step.synchronised_weights():
+        return _write_final_weights(setup, run, step=step)
 
 
-def _write_final(built: TrainingSetup, run: Path, *, step: int) -> str:
-    if not is_writer(built) or (built.weights.is_whole and not built.world.is_main):
+def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
+    if not is_writer(setup) or (setup.weights.is_whole and not setup.world.is_main):
         return ""
-    listing = list_model(built.model, weights=built.weights, world=built.site)
+    listing = list_model(setup.model, weights=setup.weights, world=setup.site)
     digest = weights_digest(listing.wholes(sorted(listing.entries)))
-    found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
-    found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
-    if built.world.is_main:
+    record: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
+    record |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
+    if setup.world.is_main:
         with as_checkpoint_error(WEIGHTS, run):  # remove the old digest until the folder is complete
             (run / WEIGHTS).unlink(missing_ok=True)
-    with built.as_evaluated():
+    with setup.as_evaluated():
         folder = consolidate(
-            listing, run / "consolidated", config=getattr(built.model, "config", None), world=built.site
+            listing, run / "consolidated", config=getattr(setup.model, "config", None), world=setup.site
         )
-        if built.update.ema is not None:
-            found["average"] = weights_digest(listing.wholes(sorted(listing.entries)))
-    if built.world.is_main:
+        if setup.update.ema is not None:
+            record["average"] = weights_digest(listing.wholes(sorted(listing.entries)))
+    if setup.world.is_main:
         with as_checkpoint_error("weights.json", run):
-            write_json(run / WEIGHTS, seal({**found, "files": digest_files(folder)}))
-    if built.update.ema is None:
+            write_json(run / WEIGHTS, seal({**record, "files": digest_files(folder)}))
+    if setup.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
-    return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
+    return f"average {record['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"

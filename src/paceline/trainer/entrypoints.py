@@ -34,18 +34,20 @@ def train(payload: Mapping[str, Any]) -> int:
 def evaluate(payload: Mapping[str, Any]) -> int:
     """Compute exact metrics of a checkpoint; rank 0 writes the answer."""
     task = Task.from_json(payload)
-    asked = Run.worker(task)
+    run = Run.worker(task)
     split = str(task.options.get("split", "eval"))
-    if getattr(asked.job, f"{split}_data", None) is None:
+    if getattr(run.job, f"{split}_data", None) is None:
         raise JobError(f"the job has no {split}_data.", hint=f"pl.Job(..., {split}_data=...)")
-    _leave_out_training(asked)
-    session = asked.open()
-    task = session.ready.task
-    run = RunFolder(Path(task.run))
-    named = task.options.get("checkpoint")
-    path = Path(named) if named else newest_or_tell(run, tells=session.world.is_main)
+    _remove_optimizer(run)
+    session = run.open()
+    task = session.prepared_job.task
+    run_folder = RunFolder(Path(task.run))
+    requested_checkpoint = task.options.get("checkpoint")
+    path = (
+        Path(requested_checkpoint) if requested_checkpoint else newest_or_tell(run_folder, tells=session.world.is_main)
+    )
     loaded = load(path)
-    restore_weights(loaded, built=session.built)
+    restore_weights(loaded, setup=session.setup)
     session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
     event = session.loop.evaluate(split=split)
     if session.world.is_main:
@@ -62,12 +64,12 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _leave_out_training(run: Run) -> None:
+def _remove_optimizer(run: Run) -> None:
     """Remove the job's optimizer and schedule, so that they do not restrict the layouts of an evaluation."""
-    assert run._ready is not None
-    run.job = replace(run.job, optimizer=_idle, lr_schedule=None)
-    run._ready = replace(run._ready, job=run.job)
+    assert run._prepared_job is not None
+    run.job = replace(run.job, optimizer=_placeholder_optimizer, lr_schedule=None)
+    run._prepared_job = replace(run._prepared_job, job=run.job)
 
 
-def _idle(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+def _placeholder_optimizer(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)

@@ -19,20 +19,20 @@ from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-OUTER, OWN = "outer.safetensors", "weights.safetensors"
-_ITS_OWN = ("optimizers", "schedules", "scaler", "extra_state")
+OUTER_FILE, SITE_WEIGHTS_FILE = "outer.safetensors", "weights.safetensors"
+_PER_SITE_STATE = ("optimizers", "schedules", "scaler", "extra_state")
 
 Files = dict[str, list[Writable]]
 
 
-def sites_of(built: TrainingSetup) -> FragmentSchedule | None:
+def get_sites(setup: TrainingSetup) -> FragmentSchedule | None:
     """Return the outer optimizer if there are several sites, else None."""
-    return built.step.sites if isinstance(built.step, LocalStep) else None
+    return setup.step.sites if isinstance(setup.step, LocalStep) else None
 
 
-def is_writer(built: TrainingSetup) -> bool:
+def is_writer(setup: TrainingSetup) -> bool:
     """Return True if this rank's site writes the state that all sites share."""
-    sites = sites_of(built)
+    sites = get_sites(setup)
     return sites is None or sites.number == 0
 
 
@@ -40,30 +40,37 @@ def is_writer(built: TrainingSetup) -> bool:
 class SitesState:
     """The state that sites add to a checkpoint: their own weights and optimizers, and the last averaged weights."""
 
-    built: TrainingSetup
+    setup: TrainingSetup
     sites: FragmentSchedule
 
-    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+    def extend(
+        self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
+    ) -> tuple[Files, dict[str, Any]]:
         """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
-        built, sites = self.built, self.sites
-        found = files if sites.number == 0 else {}
-        rank = built.site.rank
+        setup, sites = self.setup, self.sites
+        site_files = files if sites.number == 0 else {}
+        rank = setup.site.rank
         stem = OPTIMIZER.partition(".")[0]
-        found = found | {_of(sites.number, name): rows for name, rows in files.items() if name.startswith(stem)}
-        found[_of(sites.number, rank_file(OWN, rank))] = [
-            row for name, tensor in own.items() for row in _pieces(built, name, name, tensor)
+        site_files = site_files | {
+            _site_file(sites.number, name): rows for name, rows in files.items() if name.startswith(stem)
+        }
+        site_files[_site_file(sites.number, rank_file(SITE_WEIGHTS_FILE, rank))] = [
+            row for name, tensor in local_weights.items() for row in _writable_shards(setup, name, name, tensor)
         ]
         if sites.number == 0:
             rows = [
                 row
                 for fragment in sites.fragments
-                for what, name, tensor in fragment.saved()
-                for row in _pieces(built, f"{what}/{name}", name, tensor)
+                for kind, name, tensor in fragment.saved()
+                for row in _writable_shards(setup, f"{kind}/{name}", name, tensor)
             ]
-            found[rank_file(OUTER, rank)] = rows
-        each = sites.peers.gather_json({name: state[name] for name in _ITS_OWN})
-        due = [fragment.due for fragment in sites.fragments]
-        return {name: rows for name, rows in found.items() if rows}, state | {"sites": each, "due": due}
+            site_files[rank_file(OUTER_FILE, rank)] = rows
+        site_states = sites.peers.gather_json({name: state[name] for name in _PER_SITE_STATE})
+        due_averages = [fragment.due for fragment in sites.fragments]
+        return {name: rows for name, rows in site_files.items() if rows}, state | {
+            "sites": site_states,
+            "due": due_averages,
+        }
 
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
         """Return the checkpoint as this rank's site reads it.
@@ -73,7 +80,7 @@ class SitesState:
         sites = self.sites
         if not is_same:
             return loaded
-        prefix = _of(sites.number, "")
+        prefix = _site_file(sites.number, "")
         files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
         return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.number])
 
@@ -83,41 +90,43 @@ class SitesState:
         Raises:
             CheckpointError: a stored tensor is damaged.
         """
-        built, sites = self.built, self.sites
+        setup, sites = self.setup, self.sites
         if not is_same:
             sites.begin()
             return
-        stored = loaded.files.get(OWN, StoredTensors([]))
-        own = on_all_ranks(built.site, lambda: {name: _read(stored, name, name, built) for name in stored})
-        sites.restore({name: tensor for name, tensor in own.items() if tensor is not None}, step=loaded.step)
-        outer = loaded.files.get(OUTER, StoredTensors([]))
+        stored = loaded.files.get(SITE_WEIGHTS_FILE, StoredTensors([]))
+        site_weights = on_all_ranks(
+            setup.site, lambda: {name: _read_shard(stored, name, name, setup) for name in stored}
+        )
+        sites.restore({name: tensor for name, tensor in site_weights.items() if tensor is not None}, step=loaded.step)
+        outer = loaded.files.get(OUTER_FILE, StoredTensors([]))
 
-        def find(what: str, name: str) -> Tensor | None:
-            return _read(outer, f"{what}/{name}", name, built)
+        def find(kind: str, name: str) -> Tensor | None:
+            return _read_shard(outer, f"{kind}/{name}", name, setup)
 
         def restore() -> None:
             for fragment, due in zip(sites.fragments, loaded.state["due"], strict=True):
                 fragment.restore(find, due=due)
 
-        on_all_ranks(built.site, restore)
+        on_all_ranks(setup.site, restore)
 
 
-def _of(site: int, name: str) -> str:
+def _site_file(site: int, name: str) -> str:
     return f"site-{site}.{name}"
 
 
-def _pieces(built: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
-    parts = _holding(built, name).parts(name)
+def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
+    parts = _sharding_of(setup, name).parts(name)
     yield from owned_shards(
-        key, dtype=tensor.dtype, find=partial(Tensor.detach, tensor), parts=parts, rank=built.site.rank
+        key, dtype=tensor.dtype, find=partial(Tensor.detach, tensor), parts=parts, rank=setup.site.rank
     )
 
 
-def _read(stored: StoredTensors, key: str, name: str, built: TrainingSetup) -> Tensor | None:
-    part = _holding(built, name).mine[name].part
+def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup) -> Tensor | None:
+    part = _sharding_of(setup, name).mine[name].part
     return None if key not in stored or part.local is None else read_part(stored, key, part=part)
 
 
-def _holding(built: TrainingSetup, name: str) -> ShardedTensors:
+def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:
     """Return the optimizer's sharding of a tensor if the optimizer holds it, else the model's."""
-    return built.kept if name in built.kept.mine else built.weights
+    return setup.kept if name in setup.kept.mine else setup.weights

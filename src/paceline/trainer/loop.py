@@ -22,13 +22,13 @@ from paceline.trainer.batch_guard import BatchGuard
 from paceline.trainer.checkpointer import Checkpointer
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
-from paceline.trainer.diagnostics.memory_report import MemoryBaseline, naming_memory
-from paceline.trainer.diagnostics.nonfinite_inputs import name_inputs
+from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
+from paceline.trainer.diagnostics.nonfinite_inputs import explain_nonfinite_inputs
 from paceline.trainer.diagnostics.replica_check import check_replicas
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, numbers_and_text
-from paceline.trainer.random_access_reading import whole_batch
+from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
 from paceline.trainer.step_logger import StepLogger
@@ -40,9 +40,9 @@ class Loop:
     def __init__(
         self,
         *,
-        built: TrainingSetup,
-        feed: BatchLoader,
-        saver: Checkpointer,
+        setup: TrainingSetup,
+        loader: BatchLoader,
+        checkpointer: Checkpointer,
         event_bus: EventBus,
         pulse: Pulse | None,
         faults: Faults,
@@ -50,42 +50,42 @@ class Loop:
         length: Length,
         cursor: Cursor,
         progress: Progress,
-        before: MemoryBaseline,
+        memory_baseline: MemoryBaseline,
         forecast_check: ForecastCheck,
         on_eval_target: Any = None,
     ) -> None:
-        self.built = built
+        self.setup = setup
         self.cursor = cursor
         self.progress = progress
         self.event_bus = event_bus
-        self.feed = feed
-        self._batch_guard = BatchGuard(feed)
-        self.stopping = False
-        self.reason = ""
-        self._is_read_out = False
-        self._is_on_cpu = built.world.device.type == "cpu"
-        self._saver = saver
+        self.loader = loader
+        self._batch_guard = BatchGuard(loader)
+        self.is_stopping = False
+        self.stop_reason = ""
+        self._is_exhausted = False
+        self._is_on_cpu = setup.world.device.type == "cpu"
+        self._checkpointer = checkpointer
         self._pulse = pulse
         self._faults = faults
         self._faults_before_step = [faults] if faults.has_any else []
         self._stop = stop
         self._open_lengths = [length] if length.is_open else []
-        self._before = before
+        self._memory_baseline = memory_baseline
         self.forecast_check = forecast_check
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
-        self._target = on_eval_target
-        self._logger = StepLogger(built=built, feed=feed, event_bus=event_bus, progress=progress)
-        batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
+        self._on_eval_target = on_eval_target
+        self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
+        batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
-        self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
-        self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
-        self._best_metric = BestMetricTracker(built.job, progress)
+        self.save_every = setup.settings.checkpoint.every or derived_interval(self.total_steps)
+        self.eval_every = setup.settings.eval.every or derived_interval(self.total_steps)
+        self._best_metric = BestMetricTracker(setup.job, progress)
         self.rule_changes = self._best_metric.rule_changes
         self._is_ended_early = self._best_metric.is_over
-        self._evaluator = Evaluator(built)
-        self._shared = SharedMetrics(built.world)
-        self._began = self._checked = cursor.step
-        self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
+        self._evaluator = Evaluator(setup)
+        self._shared_metrics = SharedMetrics(setup.world)
+        self._start_step = self._last_checked_step = cursor.step
+        self._recent_inputs: deque[StepInput] = deque(maxlen=num_retained_batches(setup))
 
     def batches(self) -> Iterator[StepInput]:
         """Yield this replica's microbatches of each step, from the current position until the run is over or stopped.
@@ -93,111 +93,111 @@ class Loop:
         Raises:
             UsageError: an earlier loop over the batches has reached the end of the run.
         """
-        if self._is_read_out and not self.stopping:
-            raise self._no_more()
-        self.built.refuse_training()
+        if self._is_exhausted and not self.is_stopping:
+            raise self._no_more_batches()
+        self.setup.refuse_training()
         self._stop.renew()
-        self.progress.unjudged = self.progress.unjudged and self.built.job.eval_data is not None
-        if self.progress.unjudged and not self.stopping:
-            self._record_verdict(self._improves(self.evaluate()))
-        if self.stopping or self.is_over():
+        self.progress.unjudged = self.progress.unjudged and self.setup.job.eval_data is not None
+        if self.progress.unjudged and not self.is_stopping:
+            self._record_outcome(self._judge_evaluation(self.evaluate()))
+        if self.is_stopping or self.is_over():
             return
-        batches = self._batch_guard.loop()
+        batches = self._batch_guard.iterate()
         self._logger.clock = Clock()
-        self._beat()
+        self._send_heartbeat()
         while True:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             try:
-                given = next(batches)
+                step_batch = next(batches)
             except BaseException:
-                self._raise_explained(step=self.cursor.step + 1)
-            self._logger.clock.data += time.perf_counter() - began
-            yield given
-            if self.stopping or self.is_over():
-                self._is_read_out = not self.stopping
+                self._raise_with_context(step=self.cursor.step + 1)
+            self._logger.clock.data_seconds += time.perf_counter() - start_time
+            yield step_batch
+            if self.is_stopping or self.is_over():
+                self._is_exhausted = not self.is_stopping
                 return
 
-    def _no_more(self) -> UsageError:
+    def _no_more_batches(self) -> UsageError:
         return UsageError(
-            f"this run has ended at {self.place}: run.batches() has no more batches.",
+            f"this run has ended at {self.position_text}: run.batches() has no more batches.",
             cause="run.batches() is called once per epoch, but it gives the batches of all epochs",
             hint='one loop, for batch in run.batches(): ..., and pl.Run(..., settings={"train.epochs": 3})',
         )
 
-    def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
+    def step(self, step_batch: StepInput, *, needs_result: bool = False) -> StepResult:
         """Run one optimizer step; log, save, evaluate when due. With `needs_result`, any rank can read the result."""
         number = self.cursor.step + 1
         try:
-            result = self._step(given)
-            if is_shown:
-                self.built.step.flush_reports()
+            result = self._train_step(step_batch)
+            if needs_result:
+                self.setup.step.flush_reports()
             return result
         except BaseException:
-            self._raise_explained(step=number)
+            self._raise_with_context(step=number)
 
-    def _raise_explained(self, *, step: int) -> NoReturn:
+    def _raise_with_context(self, *, step: int) -> NoReturn:
         """Re-raise the current exception with the step's number and, if memory ran out, the memory by purpose."""
-        with at_step(step), naming_memory(self.built, self._before):
+        with at_step(step), explain_out_of_memory(self.setup, self._memory_baseline):
             raise
 
-    def _step(self, given: StepInput) -> StepResult:
-        if given is None or given is not self._batch_guard.waiting:
-            self._batch_guard.check(given)
+    def _train_step(self, step_batch: StepInput) -> StepResult:
+        if step_batch is None or step_batch is not self._batch_guard.pending_batch:
+            self._batch_guard.check(step_batch)
         self._stop.renew()
         for faults in self._faults_before_step:
             faults.fire("step", step=self.cursor.step + 1)
-        self.built.step.steps_done = self.cursor.step
+        self.setup.step.steps_done = self.cursor.step
         with ExitStack() as timing:
             for check in self._forecast_checks:
                 timing.enter_context(check.timing())
-            result = self._run(given)
-        self.cursor = given.batch.after
-        self._batch_guard.waiting = None
-        for note in [*given.notes, *self.built.step.new_notes()]:
+            result = self._run_step(step_batch)
+        self.cursor = step_batch.batch.after
+        self._batch_guard.pending_batch = None
+        for note in [*step_batch.notes, *self.setup.step.new_notes()]:
             self.event_bus.emit(Note(text=note))
         self._logger.record(result, cursor=self.cursor)
         for check in self._forecast_checks:
-            check.report_when_ready(step=self.cursor.step, over=self.is_over())
-        self._after()
+            check.report_when_ready(step=self.cursor.step, is_last_step=self.is_over())
+        self._run_due_actions()
         return result
 
-    def agree_on(self, call: str) -> None:
+    def check_same_call(self, local_call: str) -> None:
         """Check that all ranks are at the same call in the script. Every rank calls this.
 
         Raises:
             UsageError: another rank is at a different call.
         """
-        calls = self.built.world.gather_json(call)
-        other = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
-        if other is not None:
+        calls = self.setup.world.gather_json(local_call)
+        differing_rank = next((rank for rank, other_call in enumerate(calls) if other_call != calls[0]), None)
+        if differing_rank is not None:
             raise UsageError(
-                f"rank 0 is at {calls[0]}, and rank {other} at {calls[other]}: every rank must make this call.",
+                f"rank 0 is at {calls[0]}, and rank {differing_rank} at {calls[differing_rank]}: every rank must make this call.",
                 cause="a call inside `if run.rank == 0:`",
                 hint="call it on every rank, and print its result on rank 0",
             )
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Complete any step still in flight, so that the weights can be read."""
-        with self._naming_inputs():
-            self.built.step.settle()
+        with self._explain_nonfinite():
+            self.setup.step.settle()
         self._logger.flush()
-        for note in self.built.step.new_notes():
+        for note in self.setup.step.new_notes():
             self.event_bus.emit(Note(text=note))
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def synchronised_weights(self) -> Iterator[None]:
         """Complete any step in flight. Inside the block, local SGD's weights are the mean of the sites. Collective."""
-        self.settle()
-        with self.built.step.synchronised_weights():
+        self.finish_pending()
+        with self.setup.step.synchronised_weights():
             yield
 
-    def _run(self, given: StepInput) -> StepResult:
-        self._given.append(given)
-        with self._naming_inputs():
-            return self.built.step.run(given, stop=self._stop.requested)
+    def _run_step(self, step_batch: StepInput) -> StepResult:
+        self._recent_inputs.append(step_batch)
+        with self._explain_nonfinite():
+            return self.setup.step.run(step_batch, stop=self._stop.requested)
 
     @contextmanager
-    def _naming_inputs(self) -> Iterator[None]:
+    def _explain_nonfinite(self) -> Iterator[None]:
         """Add the non-finite inputs to a `NonFiniteError`, which may belong to an earlier step.
 
         If results are read with a delay, ranks raise the error at different times, so each checks only its own inputs.
@@ -205,12 +205,14 @@ class Loop:
         try:
             yield
         except NonFiniteError as error:
-            world = World.alone() if self.built.step.results_differ else self.built.world
-            given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
-            if not step_rule(self.built.plan.rule).traits.reads_samples:
-                given = whole_batch(given, self.built)
-            over_batch = self.built.step.replica.contract.over_batch
-            raise name_inputs(error, given, world=world, over_batch=over_batch) from None
+            world = World.alone() if self.setup.step.results_differ else self.setup.world
+            step_batch = next(
+                (one for one in self._recent_inputs if one.batch.after.step == error.step), self._recent_inputs[-1]
+            )
+            if not step_rule(self.setup.plan.rule).traits.reads_samples:
+                step_batch = read_full_batch(step_batch, self.setup)
+            over_batch = self.setup.step.replica.contract.over_batch
+            raise explain_nonfinite_inputs(error, step_batch, world=world, over_batch=over_batch) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
         """Return exact metrics on a split, with the current weights or with their average if the job has one."""
@@ -221,148 +223,156 @@ class Loop:
     def _evaluate(
         self, *, split: str = "eval", data: Any = None, stop: Callable[[], bool] = lambda: False
     ) -> EvalDone | None:
-        self.settle()
-        began = time.perf_counter()
-        data = data if data is not None else getattr(self.built.job, f"{split}_data")
-        with self.built.as_evaluated(), self.built.step.synchronised_weights():
-            size = eval_batch_size(self.built)
-            found = self._evaluator.run(data, batch_size=size, name=f"{split}_data", beat=self._beat, stop=stop)
-            if found is None:
+        self.finish_pending()
+        start_time = time.perf_counter()
+        data = data if data is not None else getattr(self.setup.job, f"{split}_data")
+        with self.setup.as_evaluated(), self.setup.step.synchronised_weights():
+            size = eval_batch_size(self.setup)
+            result = self._evaluator.run(
+                data, batch_size=size, name=f"{split}_data", beat=self._send_heartbeat, stop=stop
+            )
+            if result is None:
                 return None
-            self._beat(phase="on_eval")
-            extra, text = numbers_and_text(self.built.job.on_eval(self._target) if self.built.job.on_eval else None)
-        if self.built.job.on_eval:
-            self.built.step.settle()  # with Hogwild no worker continues while another still reads the weights
-        metrics = self._shared.share({**found.metrics, **extra})
-        for note in filter(None, (self._shared.note, self._evaluator.note)):
+            self._send_heartbeat(phase="on_eval")
+            on_eval_numbers, on_eval_text = numbers_and_text(
+                self.setup.job.on_eval(self._on_eval_target) if self.setup.job.on_eval else None
+            )
+        if self.setup.job.on_eval:
+            self.setup.step.settle()  # with Hogwild no worker continues while another still reads the weights
+        metrics = self._shared_metrics.share({**result.metrics, **on_eval_numbers})
+        for note in filter(None, (self._shared_metrics.note, self._evaluator.note)):
             self.event_bus.emit(Note(text=note, level="warning"))
         event = EvalDone(
             step=self.cursor.step,
             split=split,
             metrics=metrics,
-            samples=found.samples,
-            seconds=time.perf_counter() - began,
-            average=self.built.update.ema is not None,
-            extra=text,
+            samples=result.samples,
+            seconds=time.perf_counter() - start_time,
+            average=self.setup.update.ema is not None,
+            extra=on_eval_text,
         )
-        self._logger.clock.evaluating += time.perf_counter() - began
+        self._logger.clock.evaluation_seconds += time.perf_counter() - start_time
         self.event_bus.emit(event)
         return event
 
-    def save(self, *, best: bool = False) -> None:
+    def save(self, *, is_best: bool = False) -> None:
         """Save a checkpoint now. Every rank must call this."""
-        self.settle()
-        self._beat(phase="save")
-        began = time.perf_counter()
-        self.built.step.late.check(None)
-        self._check()
-        refuse_nonfinite_weights(self.built, step=self.cursor.step)
-        self._tell_late()
+        self.finish_pending()
+        self._send_heartbeat(phase="save")
+        start_time = time.perf_counter()
+        self.setup.step.late.check(None)
+        self._check_replicas()
+        refuse_nonfinite_weights(self.setup, step=self.cursor.step)
+        self._report_staleness()
         self._faults.fire("save", step=self.cursor.step)
-        for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
+        for event in self._checkpointer.save(
+            cursor=self.cursor, loader=self.loader, extra=self.progress.as_json(), is_best=is_best
+        ):
             self.event_bus.emit(event)
-        self._logger.clock.saving += time.perf_counter() - began
+        self._logger.clock.save_seconds += time.perf_counter() - start_time
 
-    def _tell_late(self) -> None:
+    def _report_staleness(self) -> None:
         """Emit the staleness that each rank measured, if updates are asynchronous."""
-        mine = self.built.step.lateness()
-        if mine is not None:
-            told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
-            self.event_bus.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
+        local_staleness = self.setup.step.lateness()
+        if local_staleness is not None:
+            reports = tuple(
+                one for rank_reports in self.setup.world.gather_json(local_staleness) for one in rank_reports
+            )
+            self.event_bus.emit(Staleness(step=self.cursor.step, update=self.setup.plan.update, told=reports))
 
     @property
-    def place(self) -> str:
+    def position_text(self) -> str:
         """The current position as text, such as "step 3 of 10"."""
         return f"step {self.cursor.step}{f' of {self.total_steps}' if self.total_steps else ''}"
 
     def finish(self) -> ExitCode:
         """Save the last step if it is not saved yet, and return the exit code."""
-        if any(self.built.world.gather_json(self._stop.requested)):  # a signal may also come between two steps
-            self.reason = "signal"
-        if self._saver.last_saved != self.cursor.step:
+        if any(self.setup.world.gather_json(self._stop.requested)):  # a signal may also come between two steps
+            self.stop_reason = "signal"
+        if self._checkpointer.last_saved != self.cursor.step:
             self.save()
-        over = self.is_over() and not self.progress.unjudged
-        return ExitCode.DONE if over else ExitCode.STOPPED
+        is_complete = self.is_over() and not self.progress.unjudged
+        return ExitCode.DONE if is_complete else ExitCode.STOPPED
 
     def request_stop(self) -> None:
         """Stop after this step. Every rank must call this."""
-        self.stopping, self.reason = True, self.reason or "asked"
+        self.is_stopping, self.stop_reason = True, self.stop_reason or "asked"
 
-    def _after(self) -> None:
+    def _run_due_actions(self) -> None:
         step = self.cursor.step
         if self.is_over():
-            self.settle()
+            self.finish_pending()
             self._logger.log_last()
-        if self._logger.stops:
-            self.stopping, self.reason = True, "signal"
-        every = self.built.settings.train.check_every
-        if step == self._began + 1 or (every and step % every == 0):
-            self._check()
-        if step == self._began + 1:
-            self.settle()
-            self._saver.check()
-        over = self.is_over()
-        due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
-        if step % self.save_every == 0 or over or self.stopping:
-            self.progress.unjudged = due  # save before a due evaluation, because the evaluation may fail
+        if self._logger.is_stop_requested:
+            self.is_stopping, self.stop_reason = True, "signal"
+        check_interval = self.setup.settings.train.check_every
+        if step == self._start_step + 1 or (check_interval and step % check_interval == 0):
+            self._check_replicas()
+        if step == self._start_step + 1:
+            self.finish_pending()
+            self._checkpointer.check_savable()
+        is_last_step = self.is_over()
+        is_evaluation_due = self.setup.job.eval_data is not None and (step % self.eval_every == 0 or is_last_step)
+        if step % self.save_every == 0 or is_last_step or self.is_stopping:
+            self.progress.unjudged = is_evaluation_due  # save before a due evaluation, because the evaluation may fail
             self.save()
-        if due:
+        if is_evaluation_due:
             self._evaluate_due()
-        self._beat()
+        self._send_heartbeat()
 
-    def _check(self) -> None:
+    def _check_replicas(self) -> None:
         """Compare the replicas, unless this step was already checked or `train.check_every` is 0."""
-        if self.built.settings.train.check_every and self._checked != self.cursor.step:
-            self.settle()
-            check_replicas(self.built, step=self.cursor.step)
-            self._checked = self.cursor.step
+        if self.setup.settings.train.check_every and self._last_checked_step != self.cursor.step:
+            self.finish_pending()
+            check_replicas(self.setup, step=self.cursor.step)
+            self._last_checked_step = self.cursor.step
 
     def _evaluate_due(self) -> None:
         """Evaluate, unless a stop is requested before or during the evaluation; the resumed run then starts with it."""
         self._faults.fire("eval", step=self.cursor.step)
-        event = None if self.stopping else self._evaluate(stop=lambda: self._stop.requested)
+        event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.requested)
         if event is None:
             self.progress.unjudged = True
-            self.stopping, self.reason = True, self.reason or "signal"
-        best = event is not None and self._improves(event)
-        if event is not None or self._saver.last_saved != self.cursor.step:
-            self._record_verdict(best)
+            self.is_stopping, self.stop_reason = True, self.stop_reason or "signal"
+        is_best = event is not None and self._judge_evaluation(event)
+        if event is not None or self._checkpointer.last_saved != self.cursor.step:
+            self._record_outcome(is_best)
 
-    def _record_verdict(self, best: bool) -> None:
+    def _record_outcome(self, is_best: bool) -> None:
         """Write an evaluation's outcome to disk: amend this step's checkpoint, or save one for a best or last step."""
-        if self._saver.last_saved == self.cursor.step:
-            self._saver.amend(extra=self.progress.as_json(), best=best)
-            if best:
+        if self._checkpointer.last_saved == self.cursor.step:
+            self._checkpointer.amend(extra=self.progress.as_json(), is_best=is_best)
+            if is_best:
                 self.event_bus.emit(Note(text=f"step {self.cursor.step} is the best so far"))
-        elif best or self.stopping:
-            self.save(best=best)
+        elif is_best or self.is_stopping:
+            self.save(is_best=is_best)
 
-    def _improves(self, event: EvalDone) -> bool:
-        verdict = self._best_metric.hear(event)
+    def _judge_evaluation(self, event: EvalDone) -> bool:
+        outcome = self._best_metric.record_evaluation(event)
         self._is_ended_early = self._best_metric.is_over
-        for note in verdict.notes:
+        for note in outcome.notes:
             self.event_bus.emit(note)
-        if verdict.ends:
-            self.stopping, self.reason = True, "early"
-        return verdict.best
+        if outcome.ends_run:
+            self.is_stopping, self.stop_reason = True, "early"
+        return outcome.is_best
 
     def is_over(self) -> bool:
         """Return True once the run has reached its length or early stopping has ended it."""
         if self._is_ended_early or (self.total_steps is not None and self.cursor.step >= self.total_steps):
             return True
-        return any(length.reached(self.cursor, tokens=self.progress.tokens) for length in self._open_lengths)
+        return any(length.is_reached(self.cursor, tokens=self.progress.tokens) for length in self._open_lengths)
 
-    def beat_over(self) -> None:
+    def report_finished(self) -> None:
         """Report over the heartbeat that no more steps follow, so that the script may take as long as it needs."""
-        self._beat(phase="over")
+        self._send_heartbeat(phase="over")
 
-    def _beat(self, *, phase: str = "step") -> None:
+    def _send_heartbeat(self, *, phase: str = "step") -> None:
         if self._pulse is not None:
-            last = self._logger.last
-            loss = last.loss if last is not None and self._is_on_cpu else 0.0
+            last_result = self._logger.last_result
+            loss = last_result.loss if last_result is not None and self._is_on_cpu else 0.0
             self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
 
 
-def kept_batches(built: TrainingSetup) -> int:
+def num_retained_batches(setup: TrainingSetup) -> int:
     """Return the number of recent steps whose inputs the loop keeps, to name them when a later check fails."""
-    return built.step.kept_batches
+    return setup.step.kept_batches

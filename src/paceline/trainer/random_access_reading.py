@@ -8,7 +8,7 @@ from paceline.job import Job
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
-def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> RandomAccessLoader:
+def random_access_loader(job: Job, settings: Settings, *, global_batch_size: int) -> RandomAccessLoader:
     """Return a loader that reads any share of any batch of this job."""
     return RandomAccessLoader(
         data=job.train_data,
@@ -21,12 +21,12 @@ def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> Rand
     )
 
 
-def whole_batch(given: StepInput, built: TrainingSetup) -> StepInput:
+def read_full_batch(step_batch: StepInput, setup: TrainingSetup) -> StepInput:
     """Return the same batch with all its samples, regardless of which rank computed them."""
-    plan, settings = built.plan, built.settings
+    plan, settings = setup.plan, setup.settings
 
     def read() -> StepInput:
-        feed = leased_feed(built.job, settings, global_batch_size=plan.global_batch_size)
-        return feed.share(given.batch.cursor, micro_batch_size=plan.micro_batch_size)
+        loader = random_access_loader(setup.job, settings, global_batch_size=plan.global_batch_size)
+        return loader.share(step_batch.batch.cursor, micro_batch_size=plan.micro_batch_size)
 
-    return read_apart(built.data.train, read, seed=settings.seed)
+    return read_apart(setup.data.train, read, seed=settings.seed)

@@ -46,24 +46,24 @@ from paceline.step.generate import generate
 from paceline.step.step_totals import StepResult
 from paceline.trainer.parameter_server_worker import WorkerFinished, run_worker
 from paceline.trainer.script_restart import (
-    CHOSEN,
-    CROSSING,
-    begin_again,
-    change_to_go_on,
-    processes_of,
-    script_again,
-    script_to_start,
-    threads_of,
+    AUTO_LAYOUT_FIELDS,
+    INHERITED_FIELDS,
+    count_processes,
+    count_threads,
+    restart_in_exact_mode,
+    resume_arguments,
+    script_arguments,
+    script_command,
 )
 from paceline.trainer.session import Session, open_session
-from paceline.trainer.setup.build_training_setup import job_layer
+from paceline.trainer.setup.build_training_setup import job_settings
 from paceline.trainer.setup.prepare import (
     PreparedJob,
-    held_folder,
     is_gradient_worker,
     join_world,
+    lock_run_dir,
     prepare,
-    with_folder,
+    with_run_folder,
 )
 
 
@@ -71,11 +71,11 @@ class _UpdateGuard:
     """A guard against optimizer steps that the script makes in addition to those of the run."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._own = 0
+        self._num_steps = 0
         self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
 
     def _count(self, *_: object) -> None:
-        self._own += 1
+        self._num_steps += 1
 
     def check(self) -> None:
         """Check that no optimizer stepped since `clear`.
@@ -83,7 +83,7 @@ class _UpdateGuard:
         Raises:
             UsageError: an optimizer stepped.
         """
-        if self._own:
+        if self._num_steps:
             raise UsageError(
                 "optimizer.step() was called outside run.step(batch), which already updates the weights.",
                 cause="the loop does forward, backward or optimizer.step() itself, as without Paceline",
@@ -92,7 +92,7 @@ class _UpdateGuard:
 
     def clear(self) -> None:
         """Reset the count after a step of the run."""
-        self._own = 0
+        self._num_steps = 0
 
     def remove(self) -> None:
         """Remove the hooks from the optimizers."""
@@ -131,38 +131,40 @@ class Run:
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
-        self._chooses = is_auto(layout)
-        if self._chooses:
+        self._is_auto_layout = is_auto(layout)
+        if self._is_auto_layout:
             resolve("paceline.measured_planning.auto_layout:refuse_auto")(update=update, compress=compress)
             layout = None
         raise_all(refuse_unknown_allowances(tuple(allow)))
-        asked = parse_layout(layout) if layout is not None else None
-        rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
-        own = asked and asked.ranks and asked.ranks + rule.servers  # the same rule as on the command line
-        count = ranks or own or world_size(os.environ) or here or 1
+        parsed_layout = parse_layout(layout) if layout is not None else None
+        rule, num_local_devices = parse_update(update), visible_gpus() if kind == "cuda" else 1
+        layout_ranks = (
+            parsed_layout and parsed_layout.ranks and parsed_layout.ranks + rule.servers
+        )  # the same rule as on the command line
+        num_ranks = ranks or layout_ranks or world_size(os.environ) or num_local_devices or 1
         script = Path(sys.argv[0]).stem or "run"
-        given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
-        asked_here = RequestedSettings().over(given, origin="Run(settings=)")
-        folder = str(run_dir or asked_here.values.get("run_dir") or "")
-        self._is_named = bool(folder)
-        merged = merge(asked_here.over(job_layer(job), origin=JOB, where=JOB_SETTINGS))
-        self._exact = merged.train.exact
-        check_names(merged.watch.to)
-        if count > 1:
-            raise_all(refuse_backend(merged.train.backend, available_backends()))
+        run_settings = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
+        requested_settings = RequestedSettings().over(run_settings, origin="Run(settings=)")
+        folder = str(run_dir or requested_settings.values.get("run_dir") or "")
+        self._has_run_dir = bool(folder)
+        merged_settings = merge(requested_settings.over(job_settings(job), origin=JOB, where=JOB_SETTINGS))
+        self._exact = merged_settings.train.exact
+        check_names(merged_settings.watch.to)
+        if num_ranks > 1:
+            raise_all(refuse_backend(merged_settings.train.backend, available_backends()))
         self._task = Task(
             verb="train",
             job=f"{GIVEN}:{job.name or script}",
-            layout=layout or ("single" if count == 1 else rule.layout),
+            layout=layout or ("single" if num_ranks == 1 else rule.layout),
             update=str(rule),
             compress=str(parse_compress(compress)),
-            ranks=count,
+            ranks=num_ranks,
             device=kind,
             run=folder,
             resume=str(resume) if isinstance(resume, str | Path) else ("" if resume else None),
             allow=tuple(allow),
-            settings=asked_here.values,
-            origins=asked_here.origins,
+            settings=requested_settings.values,
+            origins=requested_settings.origins,
         )
 
     @classmethod
@@ -172,46 +174,46 @@ class Run:
         run._task = task
         run._session = None
         run.exit_code = int(ExitCode.DONE)
-        run._ready = prepare(task)
-        if run._ready.settings.train.exact and not choose_kernels():
+        run._prepared_job = prepare(task)
+        if run._prepared_job.settings.train.exact and not choose_kernels():
             cause = "Job(settings=) requests it, but torch is already imported when that is read"
             raise too_late(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
-        run.job = run._ready.job
+        run.job = run._prepared_job.job
         return run
 
-    _was_open = False
+    _has_opened = False
     _update_guard: _UpdateGuard | None = None
     _hook: UncaughtHook | None = None
-    _chooses = False
-    _words: Sequence[str] = ()  # the script's command line, in a process that was started for it
-    _ready: PreparedJob | None = None
-    _hold: RunLock | None = None
-    _listens = False
-    _asked_before: int | None = None  # the parent-death signal before `die_with_launcher` set it
-    _threads = 0  # torch's thread count before this run set it
+    _is_auto_layout = False
+    _script_command: Sequence[str] = ()  # the script's command line, in a process that was started for it
+    _prepared_job: PreparedJob | None = None
+    _run_lock: RunLock | None = None
+    _has_signal_handler = False
+    _previous_death_signal: int | None = None  # the parent-death signal before `die_with_launcher` set it
+    _previous_threads = 0  # torch's thread count before this run set it
 
     def open(self) -> Session:
         """Join the other ranks and return the session of this run. The caller must also close it."""
         self.__enter__()
-        return self._live
+        return self._active_session
 
     def __enter__(self) -> Self:
         try:
             self._join_or_start()
-            Run._was_open = True
-            ready = self._ready or prepare(self._task, job=self.job)
-            if ready.settings.train.threads and not ready.settings.train.exact:  # perhaps set by the job
-                self._set_threads(ready.settings.train.threads)
-            if is_gradient_worker(ready):
-                raise WorkerFinished(run_worker(ready))
-            world = join_world(ready)
-            self._hold = held_folder(ready.task, world=world)
-            self._session = open_session(ready, world=world, target=self)
-            if self._ready is None and ready.plan.rule.is_synchronous:
+            Run._has_opened = True
+            prepared_job = self._prepared_job or prepare(self._task, job=self.job)
+            if prepared_job.settings.train.threads and not prepared_job.settings.train.exact:  # perhaps set by the job
+                self._set_threads(prepared_job.settings.train.threads)
+            if is_gradient_worker(prepared_job):
+                raise WorkerFinished(run_worker(prepared_job))
+            world = join_world(prepared_job)
+            self._run_lock = lock_run_dir(prepared_job.task, world=world)
+            self._session = open_session(prepared_job, world=world, on_eval_target=self)
+            if self._prepared_job is None and prepared_job.plan.rule.is_synchronous:
                 self._update_guard = _UpdateGuard(self.optimizers)
         except BaseException as error:
-            self._let_go()
-            self._leave_hook(error)
+            self._restore_process_state()
+            self._remove_hook(error)
             raise
         return self
 
@@ -219,56 +221,58 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._leave(error)
+            self._finish(error)
         finally:
-            self._let_go()
+            self._restore_process_state()
 
-    def _leave(self, error: BaseException | None) -> None:
-        session = self._live
-        if isinstance(error, SystemExit) and session.world.world_size > 1 and self._ready is None:
+    def _finish(self, error: BaseException | None) -> None:
+        session = self._active_session
+        if isinstance(error, SystemExit) and session.world.world_size > 1 and self._prepared_job is None:
             report_exit(error)
         if error is None:
-            if self._ready is None:
-                session.loop.agree_on("the end of the run")
+            if self._prepared_job is None:
+                session.loop.check_same_call("the end of the run")
             self.exit_code = run_finish.code = session.finish()
             session.close()
-            if self._ready is None:
-                self._hand_back(session)
+            if self._prepared_job is None:
+                self._return_to_script(session)
         elif session.world.world_size == 1:
             session.close()
-        self._leave_hook(error)
+        self._remove_hook(error)
 
-    def _leave_hook(self, error: BaseException | None) -> None:
+    def _remove_hook(self, error: BaseException | None) -> None:
         if self._hook is not None and error is None:
             self._hook.remove()
         elif self._hook is not None and error is not None:
             self._hook.remove_but_for(error)
 
-    def _hand_back(self, session: Session) -> None:
+    def _return_to_script(self, session: Session) -> None:
         """Return control to the script, or exit if a signal stopped the run."""
         started_by_us = attempt_folder(os.environ) is not None
-        by_signal = bool(self.exit_code) and session.loop.reason == "signal"
+        by_signal = bool(self.exit_code) and session.loop.stop_reason == "signal"
         if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # the launcher reports it
-            stands = "Stopped and saved." if by_signal else f"The run is at {session.loop.place} and saved."
-            print_line(f"{stands} Resume: {self._go_on(session.run.path)}", sys.stderr)
+            status_text = (
+                "Stopped and saved." if by_signal else f"The run is at {session.loop.position_text} and saved."
+            )
+            print_line(f"{status_text} Resume: {self._resume_command(session.run.path)}", sys.stderr)
         if by_signal:
             sys.exit(self.exit_code)
 
-    def _go_on(self, folder: Path) -> str:
-        change = change_to_go_on(folder, resume=self._task.resume, is_named=self._is_named)
-        joined = None if self._words else detect(os.environ)
-        return script_again(joined, words=self._words or sys.orig_argv, change=change)
+    def _resume_command(self, folder: Path) -> str:
+        change = resume_arguments(folder, resume=self._task.resume, has_run_dir=self._has_run_dir)
+        launcher = None if self._script_command else detect(os.environ)
+        return script_command(launcher, command=self._script_command or sys.orig_argv, change=change)
 
     def batches(self) -> Iterator[StepInput]:
         """Yield this replica's share of each global batch, until the run is over or a stop is requested."""
-        return self._live.loop.batches()
+        return self._active_session.loop.batches()
 
     def step(self, batch: StepInput) -> StepResult:
         """Run forward, backward, reduction, clipping and update; log, evaluate and save when due."""
         if self._update_guard is None:
-            return self._live.loop.step(batch, is_shown=self._ready is None)
+            return self._active_session.loop.step(batch, needs_result=self._prepared_job is None)
         self._update_guard.check()
-        result = self._live.loop.step(batch, is_shown=True)
+        result = self._active_session.loop.step(batch, needs_result=True)
         self._update_guard.clear()
         return result
 
@@ -281,112 +285,115 @@ class Run:
                 else f"run.evaluate(split={split!r}): {split!r} is not a split.",
                 hint='split="eval" evaluates on eval_data= of the job, split="test" on its test_data=',
             )
-        self._live.loop.agree_on("run.evaluate()")
-        return self._live.loop.evaluate(split=split)
+        self._active_session.loop.check_same_call("run.evaluate()")
+        return self._active_session.loop.evaluate(split=split)
 
     def save(self) -> None:
         """Save a checkpoint now. Every rank must call this."""
-        self._live.loop.agree_on("run.save()")
-        self._live.loop.save()
+        self._active_session.loop.check_same_call("run.save()")
+        self._active_session.loop.save()
 
     def stop(self) -> None:
         """Stop after this step and save. Every rank must call this."""
-        self._live.loop.request_stop()
+        self._active_session.loop.request_stop()
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
         """Generate ids after `prompt` `[batch, length]`, with the sites' mean weights. Every rank must call this."""
-        prompt = prompt.to(self._live.world.device)
-        forward = partial(self._live.built.step.passes.call, self.model)
-        with self._live.loop.at_rest():
+        prompt = prompt.to(self._active_session.world.device)
+        forward = partial(self._active_session.setup.step.passes.call, self.model)
+        with self._active_session.loop.synchronised_weights():
             return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
 
     @property
     def model(self) -> nn.Module:
         """The user's own module."""
-        return self._live.built.model
+        return self._active_session.setup.model
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The job's own optimizers, as its factory made them."""
-        return self._live.built.update.optimizers
+        return self._active_session.setup.update.optimizers
 
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return self._live.run.path
+        return self._active_session.run.path
 
     @property
     def rank(self) -> int:
         """This process's rank."""
-        return self._live.world.rank
+        return self._active_session.world.rank
 
     @property
-    def _live(self) -> Session:
+    def _active_session(self) -> Session:
         if self._session is None:
             raise RuntimeError("use a Run inside `with pl.Run(job) as run:`")
         return self._session
 
     def _set_threads(self, number: int) -> None:
         """Set torch's thread count until the run is left."""
-        self._threads = self._threads or torch.get_num_threads()
+        self._previous_threads = self._previous_threads or torch.get_num_threads()
         torch.set_num_threads(number)
 
-    def _let_go(self) -> None:
+    def _restore_process_state(self) -> None:
         """Restore the process state when the run is left, so that the next run in this process starts clean."""
-        if self._hold is not None:
-            self._hold.close()
+        if self._run_lock is not None:
+            self._run_lock.close()
         if self._update_guard is not None:
             self._update_guard.remove()
             self._update_guard = None
-        if self._listens:
+        if self._has_signal_handler:
             stop_flag.remove()
-        if self._asked_before is not None:
-            outlive_launcher(self._asked_before)
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        self._listens, self._asked_before, self._threads = False, None, 0
+        if self._previous_death_signal is not None:
+            outlive_launcher(self._previous_death_signal)
+        if self._previous_threads:
+            torch.set_num_threads(self._previous_threads)
+        self._has_signal_handler, self._previous_death_signal, self._previous_threads = False, None, 0
 
     def _join_or_start(self) -> None:
         """Continue in a worker or a single process; in a plain process with several ranks, start the workers and exit.
 
         Exact mode also restarts the script: its kernels are chosen by a variable that is read when torch loads.
         """
-        if self._ready is not None:
+        if self._prepared_job is not None:
             return
         folder = attempt_folder(os.environ)
         if folder is not None:
-            self._refuse_second()
+            self._refuse_second_run()
             request = read_json(folder / "request.json")
-            given, self._words = request["payload"], ["python", *request["script"]]
-            crossing = (*CROSSING, *(CHOSEN if self._chooses else ()))
-            self._task = Task.from_json({**self._task.as_json(), **{name: given[name] for name in crossing}})
+            payload, self._script_command = request["payload"], ["python", *request["script"]]
+            inherited_fields = (*INHERITED_FIELDS, *(AUTO_LAYOUT_FIELDS if self._is_auto_layout else ()))
+            self._task = Task.from_json({**self._task.as_json(), **{name: payload[name] for name in inherited_fields}})
             return
-        late = self._exact and not choose_kernels()
-        if (joined := detect(os.environ)) is not None:
-            if late:
-                begin_again(was_open=Run._was_open)
-            adopt_launcher_variables(joined, os.environ)
-        processes = self._task.ranks if self._chooses else processes_of(self._task)
-        stays = joined is not None or (processes == 1 and not late)
-        script = [] if stays else script_to_start(ranks=processes)
-        if not stays and not is_main_thread():
-            raise _no_main_thread(processes)
-        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
-        if self._chooses:
+        needs_restart = self._exact and not choose_kernels()
+        if (launcher := detect(os.environ)) is not None:
+            if needs_restart:
+                restart_in_exact_mode(had_run=Run._has_opened)
+            adopt_launcher_variables(launcher, os.environ)
+        num_processes = self._task.ranks if self._is_auto_layout else count_processes(self._task)
+        runs_here = launcher is not None or (num_processes == 1 and not needs_restart)
+        script = [] if runs_here else script_arguments(ranks=num_processes)
+        if not runs_here and not is_main_thread():
+            raise _not_in_main_thread(num_processes)
+        self._task = with_run_folder(self._task, is_chooser=launcher is None or launcher.rank == 0)
+        if self._is_auto_layout:
             self._task = resolve("paceline.measured_planning.auto_worker:settled_here")(self._task, job=self.job)
-        if stays:
-            if self._exact or processes < self._task.ranks:
-                self._set_threads(threads_of(self._task, exact=self._exact))
+        if runs_here:
+            if self._exact or num_processes < self._task.ranks:
+                self._set_threads(count_threads(self._task, exact=self._exact))
             configure_malloc(os.environ)
             stop_flag.install(ends_process=False)
-            self._listens, self._asked_before = True, die_with_launcher(os.environ) if joined else None
+            self._has_signal_handler, self._previous_death_signal = (
+                True,
+                die_with_launcher(os.environ) if launcher else None,
+            )
             return
-        sys.exit(self._start_again(script))
+        sys.exit(self._start_ranks(script))
 
     @staticmethod
-    def _refuse_second() -> None:
+    def _refuse_second_run() -> None:
         """Raise if this process, which was started for one `Run` with its folder and rendezvous, opens a second."""
-        if Run._was_open:
+        if Run._has_opened:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",
                 cause="with several ranks the script restarts from its first line in each rank, for one Run",
@@ -394,20 +401,20 @@ class Run:
                 "script may have several",
             )
 
-    def _start_again(self, script: list[str]) -> int:
+    def _start_ranks(self, script: list[str]) -> int:
         folder = Path(self._task.run)
         if Path(START_FOLDER) != Path.cwd():  # the ranks start in the folder in which the script started
             self._task = replace(self._task, run=str(folder.resolve()))
-        begin = resolve(
+        start_scripts = resolve(
             "paceline.measured_planning.script_launcher:start_scripts"
         )  # imports the planner, which the ranks do not need
-        outcome, more = begin(self._task, script, exact=self._exact, job=self.job)
+        outcome, details = start_scripts(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
-            print_line(last_words(outcome, go_on=self._go_on(folder), more=more), sys.stderr)
+            print_line(last_words(outcome, go_on=self._resume_command(folder), more=details), sys.stderr)
         return int(outcome.exit_code)
 
 
-def _no_main_thread(ranks: int) -> UsageError:
+def _not_in_main_thread(ranks: int) -> UsageError:
     return UsageError(
         f"pl.Run on {ranks} ranks restarts this script once per rank, but it is not in its main thread.",
         cause="a button of an app, a sweep or a server: every rank would run it again from its first line",

@@ -20,11 +20,11 @@ from paceline.planner.layout.execution_plan import Resources, settle_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.run_folder.run_folder import run_of
 
-CROSSING = ("run", "attempt", "resume")  # task fields that the ranks inherit from the script that starts them
-CHOSEN = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
+INHERITED_FIELDS = ("run", "attempt", "resume")  # task fields that the ranks inherit from the script that starts them
+AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 
 
-def script_to_start(*, ranks: int) -> list[str]:
+def script_arguments(*, ranks: int) -> list[str]:
     """Return what a worker runs as `__main__`: a file and its arguments, or `-m`, a module and its arguments.
 
     Raises:
@@ -34,27 +34,27 @@ def script_to_start(*, ranks: int) -> list[str]:
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
         return ["-m", spec.name, *sys.argv[1:]]
-    place = Path(getattr(main, "__file__", None) or "")  # absolute, so a later change of directory does not matter
+    path = Path(getattr(main, "__file__", None) or "")  # absolute, so a later change of directory does not matter
     if spec is not None:  # a folder or an archive with a __main__.py
-        place = place.parent
-    if place == Path() or sys.argv[0] in ("", "-", "-c") or not place.exists():
-        why = f"ranks={ranks} restarts the script in each rank" if ranks > 1 else "train.exact restarts it"
+        path = path.parent
+    if path == Path() or sys.argv[0] in ("", "-", "-c") or not path.exists():
+        reason = f"ranks={ranks} restarts the script in each rank" if ranks > 1 else "train.exact restarts it"
         raise UsageError(
             "this script is not a file, so it can't be restarted.",
-            cause=f"{why}; it came from standard input or python -c, or it is a notebook",
+            cause=f"{reason}; it came from standard input or python -c, or it is a notebook",
             hint="save it as mine.py: python mine.py" + ("; ranks=1 works without a file" if ranks > 1 else ""),
         )
-    return [str(place.resolve()), *sys.argv[1:]]
+    return [str(path.resolve()), *sys.argv[1:]]
 
 
-def begin_again(*, was_open: bool) -> NoReturn:
+def restart_in_exact_mode(*, had_run: bool) -> NoReturn:
     """Replace this process by the same command in exact mode. The process id stays the same, so no launcher notices.
 
     Raises:
         UsageError: the process can't be restarted, because it already had a run (`had_run`) or a process group.
     """
     script = sys.argv[0]
-    if was_open or (dist.is_available() and dist.is_initialized()):
+    if had_run or (dist.is_available() and dist.is_initialized()):
         raise too_late("this process already had a run or a process group")
     if not sys.executable or not script or (script != "-c" and not Path(script).exists()):
         raise too_late("the program can't be restarted: it was read from a pipe, or its folder has changed")
@@ -64,29 +64,29 @@ def begin_again(*, was_open: bool) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, EXACT_KERNELS: CHOSEN_KERNELS})
 
 
-def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:
+def resume_arguments(folder: Path, *, resume: str | None, has_run_dir: bool) -> str:
     """Return the `pl.Run` arguments to change so that the script resumes in `folder`, not from an old checkpoint."""
-    start = Path(resume or "")
-    goes_back = start.name.startswith("step-") and run_of(start).path.resolve() == folder.resolve()
-    if is_named and not goes_back:
+    checkpoint = Path(resume or "")
+    is_older_checkpoint = checkpoint.name.startswith("step-") and run_of(checkpoint).path.resolve() == folder.resolve()
+    if has_run_dir and not is_older_checkpoint:
         return ""
-    return f"run_dir={str(folder)!r}" + (", resume=False" if goes_back else "")
+    return f"run_dir={str(folder)!r}" + (", resume=False" if is_older_checkpoint else "")
 
 
-def script_again(joined: JoinedWorld | None, *, words: Sequence[str], change: str) -> str:
+def script_command(launcher: JoinedWorld | None, *, command: Sequence[str], change: str) -> str:
     """Return the command line of the script; with `change`, also the edit that makes it resume the run."""
-    if joined is not None and joined.kind == "torchrun":
-        words = [word for word in words[1:] if word != "-u"]  # torchrun adds -u
-    line = shlex.join(words) if joined is None else joined.command_again(words)
+    if launcher is not None and launcher.kind == "torchrun":
+        command = [word for word in command[1:] if word != "-u"]  # torchrun adds -u
+    line = shlex.join(command) if launcher is None else launcher.command_again(command)
     return f"{line}, with pl.Run(..., {change})" if change else line
 
 
-def processes_of(task: Task) -> int:
+def count_processes(task: Task) -> int:
     """Return how many processes run the ranks of a task."""
     return parse_layout(task.layout).processes(ranks=task.ranks)
 
 
-def threads_of(task: Task, *, exact: bool) -> int:
+def count_threads(task: Task, *, exact: bool) -> int:
     """Return how many threads each rank uses."""
     cluster = Resources(ranks=task.ranks, cores=usable_cores())
     return settle_threads(cluster=cluster, one=exact, asked=task.settings.get("train.threads"))

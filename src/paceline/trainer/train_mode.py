@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def put_into_training(models: Sequence[nn.Module]) -> list[str]:
+def set_train_mode(models: Sequence[nn.Module]) -> list[str]:
     """Call `train()` on each copy of a model, and return a warning about parts that `model=` had put into eval mode."""
-    first = models[0]
-    resting = [name for name, module in first.named_modules() if first.training and not module.training]
+    first_model = models[0]
+    eval_modules = [
+        name for name, module in first_model.named_modules() if first_model.training and not module.training
+    ]
     for model in models:
         model.train()
-    woken = next((name for name in resting if first.get_submodule(name).training), None)
-    if woken is None:
+    changed_module = next((name for name in eval_modules if first_model.get_submodule(name).training), None)
+    if changed_module is None:
         return []
     return [
-        f"warning: model= returned {woken} in eval mode, and training sets it to train mode, as "
+        f"warning: model= returned {changed_module} in eval mode, and training sets it to train mode, as "
         "model.train() does; to keep it, "
-        f"override train() of the model and call self.{woken}.eval() there"
+        f"override train() of the model and call self.{changed_module}.eval() there"
     ]

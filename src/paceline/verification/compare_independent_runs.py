@@ -15,8 +15,8 @@ from paceline.data.dataset_properties import spread_checksums
 from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
-from paceline.trainer.diagnostics.replica_check import averaged_names, first_apart
-from paceline.trainer.local_sgd_state import sites_of
+from paceline.trainer.diagnostics.replica_check import averaged_names, find_replica_mismatch
+from paceline.trainer.local_sgd_state import get_sites
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
 from paceline.verification.compare_in_lockstep import Say, feed_of, unmoved_weights_note
@@ -56,7 +56,7 @@ def run_free(
     built.step.settle()
     losses = [result.loss for result in results]
     _see_contents(rung_result, built, contents, right_contents)
-    apart = first_apart(built)
+    apart = find_replica_mismatch(built)
     if apart is not None:
         rung_result.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
     weights = of_layout(built) | buffers_of(built)
@@ -230,7 +230,7 @@ def _buffers(reference: Reference) -> dict[str, Tensor]:
 
 def buffers_of(built: TrainingSetup) -> dict[str, Tensor]:
     """Return the layout's whole buffers; none for sites, whose own buffers are compared where they meet."""
-    if sites_of(built) is not None:
+    if get_sites(built) is not None:
         return {}
     holding = built.weights
     names = [name for name in holding.names if name not in holding.parameters]
@@ -242,7 +242,7 @@ def of_layout(built: TrainingSetup) -> dict[str, Tensor]:
     holding, ema = built.weights, built.update.ema
     mine = {name: held.tensor for name, held in holding.mine.items() if name in holding.parameters}
     found = {name: holding.whole(name, tensor) for name, tensor in mine.items()}
-    sites = sites_of(built)
+    sites = get_sites(built)
     if sites is not None:
         return _of_sites(found, built, sites)
     if ema is not None:

@@ -249,7 +249,7 @@ def test_a_term_without_targets_gives_nothing_where_the_job_says_so(tmp_path: Pa
     session = fresh.open()
     expected = by_hand(rare(), fresh, steps=3)
     session.close()
-    fresh._let_go()
+    fresh._restore_process_state()
     assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-7) for name in expected)  # other kernels
     second = [row for row in rows(tmp_path / "zero") if row["step"] == 2][-1]
     assert second["loss"] == second["loss/a"] and second["loss/b"] == 0.0

@@ -44,12 +44,12 @@ def run(
     built: Any = SimpleNamespace(world=world, plan=plan)
     monkeypatch.setattr(module, "fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
     monkeypatch.setattr(module, "record_forecast_ratio", lambda mark, family, **ratios: kept.append((family, ratios)))
-    watch = ForecastCheck(forecast=forecast, built=built, before=before, event_bus=EventBus([heard]))
+    watch = ForecastCheck(forecast=forecast, setup=built, memory_baseline=before, event_bus=EventBus([heard]))
     for step in range(1, steps + 1):
         with watch.timing():
             pass
-        watch.report_when_ready(step=step, over=step == steps)
-    watch.remember()
+        watch.report_when_ready(step=step, is_last_step=step == steps)
+    watch.store_ratios()
     return heard.events, kept
 
 

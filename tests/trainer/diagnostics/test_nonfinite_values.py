@@ -17,7 +17,7 @@ from paceline.errors import NonFiniteError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.step.step_totals import TotalsReduction
-from paceline.trainer.diagnostics.nonfinite_inputs import name_inputs, place_of
+from paceline.trainer.diagnostics.nonfinite_inputs import describe_microbatches, explain_nonfinite_inputs
 from tests.conftest import SMALL_JOB, Shop
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
@@ -54,7 +54,7 @@ def blamed(gather: Callable[[Any], Any], **about: bool) -> tuple[str, tuple[int,
     micro = [SimpleNamespace(index=1, data=torch.zeros(2, 3), indices=[2, 3])]
     given: Any = SimpleNamespace(micro=micro, num_micro=2)
     world: Any = SimpleNamespace(rank=1, world_size=2, gather_json=gather)
-    found = name_inputs(error, given, world=world, **about)
+    found = explain_nonfinite_inputs(error, given, world=world, **about)
     return found.where, found.ranks
 
 
@@ -77,14 +77,15 @@ def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> Non
     assert broken == ((1, "aux"), (4, "aux"))
     held = {0: [0, 2, 4], 1: [1, 3]}
     assert (
-        place_of(broken, held, num_micro=5) == "the term aux of microbatches 2 (rank 1), 5 (rank 0), of 5 in this step"
+        describe_microbatches(broken, held, num_micro=5)
+        == "the term aux of microbatches 2 (rank 1), 5 (rank 0), of 5 in this step"
     )
     both = (*((index, "main") for index in range(5)), (0, "aux"))
     assert (
-        place_of(both, {}, num_micro=5)
+        describe_microbatches(both, {}, num_micro=5)
         == "the terms main, aux of microbatches 1, 2, 3, 4 and 1 more, of 5 in this step"
     )
-    assert place_of((), held, num_micro=5) == ""
+    assert describe_microbatches((), held, num_micro=5) == ""
 
 
 def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_bad() -> None:

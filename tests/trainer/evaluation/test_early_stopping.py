@@ -19,9 +19,9 @@ def heard(values: list[dict[str, float]], **options: Any) -> list[tuple[bool, bo
     said = []
     for step, metrics in enumerate(values):
         event = EvalDone(step=step, split="eval", metrics=metrics, samples=1, seconds=0.0, average=False, extra={})
-        verdict = judge.hear(event)
-        assert judge.is_over == verdict.ends
-        said.append((verdict.best, verdict.ends, len(verdict.notes)))
+        verdict = judge.record_evaluation(event)
+        assert judge.is_over == verdict.ends_run
+        said.append((verdict.is_best, verdict.ends_run, len(verdict.notes)))
     return said
 
 
@@ -50,7 +50,7 @@ def judged(progress: Progress, values: list[dict[str, float]], **options: Any) -
     job = pl.Job(model=torch.nn.Identity, train_data=[0], optimizer=torch.optim.SGD, global_batch_size=1, **options)
     judge = BestMetricTracker(job, progress)
     events = [EvalDone(step=1, split="eval", metrics=value, samples=1, seconds=0.0) for value in values]
-    return judge, [judge.hear(event).best for event in events]
+    return judge, [judge.record_evaluation(event).is_best for event in events]
 
 
 def test_another_metric_or_mode_on_going_on_begins_anew_and_says_so() -> None:

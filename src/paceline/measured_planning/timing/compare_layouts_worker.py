@@ -30,13 +30,13 @@ def measure(payload: Mapping[str, Any]) -> int:
     schedule = measure_schedule(session, batches)
     found = session.world.gather_json(_looked_at(session, next(batches)))
     if session.world.is_main:
-        plan = session.ready.plan
+        plan = session.prepared_job.plan
         answer = {
             "ranks": found,
             "micro_batch_size": plan.micro_batch_size,
             "schedule": None if schedule is None else asdict(schedule),
         }
-        write_json(RunFolder(Path(session.ready.task.run)).answer("compare"), answer)
+        write_json(RunFolder(Path(session.prepared_job.task.run)).answer("compare"), answer)
     session.world.barrier()
     session.close()
     return 0
@@ -44,7 +44,7 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
     """Return what this rank held and sent in one step; for thread replicas, only the memory between steps."""
-    built = session.built
+    built = session.setup
     with ExitStack() as stack:
         sent = stack.enter_context(CommunicationCounter())
         watch = stack.enter_context(_watch(built)) if len(built.models) == 1 else None

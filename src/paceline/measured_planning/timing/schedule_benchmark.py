@@ -32,7 +32,7 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
 
     Ranks are processes of one machine, so that `time.perf_counter` is one clock for all.
     """
-    passes, world = session.built.step.passes, session.world
+    passes, world = session.setup.step.passes, session.world
     if not isinstance(passes, PipelineForwardBackward):
         return None
     own: list[_Heard] = []
@@ -49,7 +49,7 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
     everybody = world.gather_json(own)
     if not world.is_main:
         return None
-    chain = session.ready.plan.mesh.group(world.rank, axes=("pp",))
+    chain = session.prepared_job.plan.mesh.group(world.rank, axes=("pp",))
     return median_schedule([[everybody[rank][at] for rank in chain] for at in range(STEPS)], passes)
 
 

@@ -24,7 +24,7 @@ from paceline.planner.search.search_space import SearchSpace
 from paceline.planner.search.shortlist import as_timed, read_kept, retimed, shortlist, usual_ratio
 from paceline.profiling.calibration_store import keep_timed, read_timed
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint
-from paceline.trainer.diagnostics.forecast_lookup import key_of
+from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
 _NOT_OF_STEPS = ("steps", "epochs", "samples", "tokens", "micro_batch_size", "check_every", "timeout_seconds")
@@ -118,5 +118,5 @@ def _key(ready: PreparedJob, fleet: Cluster) -> str:
     train = {name: value for name, value in asdict(settings.train).items() if name not in _NOT_OF_STEPS}
     rest = [train, asdict(settings.place), asdict(settings.data), settings.log.statistics]
     mark = cache_file(fingerprint(ranks=fleet.ranks, device=fleet.device.kind)).name
-    text = json.dumps([key_of(ready), mark, version("paceline"), rest])
+    text = json.dumps([stored_plan_key(ready), mark, version("paceline"), rest])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

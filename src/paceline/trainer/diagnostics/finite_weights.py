@@ -8,7 +8,7 @@ from paceline.step.optimizer_update import gradient_values
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
-def refuse_nonfinite_weights(built: TrainingSetup, *, step: int) -> None:
+def refuse_nonfinite_weights(setup: TrainingSetup, *, step: int) -> None:
     """Raise if trained weights are not finite on any rank. Every rank must call this.
 
     Loss and gradients of a step can be finite although its update is not.
@@ -19,14 +19,14 @@ def refuse_nonfinite_weights(built: TrainingSetup, *, step: int) -> None:
     with torch.no_grad():
         checks = [
             (m.name, torch.isfinite(gradient_values(m.parameter)).all())
-            for m in built.update.named
+            for m in setup.update.named
             if m.parameter.numel()
         ]
-    own = [name for name, is_finite in checks if not bool(is_finite)]
-    bad = list(dict.fromkeys(name for names in built.world.gather_json(own) for name in names))
-    if bad:
+    local_names = [name for name, is_finite in checks if not bool(is_finite)]
+    nonfinite_names = list(dict.fromkeys(name for names in setup.world.gather_json(local_names) for name in names))
+    if nonfinite_names:
         raise NonFiniteError(
-            f"after step {step} weights are not finite: {first_names(bad)}. They are not saved.",
+            f"after step {step} weights are not finite: {first_names(nonfinite_names)}. They are not saved.",
             cause="a learning rate that is too high or not finite, or an optimizer that divides by zero",
             hint="older checkpoints are unchanged: use another lr= or lr_schedule=, or --train.max_grad_norm 1.0",
         )

@@ -27,16 +27,21 @@ class ForecastCheck:
     """A comparison of the first steps with the forecast, if there is one. All ranks make the same calls."""
 
     def __init__(
-        self, *, forecast: FallbackLayout | None, built: TrainingSetup, before: MemoryBaseline, event_bus: EventBus
+        self,
+        *,
+        forecast: FallbackLayout | None,
+        setup: TrainingSetup,
+        memory_baseline: MemoryBaseline,
+        event_bus: EventBus,
     ) -> None:
         self._forecast = forecast
-        self._built = built
-        self._before = before
+        self._setup = setup
+        self._memory_baseline = memory_baseline
         self._event_bus = event_bus
-        self._on_gpu = built.world.device.type == "cuda"
+        self._on_gpu = setup.world.device.type == "cuda"
         self._times: list[Any] = []
-        self._looked: CpuTimes | None = None
-        self._told: ForecastChecked | None = None
+        self._start_cpu_times: CpuTimes | None = None
+        self._report: ForecastChecked | None = None
 
     @property
     def is_on(self) -> bool:
@@ -46,26 +51,26 @@ class ForecastCheck:
     @contextmanager
     def timing(self) -> Iterator[None]:
         """Time one step; on a GPU with CUDA events, so that nothing synchronises."""
-        if self._forecast is None or self._told is not None:
+        if self._forecast is None or self._report is not None:
             yield
             return
         if not self._times and not self._on_gpu:
-            self._looked = read_cpu_times()
-        began = self._mark()
+            self._start_cpu_times = read_cpu_times()
+        start = self._record_time()
         yield
-        self._times.append((began, self._mark()))
+        self._times.append((start, self._record_time()))
 
-    def report_when_ready(self, *, step: int, over: bool) -> None:
+    def report_when_ready(self, *, step: int, is_last_step: bool) -> None:
         """Report the comparison once enough steps have run, or the run is over."""
-        if self._forecast is None or self._told is not None or not (len(self._times) >= STEPS or over):
+        if self._forecast is None or self._report is not None or not (len(self._times) >= STEPS or is_last_step):
             return
-        own = None if self._looked is None else vars(read_cpu_times().since(self._looked))
-        told = self._built.world.gather_json([self._peak_bytes(), self._seconds(), own])
-        peaks = [peak for peak, _, _ in told if peak is not None]
-        forecast, seconds = self._forecast, max(seconds for _, seconds, _ in told)
-        measured = max(peaks) if len(peaks) == len(told) else None
-        compares = measured is not None and (self._on_gpu or forecast.peak_bytes >= COMPARABLE)
-        self._told = ForecastChecked(
+        cpu_times = None if self._start_cpu_times is None else vars(read_cpu_times().since(self._start_cpu_times))
+        by_rank = self._setup.world.gather_json([self._peak_bytes(), self._seconds(), cpu_times])
+        peaks = [peak for peak, _, _ in by_rank if peak is not None]
+        forecast, seconds = self._forecast, max(seconds for _, seconds, _ in by_rank)
+        measured = max(peaks) if len(peaks) == len(by_rank) else None
+        is_comparable = measured is not None and (self._on_gpu or forecast.peak_bytes >= COMPARABLE)
+        self._report = ForecastChecked(
             step=step,
             layout=forecast.layout,
             source=forecast.source,
@@ -75,28 +80,31 @@ class ForecastCheck:
             measured_bytes=measured,
             measured_by="allocator" if self._on_gpu else "resident memory",
             measured_seconds=seconds,
-            memory_ratio=measured / forecast.peak_bytes if compares and measured is not None else None,
+            memory_ratio=measured / forecast.peak_bytes if is_comparable and measured is not None else None,
             time_ratio=seconds / max(forecast.step_seconds, 1e-9),
-            others=cpu_contention([CpuTimes(**seen) for _, _, seen in told if seen is not None]),
+            others=cpu_contention([CpuTimes(**rank_times) for _, _, rank_times in by_rank if rank_times is not None]),
         )
-        self._event_bus.emit(self._told)
+        self._event_bus.emit(self._report)
 
-    def remember(self) -> None:
+    def store_ratios(self) -> None:
         """Store the measured ratios for this machine's next plan, relative to the uncorrected forecast."""
-        told, forecast, plan = self._told, self._forecast, self._built.plan
-        if told is None or forecast is None or not self._built.world.is_main:
+        report, forecast, plan = self._report, self._forecast, self._setup.plan
+        if report is None or forecast is None or not self._setup.world.is_main:
             return
         with suppress(OSError, RuntimeError):
-            mark = fingerprint(ranks=plan.mesh.ranks, device=plan.device)
-            if mark.threads != plan.threads:
+            machine = fingerprint(ranks=plan.mesh.ranks, device=plan.device)
+            if machine.threads != plan.threads:
                 return
-            tells = not told.others and forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
-            fuller = None if told.memory_ratio is None else told.memory_ratio * forecast.fuller
+            is_time_reliable = not report.others and forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
+            fuller = None if report.memory_ratio is None else report.memory_ratio * forecast.fuller
             record_forecast_ratio(
-                mark, forecast.family, longer=told.time_ratio * forecast.longer if tells else None, fuller=fuller
+                machine,
+                forecast.family,
+                longer=report.time_ratio * forecast.longer if is_time_reliable else None,
+                fuller=fuller,
             )
 
-    def _mark(self) -> Any:
+    def _record_time(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -105,11 +113,11 @@ class ForecastCheck:
 
     def _seconds(self) -> float:
         """Return the median step time without the warm-up steps."""
-        warm = _WARM if len(self._times) > 2 * _WARM else int(len(self._times) > 1)
+        num_warmup = _WARM if len(self._times) > 2 * _WARM else int(len(self._times) > 1)
         if self._on_gpu:
-            torch.cuda.synchronize(self._built.world.device)
-            return float(median(began.elapsed_time(ended) / 1e3 for began, ended in self._times[warm:]))
-        return float(median(ended - began for began, ended in self._times[warm:]))
+            torch.cuda.synchronize(self._setup.world.device)
+            return float(median(start.elapsed_time(end) / 1e3 for start, end in self._times[num_warmup:]))
+        return float(median(end - start for start, end in self._times[num_warmup:]))
 
     def _peak_bytes(self) -> int | None:
         """Return the allocator's peak on a GPU; on a CPU the process's growth since before the model was built.
@@ -117,6 +125,6 @@ class ForecastCheck:
         None on a CPU if the process used more memory before the model was built.
         """
         if self._on_gpu:
-            return int(torch.cuda.max_memory_allocated(self._built.world.device))
-        most, first = process_memory("VmHWM"), self._before.used_bytes
-        return most - first["VmRSS"] if most > first["VmHWM"] else None
+            return int(torch.cuda.max_memory_allocated(self._setup.world.device))
+        peak, baseline = process_memory("VmHWM"), self._memory_baseline.used_bytes
+        return peak - baseline["VmRSS"] if peak > baseline["VmHWM"] else None

@@ -15,51 +15,53 @@ from paceline.profiling.calibration_store import plan_key, read_plan
 from paceline.trainer.setup.prepare import PreparedJob
 
 
-def can_be_foretold(ready: PreparedJob) -> bool:
+def is_forecast_supported(prepared_job: PreparedJob) -> bool:
     """Return True for runs that forecasts cover: synchronous, uncompressed training with one process per rank."""
-    plan = ready.plan
+    plan = prepared_job.plan
     is_plain = plan.rule.has_cost_model and plan.compress == "none" and plan.processes == plan.mesh.ranks
-    return ready.task.verb == "train" and is_plain
+    return prepared_job.task.verb == "train" and is_plain
 
 
-def find_forecast(ready: PreparedJob, *, folder: Path, parameters: Callable[[], int]) -> FallbackLayout | None:
+def find_forecast(
+    prepared_job: PreparedJob, *, folder: Path, count_parameters: Callable[[], int]
+) -> FallbackLayout | None:
     """Return the stored forecast, or None if there is none for this model, layout and batch."""
-    plan = ready.plan
+    plan = prepared_job.plan
     with suppress(Exception):
-        given = ready.task.options.get("forecast") or _of_folder(folder)
-        if given is not None and _is_of(rung := FallbackLayout(**given), plan):
-            return rung
+        saved_forecast = prepared_job.task.options.get("forecast") or _read_saved_forecast(folder)
+        if saved_forecast is not None and _matches_plan(forecast := FallbackLayout(**saved_forecast), plan):
+            return forecast
     with suppress(Exception):
-        found = read_plan(key_of(ready))
-        if found is not None:
+        stored_plan = read_plan(stored_plan_key(prepared_job))
+        if stored_plan is not None:
             # imports the planner only if there is a plan
-            rung = resolve("paceline.measured_planning.plan_cache:estimate_for_run")(
-                found, ready, parameters=parameters()
+            forecast = resolve("paceline.measured_planning.plan_cache:estimate_for_run")(
+                stored_plan, prepared_job, parameters=count_parameters()
             )
-            return rung if isinstance(rung, FallbackLayout) else None
+            return forecast if isinstance(forecast, FallbackLayout) else None
     return None
 
 
-def key_of(ready: PreparedJob) -> str:
+def stored_plan_key(prepared_job: PreparedJob) -> str:
     """Return the key under which plans of this job are stored."""
-    settings = ready.settings
-    batch = settings.train.global_batch_size or ready.job.global_batch_size
+    settings = prepared_job.settings
+    batch = settings.train.global_batch_size or prepared_job.job.global_batch_size
     return plan_key(
-        ready.task.job,
-        settings=ready.task.settings,
+        prepared_job.task.job,
+        settings=prepared_job.task.settings,
         precision=settings.train.precision,
         global_batch_size=batch,
         compiles=settings.train.compile,
     )
 
 
-def _of_folder(folder: Path) -> Any:
+def _read_saved_forecast(folder: Path) -> Any:
     try:
         return read_json(folder / "plan.json").get("forecast")
     except (OSError, ValueError):
         return None
 
 
-def _is_of(rung: FallbackLayout, plan: ExecutionPlan) -> bool:
-    same = layout_label(parse_layout(rung.layout), plan.mesh) == plan.layout
-    return same and rung.ranks == plan.mesh.ranks and rung.micro_batch_size == plan.micro_batch_size
+def _matches_plan(forecast: FallbackLayout, plan: ExecutionPlan) -> bool:
+    is_same_layout = layout_label(parse_layout(forecast.layout), plan.mesh) == plan.layout
+    return is_same_layout and forecast.ranks == plan.mesh.ranks and forecast.micro_batch_size == plan.micro_batch_size

@@ -19,7 +19,7 @@ from paceline.launch.failures.oom_detection import (
 from paceline.profiling.model_tracing.memory_tracker import memory_at_rest
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_OF_PROCESS = ("VmRSS", "VmHWM", "VmSize", "VmData")
+_PROCESS_MEASURES = ("VmRSS", "VmHWM", "VmSize", "VmData")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,54 +29,71 @@ class MemoryBaseline:
     used_bytes: Mapping[str, int]
 
     @classmethod
-    def now(cls) -> "MemoryBaseline":
+    def measure(cls) -> "MemoryBaseline":
         """Return the current memory use of the process."""
-        return cls(used_bytes={name: process_memory(name) for name in _OF_PROCESS})
+        return cls(used_bytes={name: process_memory(name) for name in _PROCESS_MEASURES})
 
-    def built(self) -> "MemoryBaseline":
+    def after_build(self) -> "MemoryBaseline":
         """Return the baseline after building, with freed memory released, so that steps do not count the build."""
         release_freed_memory()
         return replace(self, used_bytes={**self.used_bytes, "VmHWM": process_memory("VmHWM")})
 
-    def of(self, room: MemoryLimit | None) -> int:
+    def used_bytes_for(self, limit: MemoryLimit | None) -> int:
         """Return the used bytes in the measure to which this limit applies."""
-        name = "VmRSS" if room is None or not room.is_own else "VmSize" if "space" in room.name else "VmData"
+        name = "VmRSS" if limit is None or not limit.is_own else "VmSize" if "space" in limit.name else "VmData"
         return self.used_bytes[name]
 
 
 @contextmanager
-def naming_memory(built: TrainingSetup | None, before: MemoryBaseline) -> Iterator[None]:
+def explain_out_of_memory(setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> Iterator[None]:
     """Convert an out-of-memory error into one that lists memory by purpose; without `setup`, of the build."""
     try:
         yield
     except Exception as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        raise _told(error, built, before) from error
+        raise _describe_memory(error, setup, memory_baseline) from error
 
 
-def _told(error: Exception, built: TrainingSetup | None, before: MemoryBaseline) -> OutOfMemory:
-    if built is None:
-        room = tightest_room()
-        held = {"before its model": before.of(room), "building the model": max(0, own_of(room) - before.of(room))}
-        return out_of_memory(error, part="building the model", held=held, room=room)
-    shares = [member.parameter for member in built.named]
-    found = memory_at_rest(model=built.model, optimizers=built.update.optimizers, shares=shares)
-    own = {"parameters": found.parameters + found.buffers, "gradients": found.gradients, "optimizer": found.optimizer}
-    if built.world.device.type == "cuda":
-        return _on_gpu(error, own, built.world.device)
-    room = tightest_room()
-    first, now = before.of(room), own_of(room)
-    held = {**own, "activations": max(0, now - first - sum(own.values())), "rest": first}
-    if room is not None and not room.is_own:
-        held["other processes"] = max(0, room.used_bytes - now)
-    return out_of_memory(error, held=held, room=room)
+def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> OutOfMemory:
+    if setup is None:
+        limit = tightest_room()
+        bytes_by_purpose = {
+            "before its model": memory_baseline.used_bytes_for(limit),
+            "building the model": max(0, own_of(limit) - memory_baseline.used_bytes_for(limit)),
+        }
+        return out_of_memory(error, part="building the model", held=bytes_by_purpose, room=limit)
+    parameters = [member.parameter for member in setup.named]
+    model_memory = memory_at_rest(model=setup.model, optimizers=setup.update.optimizers, shares=parameters)
+    model_bytes = {
+        "parameters": model_memory.parameters + model_memory.buffers,
+        "gradients": model_memory.gradients,
+        "optimizer": model_memory.optimizer,
+    }
+    if setup.world.device.type == "cuda":
+        return _describe_gpu_memory(error, model_bytes, setup.world.device)
+    limit = tightest_room()
+    baseline_bytes, used_bytes = memory_baseline.used_bytes_for(limit), own_of(limit)
+    bytes_by_purpose = {
+        **model_bytes,
+        "activations": max(0, used_bytes - baseline_bytes - sum(model_bytes.values())),
+        "rest": baseline_bytes,
+    }
+    if limit is not None and not limit.is_own:
+        bytes_by_purpose["other processes"] = max(0, limit.used_bytes - used_bytes)
+    return out_of_memory(error, held=bytes_by_purpose, room=limit)
 
 
-def _on_gpu(error: Exception, own: Mapping[str, int], device: torch.device) -> OutOfMemory:
+def _describe_gpu_memory(error: Exception, model_bytes: Mapping[str, int], device: torch.device) -> OutOfMemory:
     """Return the error for a GPU. `rest` is what the allocator keeps in reserve, the context, and other processes."""
     free, total = torch.cuda.mem_get_info(device)
-    given = torch.cuda.memory_allocated(device)
-    held = {**own, "activations": max(0, given - sum(own.values())), "rest": max(0, total - free - given)}
+    allocated = torch.cuda.memory_allocated(device)
+    bytes_by_purpose = {
+        **model_bytes,
+        "activations": max(0, allocated - sum(model_bytes.values())),
+        "rest": max(0, total - free - allocated),
+    }
     name = torch.cuda.get_device_name(device)
-    return out_of_memory(error, held=held, room=MemoryLimit(name=name, limit_bytes=total, used_bytes=total - free))
+    return out_of_memory(
+        error, held=bytes_by_purpose, room=MemoryLimit(name=name, limit_bytes=total, used_bytes=total - free)
+    )

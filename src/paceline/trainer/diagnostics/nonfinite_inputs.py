@@ -12,10 +12,12 @@ from paceline.data.types import LocalMicro, StepInput
 from paceline.errors import NonFiniteError
 from paceline.torch_internals.pytree import tensor_leaves
 
-_MOST_SHOWN = 4
+_MAX_SHOWN = 4
 
 
-def name_inputs(error: NonFiniteError, given: StepInput, *, world: World, over_batch: bool = False) -> NonFiniteError:
+def explain_nonfinite_inputs(
+    error: NonFiniteError, step_batch: StepInput, *, world: World, over_batch: bool = False
+) -> NonFiniteError:
     """Add to the error which microbatches had non-finite losses, on which ranks, and any NaN or infinity in the batch.
 
     Every rank must call this, since all ranks raise the same error. An error about a term without a target is returned
@@ -24,48 +26,54 @@ def name_inputs(error: NonFiniteError, given: StepInput, *, world: World, over_b
     """
     if error.no_target:
         return error
-    mine = sorted({sample for micro in given.micro for sample in _bad_samples(micro)})
-    everywhere = [[mine, [micro.index for micro in given.micro]]]
+    local_samples = sorted({sample for micro in step_batch.micro for sample in _bad_samples(micro)})
+    by_rank = [[local_samples, [micro.index for micro in step_batch.micro]]]
     with suppress(Exception):  # another rank may have exited for its own reason
-        everywhere = world.gather_json(everywhere[0])
-    is_known = 1 < world.world_size == len(everywhere)
-    held = {rank: indices for rank, (_, indices) in enumerate(everywhere)} if is_known else {}
-    broken = set() if over_batch else {index for index, _ in error.broken}
-    error.where = "" if over_batch else place_of(error.broken, held, num_micro=given.num_micro)
-    error.ranks = tuple(rank for rank, indices in held.items() if broken & set(indices))
-    bad = sorted({sample for found, _ in everywhere for sample in found})
-    if not bad:
+        by_rank = world.gather_json(by_rank[0])
+    is_known = 1 < world.world_size == len(by_rank)
+    microbatches_by_rank = {rank: indices for rank, (_, indices) in enumerate(by_rank)} if is_known else {}
+    nonfinite_microbatches = set() if over_batch else {index for index, _ in error.broken}
+    error.where = (
+        "" if over_batch else describe_microbatches(error.broken, microbatches_by_rank, num_micro=step_batch.num_micro)
+    )
+    error.ranks = tuple(rank for rank, indices in microbatches_by_rank.items() if nonfinite_microbatches & set(indices))
+    bad_samples = sorted({sample for rank_samples, _ in by_rank for sample in rank_samples})
+    if not bad_samples:
         return error
-    shown = ", ".join(map(str, bad[:_MOST_SHOWN])) + (f" and {len(bad) - _MOST_SHOWN} more" if len(bad) > 4 else "")
-    error.cause = f"the inputs of this step contain NaN or infinity: sample{'s' * (len(bad) > 1)} {shown} of train_data"
-    error.hint = f"train_data[{bad[0]}] shows it; or --train.on_nonfinite skip, which skips the whole step"
+    sample_text = ", ".join(map(str, bad_samples[:_MAX_SHOWN])) + (
+        f" and {len(bad_samples) - _MAX_SHOWN} more" if len(bad_samples) > 4 else ""
+    )
+    error.cause = f"the inputs of this step contain NaN or infinity: sample{'s' * (len(bad_samples) > 1)} {sample_text} of train_data"
+    error.hint = f"train_data[{bad_samples[0]}] shows it; or --train.on_nonfinite skip, which skips the whole step"
     return error
 
 
-def place_of(broken: Sequence[tuple[int, str]], held: Mapping[int, Sequence[int]], *, num_micro: int) -> str:
+def describe_microbatches(
+    broken: Sequence[tuple[int, str]], microbatches_by_rank: Mapping[int, Sequence[int]], *, num_micro: int
+) -> str:
     """Return the text that names the microbatches with a non-finite loss, and their ranks if they are known."""
-    places = []
+    microbatches = []
     for index in dict.fromkeys(index for index, _ in broken):
-        ranks = [str(rank) for rank, indices in held.items() if index in indices]
-        on = f" (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})" if ranks else ""
-        places.append(f"{index + 1}{on}")
-    if not places:
+        ranks = [str(rank) for rank, indices in microbatches_by_rank.items() if index in indices]
+        rank_text = f" (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})" if ranks else ""
+        microbatches.append(f"{index + 1}{rank_text}")
+    if not microbatches:
         return ""
     names = list(dict.fromkeys(name for _, name in broken))
     term = f"the term{'s' * (len(names) > 1)} {', '.join(names)} of " if names != ["loss"] else "the loss of "
-    more = f" and {len(places) - _MOST_SHOWN} more" if len(places) > _MOST_SHOWN else ""
-    one = "microbatch" if len(places) == 1 else "microbatches"
-    return f"{term}{one} {', '.join(places[:_MOST_SHOWN])}{more}, of {num_micro} in this step"
+    more_text = f" and {len(microbatches) - _MAX_SHOWN} more" if len(microbatches) > _MAX_SHOWN else ""
+    noun = "microbatch" if len(microbatches) == 1 else "microbatches"
+    return f"{term}{noun} {', '.join(microbatches[:_MAX_SHOWN])}{more_text}, of {num_micro} in this step"
 
 
 def _bad_samples(micro: LocalMicro) -> Iterator[int]:
     """Yield the samples with non-finite inputs; all of the microbatch if a tensor does not have one row per sample."""
     for tensor in tensor_leaves(micro.data):
         if tensor.is_floating_point() or tensor.is_complex():
-            yield from _of(tensor, micro)
+            yield from _bad_rows(tensor, micro)
 
 
-def _of(tensor: Tensor, micro: LocalMicro) -> Iterator[int]:
+def _bad_rows(tensor: Tensor, micro: LocalMicro) -> Iterator[int]:
     finite: Any = torch.isfinite(tensor)
     if bool(finite.all()):
         return

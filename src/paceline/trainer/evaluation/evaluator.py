@@ -73,29 +73,29 @@ class ExactSum:
         return float(Fraction(whole, 1 << _SCALE_BITS))
 
 
-def eval_batch_size(built: TrainingSetup) -> int:
+def eval_batch_size(setup: TrainingSetup) -> int:
     """Return the samples per forward of an evaluation; a loss over the batch uses as many as in training."""
-    plan = built.plan
-    derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
-    return built.settings.eval.batch_size or derived
+    plan = setup.plan
+    derived = plan.global_batch_size if setup.job.loss_over == "batch" else plan.micro_batch_size
+    return setup.settings.eval.batch_size or derived
 
 
 class Evaluator:
     """An evaluator that runs a model over a split."""
 
-    def __init__(self, built: TrainingSetup) -> None:
-        replica = built.step.replica
-        self._job = built.job
-        self._model = built.model
-        self._worlds = built.worlds
-        self._world = built.world
-        self._seed = built.settings.seed
-        self._data = built.data
-        self._on_empty = built.settings.train.on_empty
+    def __init__(self, setup: TrainingSetup) -> None:
+        replica = setup.step.replica
+        self._job = setup.job
+        self._model = setup.model
+        self._worlds = setup.worlds
+        self._world = setup.world
+        self._seed = setup.settings.seed
+        self._data = setup.data
+        self._on_empty = setup.settings.train.on_empty
         self._needs_equal_microbatches = replica.needs_equal_microbatches
         self._in_time = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
-        self._tells = built.step.passes.tells
-        self._passes = built.step.passes
+        self._tells = setup.step.passes.tells
+        self._passes = setup.step.passes
         self._asked: set[str] = set()  # metrics that were checked once to be sums over samples
         self.note = ""
         """A warning about a metric of the last split that is not a sum over samples; equal on every rank."""

@@ -53,7 +53,7 @@ from paceline.trainer.checks.parallel_checks import UNTRIED, can_be_tried, conte
 from paceline.trainer.setup.initial_model import InitialModel, begin_whole, build_initial_model
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.optimizers import learn_rules, make_update
-from paceline.trainer.train_mode import put_into_training
+from paceline.trainer.train_mode import set_train_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class TrainingSetup:
         self.placed.close()
 
 
-def job_layer(job: Job) -> dict[str, Any]:
+def job_settings(job: Job) -> dict[str, Any]:
     """Return the settings that a job sets; the config file and the command line override them.
 
     Raises:
@@ -179,7 +179,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     check_job(job, models[0], takes_sparse=rule.traits.takes_sparse)
     refuse_foreign(models[0], plan)
     named = [trainable_parameters(model) for model in models]
-    notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *put_into_training(models)]
+    notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *set_train_mode(models)]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
     notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
     shared = rule.share_model(models[0], world=world)

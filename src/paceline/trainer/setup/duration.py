@@ -35,8 +35,8 @@ class Length:
         if self.epochs is not None:
             limits.append(max(1, math.ceil(per_epoch * self.epochs)))
         if self.samples is not None:
-            whole, rest = divmod(self.samples, self.epoch_samples)
-            limits.append(max(1, whole * per_epoch + min(per_epoch, math.ceil(rest / batch))))
+            full_epochs, remaining_samples = divmod(self.samples, self.epoch_samples)
+            limits.append(max(1, full_epochs * per_epoch + min(per_epoch, math.ceil(remaining_samples / batch))))
         return min(limits, default=None)
 
     @property
@@ -45,7 +45,7 @@ class Length:
         is_stream = self.epoch_samples is None
         return self.tokens is not None or (is_stream and (self.samples is not None or self.epochs is not None))
 
-    def reached(self, cursor: Cursor, *, tokens: float) -> bool:
+    def is_reached(self, cursor: Cursor, *, tokens: float) -> bool:
         """Return True if one of these limits is reached at this cursor."""
         if self.tokens is not None and tokens >= self.tokens:
             return True
@@ -103,28 +103,28 @@ class Pace:
 class Clock:
     """The seconds since the last logged step, by activity."""
 
-    began: float = field(default_factory=time.perf_counter)
+    start_time: float = field(default_factory=time.perf_counter)
     steps: int = 0
     samples: int = 0
-    data: float = 0.0
-    compute: float = 0.0
-    communication: float = 0.0
-    saving: float = 0.0
-    evaluating: float = 0.0
+    data_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    save_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
 
-    def stepping(self) -> float:
+    def step_seconds(self) -> float:
         """Return the seconds of the steps, including data reading but not saving or evaluation."""
-        return time.perf_counter() - self.began - self.saving - self.evaluating
+        return time.perf_counter() - self.start_time - self.save_seconds - self.evaluation_seconds
 
     def pace(self) -> Pace:
         """Return the mean pace of the steps so far."""
-        stepping, steps = max(self.stepping(), 1e-9), max(self.steps, 1)
+        step_seconds, steps = max(self.step_seconds(), 1e-9), max(self.steps, 1)
         return Pace(
-            step_seconds=stepping / steps,
-            data_seconds=self.data / steps,
-            compute_seconds=self.compute / steps,
-            communication_seconds=self.communication / steps,
-            samples_per_second=self.samples / stepping,
+            step_seconds=step_seconds / steps,
+            data_seconds=self.data_seconds / steps,
+            compute_seconds=self.compute_seconds / steps,
+            communication_seconds=self.communication_seconds / steps,
+            samples_per_second=self.samples / step_seconds,
         )
 
 
@@ -138,15 +138,15 @@ def format_interval(every: int, *, total: int | None) -> str:
     return "at the end" if total is not None and every >= total else f"every {every} and at the end"
 
 
-def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
+def requested_length(settings: Settings, *, epoch_samples: int | None) -> Length:
     """Return the limits that the settings ask for; one epoch if they set none."""
     train = settings.train
-    unsaid = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
+    has_no_limit = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
     return Length(
         steps=train.steps,
         samples=train.samples,
         tokens=train.tokens,
-        epochs=1.0 if unsaid else train.epochs,
+        epochs=1.0 if has_no_limit else train.epochs,
         epoch_samples=epoch_samples,
     )
 

@@ -27,7 +27,7 @@ from paceline.run_folder.run_folder import choose_run, new_run
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
-from paceline.trainer.setup.build_training_setup import job_layer
+from paceline.trainer.setup.build_training_setup import job_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,34 +36,34 @@ class PreparedJob:
 
     task: Task
     job: Job
-    asked: RequestedSettings
+    requested: RequestedSettings
     settings: Settings
     plan: ExecutionPlan
 
 
-def _seed_before_job(asked: RequestedSettings) -> int:
+def _seed_before_job(requested: RequestedSettings) -> int:
     """Return the requested seed; the job's own settings are not known yet."""
-    known = {name: value for name, value in asked.values.items() if name == "seed"}
-    return merge(RequestedSettings(values=known)).seed
+    seed_value = {name: value for name, value in requested.values.items() if name == "seed"}
+    return merge(RequestedSettings(values=seed_value)).seed
 
 
 def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
     """Load the job, merge its settings under the requested ones, and make the plan."""
-    asked = RequestedSettings(values=dict(task.settings), origins=dict(task.origins))
+    requested = RequestedSettings(values=dict(task.settings), origins=dict(task.origins))
     if job is None and task.job_handle is not None:
         job = receive_job(task.job_handle)
     if job is None:
-        params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
-        here = Path.cwd()
+        params = {name[4:]: value for name, value in requested.values.items() if name.startswith("job.")}
+        start_folder = Path.cwd()
         # What the file draws, such as a random_split, has to be the same on every rank and after a restart.
-        seed_all(stream_key(_seed_before_job(asked), "job"))
+        seed_all(stream_key(_seed_before_job(requested), "job"))
         job = load_job(parse_jobref(task.job), params=params)
-        if Path.cwd() != here:  # the job changed the working directory; the run's files stay where they were
-            task = task.given_in(here)
+        if Path.cwd() != start_folder:  # the job changed the working directory; the run's files stay where they were
+            task = task.given_in(start_folder)
     else:
         refuse_job(job, where=job.name or task.job)
-    asked = asked.over(job_layer(job), origin=JOB, where=JOB_SETTINGS)
-    settings = merge(asked)
+    requested = requested.over(job_settings(job), origin=JOB, where=JOB_SETTINGS)
+    settings = merge(requested)
     problems: list[PacelineError] = []
     plan = None
     try:
@@ -77,7 +77,7 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
         problems += problems_of(error)
     raise_all(problems)
     assert plan is not None
-    return PreparedJob(task=task, job=job, asked=asked, settings=settings, plan=plan)
+    return PreparedJob(task=task, job=job, requested=requested, settings=settings, plan=plan)
 
 
 def make_plan(
@@ -107,49 +107,58 @@ def make_plan(
     )
 
 
-def as_first_cut(ready: PreparedJob, *, folder: Path, world: World) -> PreparedJob:
+def with_saved_microbatches(prepared_job: PreparedJob, *, folder: Path, world: World) -> PreparedJob:
     """Return the job with the microbatch size of the run's first start, unless the user has set another one."""
     path = folder / "plan.json"
-    saved = world.share_json(_first_plan(path) if world.is_main else None)
-    train, now = ready.settings.train, ready.plan
-    if saved is None or saved["global_batch_size"] != now.global_batch_size:
-        return ready
-    own = train.micro_batch_size or train.gradient_accumulation_steps
-    if own or saved["micro_batch_size"] == now.micro_batch_size:
-        asked = train.micro_batch_size
+    saved = world.share_json(_read_saved_plan(path) if world.is_main else None)
+    train_settings, current_plan = prepared_job.settings.train, prepared_job.plan
+    if saved is None or saved["global_batch_size"] != current_plan.global_batch_size:
+        return prepared_job
+    is_set_by_user = train_settings.micro_batch_size or train_settings.gradient_accumulation_steps
+    if is_set_by_user or saved["micro_batch_size"] == current_plan.micro_batch_size:
+        micro_batch_size = train_settings.micro_batch_size
         return replace(
-            ready, plan=make_plan(ready.task, ready.job, ready.settings, micro_batch_size=asked, is_resumed=True)
+            prepared_job,
+            plan=make_plan(
+                prepared_job.task,
+                prepared_job.job,
+                prepared_job.settings,
+                micro_batch_size=micro_batch_size,
+                is_resumed=True,
+            ),
         )
     micro = saved["micro_batch_size"]
-    plan = make_plan(ready.task, ready.job, ready.settings, micro_batch_size=micro, is_resumed=True)
+    plan = make_plan(
+        prepared_job.task, prepared_job.job, prepared_job.settings, micro_batch_size=micro, is_resumed=True
+    )
     note = f"batch: microbatches of {plan.micro_batch_size}, as at the start of this run"
-    return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
+    return replace(prepared_job, plan=replace(plan, notes=(*plan.notes, note)))
 
 
-def _first_plan(path: Path) -> dict[str, Any] | None:
+def _read_saved_plan(path: Path) -> dict[str, Any] | None:
     """Return the saved plan, or None if it can't be read; the checkpoint does not depend on it."""
     try:
-        found = read_json(path)
+        plan = read_json(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found) else None
+    return plan if isinstance(plan, dict) and {"global_batch_size", "micro_batch_size"} <= set(plan) else None
 
 
-def join_world(ready: PreparedJob) -> World:
+def join_world(prepared_job: PreparedJob) -> World:
     """Join the other ranks of this process's group."""
-    plan, seconds = ready.plan, ready.settings.train.timeout_seconds
+    plan, seconds = prepared_job.plan, prepared_job.settings.train.timeout_seconds
     return step_rule(plan.rule).join(plan, place=LaunchInfo.read(os.environ), timeout_seconds=seconds)
 
 
-def is_gradient_worker(ready: PreparedJob) -> bool:
+def is_gradient_worker(prepared_job: PreparedJob) -> bool:
     """Return True if this process only computes gradients for parameter servers."""
-    rule = ready.plan.rule
+    rule = prepared_job.plan.rule
     return step_rule(rule).is_gradient_worker(rule, rank=LaunchInfo.read(os.environ).rank)
 
 
-def with_folder(task: Task, *, make: bool = True) -> Task:
+def with_run_folder(task: Task, *, is_chooser: bool = True) -> Task:
     """Return the task with a run folder and the checkpoint to resume from; unchanged unless `is_first_rank`."""
-    if not make:
+    if not is_chooser:
         return task
     name = task.short_job
     run, start = choose_run(name, run=task.run, resume=task.resume)
@@ -158,20 +167,20 @@ def with_folder(task: Task, *, make: bool = True) -> Task:
     return replace(task, run=str(run.path), resume=start)
 
 
-def held_folder(task: Task, *, world: World) -> RunLock | None:
+def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
     """Lock the run folder on rank 0, unless our own launcher holds the lock already.
 
     Raises:
         UsageError: another run writes there; raised on every rank.
     """
-    found, problem = None, None
+    lock, problem = None, None
     if world.is_main and attempt_folder(os.environ) is None:
         try:
-            found = lock_run_folder(Path(task.run), wait=print_line)
-            found.close_in_forks()
+            lock = lock_run_folder(Path(task.run), wait=print_line)
+            lock.close_in_forks()
         except UsageError as error:
             problem = error.as_json()
     problem = world.share_json(problem)
     if problem is not None:
         raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
-    return found
+    return lock

@@ -20,7 +20,7 @@ from paceline.console.formatting import plural
 from paceline.step.parameter_server.parameter_server_step import ServerStep
 from paceline.step.parameter_server.pushed_gradients import AppliedUpdate
 from paceline.step.parameter_server.transport import reach_store
-from paceline.trainer.parameter_server_worker import compute
+from paceline.trainer.parameter_server_worker import compute_shares
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.prepare import PreparedJob
 from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
@@ -82,7 +82,7 @@ def run_errands(ready: PreparedJob, place: LaunchInfo) -> int:
         dtype = torch.float64 if what == _DOUBLE else None
         with in_double(active=dtype is not None):
             built = build_in_precision(ready, World.alone(), dtype)
-            compute(ready, built, WorkerEntrance(place=place, session=str(number)))
+            compute_shares(ready, built, WorkerEntrance(place=place, session=str(number)))
             built.close()
 
 
