@@ -38,7 +38,8 @@ class BatchGuard:
                 )
             if self.pending_batch is not None:
                 raise UsageError(
-                    f"the batch of step {self.pending_batch.batch.after.step} was taken from run.batches() but not stepped.",
+                    f"the batch of step {self.pending_batch.batch.after.step} was taken from run.batches() "
+                    "but not stepped.",
                     cause="a continue before run.step(batch), or list(run.batches())",
                     hint="for batch in run.batches(): run.step(batch); skip samples in train_data or order=",
                 )

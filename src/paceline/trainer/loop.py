@@ -168,10 +168,10 @@ class Loop:
             UsageError: another rank is at a different call.
         """
         calls = self.setup.world.gather_json(local_call)
-        differing_rank = next((rank for rank, other_call in enumerate(calls) if other_call != calls[0]), None)
-        if differing_rank is not None:
+        other = next((rank for rank, other_call in enumerate(calls) if other_call != calls[0]), None)
+        if other is not None:
             raise UsageError(
-                f"rank 0 is at {calls[0]}, and rank {differing_rank} at {calls[differing_rank]}: every rank must make this call.",
+                f"rank 0 is at {calls[0]}, and rank {other} at {calls[other]}: every rank must make this call.",
                 cause="a call inside `if run.rank == 0:`",
                 hint="call it on every rank, and print its result on rank 0",
             )

@@ -180,7 +180,7 @@ class _SessionBuilder:
     requested_checkpoint: Path | None
     memory_baseline: MemoryBaseline
 
-    def build(self, on_eval_target: Any, *, start_time: float) -> Session:
+    def build(self, target: Any, *, start_time: float) -> Session:
         """Load the checkpoint, build the session, and announce the run."""
         prepared_job = self.prepared_job
         forecast = self._find_forecast()
@@ -202,17 +202,11 @@ class _SessionBuilder:
             names=[member.name for member in self.setup.named],
             resumed_checkpoint=loaded,
         )
-        forecast_check = ForecastCheck(
+        check = ForecastCheck(
             forecast=forecast, setup=self.setup, memory_baseline=self.memory_baseline, event_bus=event_bus
         )
         loop = self._make_loop(
-            cursor,
-            loaded,
-            on_eval_target,
-            loader=loader,
-            event_bus=event_bus,
-            checkpointer=checkpointer,
-            forecast_check=forecast_check,
+            cursor, loaded, target, loader=loader, event_bus=event_bus, checkpointer=checkpointer, check=check
         )
         session = Session(
             prepared_job=prepared_job,
@@ -266,12 +260,8 @@ class _SessionBuilder:
         if not (is_older_checkpoint and self.world.is_main and self.prepared_job.task.verb == "train"):
             return []
         with as_checkpoint_error("later checkpoints,", self.run.checkpoints):
-            aside_folder = set_aside(self.run.checkpoints, start=loaded.path)
-        return (
-            []
-            if aside_folder is None
-            else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {aside_folder}")]
-        )
+            folder = set_aside(self.run.checkpoints, start=loaded.path)
+        return [] if folder is None else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {folder}")]
 
     def _read_data_properties(self) -> DatasetProperties | None:
         """Return the properties of indexed data, after a check that they are equal on every rank; None for a stream."""
@@ -308,12 +298,10 @@ class _SessionBuilder:
     def _make_event_bus(self) -> EventBus:
         if not self.world.is_main:
             return EventBus()
-        sink_names = self.prepared_job.settings.watch.to
+        names = self.prepared_job.settings.watch.to
         if self.prepared_job.task.verb == "evaluate":
-            sink_names = tuple(
-                name for name in sink_names if name not in {*CURVES, "jsonl"}
-            )  # these sinks record only training
-        sinks, skipped_notes = make_sinks(sink_names, run=self.run)
+            names = tuple(name for name in names if name not in {*CURVES, "jsonl"})  # these sinks record only training
+        sinks, skipped_notes = make_sinks(names, run=self.run)
         event_bus = EventBus(sinks)
         for note in skipped_notes:
             event_bus.emit(Note(text=note))
@@ -323,12 +311,12 @@ class _SessionBuilder:
         self,
         cursor: Cursor,
         loaded: OpenCheckpoint | None,
-        on_eval_target: Any,
+        target: Any,
         *,
         loader: BatchLoader,
         event_bus: EventBus,
         checkpointer: Checkpointer,
-        forecast_check: ForecastCheck,
+        check: ForecastCheck,
     ) -> Loop:
         settings, task = self.prepared_job.settings, self.prepared_job.task
         if loaded is not None:
@@ -350,8 +338,8 @@ class _SessionBuilder:
             cursor=cursor,
             progress=Progress.from_json(saved_progress),
             memory_baseline=self.memory_baseline,
-            forecast_check=forecast_check,
-            on_eval_target=on_eval_target,
+            forecast_check=check,
+            on_eval_target=target,
         )
 
     def _total_steps(self, length: Length) -> int | None:
@@ -440,18 +428,16 @@ class _SessionBuilder:
         if loaded is None and self.resume is not None:
             lines.append("resumed: nothing had been saved, so the run starts at its first step")
         if loaded is not None:
-            is_same_run = loaded.is_in(self.run.checkpoints)
+            is_same = loaded.is_in(self.run.checkpoints)
             lines.append(
-                f"resumed: {loaded.path.name if is_same_run else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
+                f"resumed: {loaded.path.name if is_same else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
             )
             lines += loop.rule_changes
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]
             lines += changed_length(saved_num_samples, samples, cursor=cursor, total=loop.total_steps)
-            early_stop_lines = list(stopped_early(self.prepared_job.job, loop.progress, step=cursor.step))
-            is_over = loop.is_over() and not loop.progress.unjudged
-            lines += early_stop_lines or (
-                [nothing_left(settings, step=cursor.step, total=loop.total_steps)] if is_over else []
-            )
+            early_stop = list(stopped_early(self.prepared_job.job, loop.progress, step=cursor.step))
+            over = loop.is_over() and not loop.progress.unjudged
+            lines += early_stop or ([nothing_left(settings, step=cursor.step, total=loop.total_steps)] if over else [])
         return tuple(lines)
 
 

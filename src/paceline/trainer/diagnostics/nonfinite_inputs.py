@@ -43,7 +43,10 @@ def explain_nonfinite_inputs(
     sample_text = ", ".join(map(str, bad_samples[:_MAX_SHOWN])) + (
         f" and {len(bad_samples) - _MAX_SHOWN} more" if len(bad_samples) > 4 else ""
     )
-    error.cause = f"the inputs of this step contain NaN or infinity: sample{'s' * (len(bad_samples) > 1)} {sample_text} of train_data"
+    error.cause = (
+        f"the inputs of this step contain NaN or infinity: sample{'s' * (len(bad_samples) > 1)} "
+        f"{sample_text} of train_data"
+    )
     error.hint = f"train_data[{bad_samples[0]}] shows it; or --train.on_nonfinite skip, which skips the whole step"
     return error
 

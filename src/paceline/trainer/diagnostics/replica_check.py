@@ -25,7 +25,10 @@ class ReplicaMismatch:
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        return f"{self.name} differs on rank {ranks} from rank 0 ({self.num_differing} of {self.num_tensors} tensors differ)"
+        return (
+            f"{self.name} differs on rank {ranks} from rank 0 "
+            f"({self.num_differing} of {self.num_tensors} tensors differ)"
+        )
 
 
 def check_replicas(setup: TrainingSetup, *, step: int) -> None:
