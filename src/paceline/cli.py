@@ -1,4 +1,4 @@
-"""The command line: parses arguments, calls a verb, prints, and exits with a code. No logic, and no torch."""
+"""The command line: parses the arguments, runs a verb, prints its result and exits with a code. It needs no torch."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """Run the console script. In another launcher's world, exit without torch's destructors: peers may be gone."""
+    """Run the console script. A rank of another launcher skips torch's destructors, which may wait for lost peers."""
     replace_closed()
     code = main()
     flush()
@@ -80,7 +80,7 @@ def entry() -> None:
 
 
 def with_value(words: Sequence[str], flag: str, value: str) -> list[str]:
-    """Expand a bare `flag` to `flag value`."""
+    """Return the arguments with each bare `flag` expanded to `flag=value`."""
     found = list(words)
     for at in [i for i, word in enumerate(words) if word == flag]:
         if at + 1 == len(words) or words[at + 1].startswith("--"):
@@ -89,7 +89,7 @@ def with_value(words: Sequence[str], flag: str, value: str) -> list[str]:
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate a verb's own words from `--dotted.name value` settings."""
+    """Split the arguments into the verb's own ones and the `--dotted.name value` settings."""
     own: list[str] = []
     settings: list[str] = []
     rest = list(words)
@@ -160,7 +160,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
         name = flag[2:].replace("-", "_")
         if flag.startswith("--") and name not in {*known, "help"}:
             cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known])
-            is_letter = f"{name}s" in known  # --rank is --ranks rather than an option of powersgd
+            is_letter = f"{name}s" in known  # --rank means --ranks, not powersgd's option rank
             found = (
                 None
                 if is_letter
@@ -181,7 +181,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
 
 
 def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
-    """Return errors for the value of an option that must be a number."""
+    """Return an error if the option takes a number and its value is none."""
     number = next((one for one in (int, float) if kind is one or one in get_args(kind)), None)
     if number is None or not value or value.startswith("--") or value == "None":
         return []
@@ -205,7 +205,7 @@ def _known_flags(cls: type) -> list[str]:
 
 
 def _refuse(error: PacelineError, *, as_json: bool) -> int:
-    """Print an error and return its exit code; in another launcher's world the first rank prints for all."""
+    """Print an error and return its exit code; under another launcher the first failing rank prints for all ranks."""
     from paceline.launch.failures.uncaught_exceptions import failure_sentence, report
 
     failure, turn = report(error)

@@ -46,7 +46,7 @@ class CheckpointRow:
 
 
 def ls(run: str | None = None) -> list[CheckpointRow]:
-    """List every checkpoint of a run; each is read whole and compared with its digests."""
+    """List every checkpoint of a run; each is read completely and compared with its digests."""
     folder, _ = find_run(run, trains=True)
     marks = {mark: pointed_checkpoint(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
@@ -56,7 +56,7 @@ def ls(run: str | None = None) -> list[CheckpointRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The result of `ckpt verify`: what was read whole and matches its digests."""
+    """The result of `ckpt verify`: the files that were read completely and match their digests."""
 
     step: int | None
     path: str
@@ -68,7 +68,7 @@ class Verified:
 
 
 def verify_checkpoint(run: str | None = None) -> Verified:
-    """Verify a checkpoint, or a run's newest one and its final model: read it whole and compare it with its digests.
+    """Verify a checkpoint, or a run's newest one and its final model: read it completely and compare its digests.
 
     Raises:
         CheckpointError: a tensor or file differs from its digest.
@@ -137,7 +137,7 @@ def diff(one: str | None, other: str | None) -> Difference:
 
 
 def summarize_differences(found: Difference) -> str:
-    """Return the lines for the screen: how many names of each kind differ, and the first few of them."""
+    """Return the lines to print: how many tensors of each kind differ, and the first few names."""
     lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
     for kind, names in found.tensors.items():
         differ = "differs" if len(names) == 1 else "differ"
@@ -155,7 +155,7 @@ def _newest(run: str) -> Path:
 
 
 def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
-    """Return the names in both whose tensors differ. If both are cut alike, digests decide without reading the data."""
+    """Return the names in both whose tensors differ. If both have the same pieces, only digests are compared."""
     both = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
     alike = {name for name in both if _digests(a, name).keys() == _digests(b, name).keys()}
     for stored in (a, b):
@@ -201,7 +201,7 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """The result of `ckpt consolidate`: what was written, from which step, and which weights."""
+    """The result of `ckpt consolidate`: the folder that was written, the step, and which weights it contains."""
 
     path: str
     step: int
@@ -211,10 +211,10 @@ class Consolidated:
 def consolidate(
     run: str | None = None, *, to: Path, best: bool = False, raw: bool = False, average: bool = False
 ) -> Consolidated:
-    """Write a checkpoint's weights as a plain folder: `model.safetensors`, every name, no Paceline needed.
+    """Write a checkpoint's weights as a folder with `model.safetensors`, which other tools can read.
 
-    They are those that its metric was measured on: the average, if the job has one. `raw` takes the weights in
-    training instead, `average` insists on the average. `best` takes the checkpoint marked so.
+    These are the weights that were evaluated: the average, if the job has one. `raw` takes the training weights
+    instead, `average` requires the average. `best` takes the checkpoint that is marked best.
 
     Raises:
         CheckpointError: there is no such good checkpoint or no average in it, or `to` exists.
@@ -256,7 +256,7 @@ def _config_of(given: Path) -> Any:
 
 
 def _weights(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
-    """Return every tensor of the model, with averaged values under their own names. Each is read when it is written."""
+    """Return every tensor of the model, averaged if there is an average. Each is read when it is written."""
     if WEIGHTS not in loaded.files:
         raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
     weights, average = loaded.files[WEIGHTS], StoredTensors([]) if raw else loaded.files.get(AVERAGE, StoredTensors([]))
@@ -293,7 +293,7 @@ def unknown_action_error(word: str) -> UsageError:
 
 
 def run_verb(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
-    """Run the `ckpt` verb and return its exit code, the value that `--json` prints, and the lines for the screen."""
+    """Run the verb; return the exit code, what `--json` prints, and the text."""
     if options.what == "ls":
         rows = ls(options.run)
         lines = [

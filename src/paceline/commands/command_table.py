@@ -1,4 +1,4 @@
-"""The table of verbs: the options of each, and the name of the function that runs it, imported when it runs."""
+"""The table of verbs: the options of each, and the function that runs it, which is imported when the verb runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ _Run = Annotated[str | None, tyro.conf.Positional]
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """One row: options, the function that runs the verb, and whether settings may follow.
+    """A row of the table: the options, the function that runs the verb, and whether the verb takes settings.
 
-    `run` names a function of the options and the settings that returns what to print. `options` is a class, or names
-    one in the verb's own module.
+    `run` names a function that takes the options and the settings and returns a `VerbOutput`: exit code, `--json` value
+    and text. `options` is a class, or the name of one in the verb's module.
     """
 
     options: type | str

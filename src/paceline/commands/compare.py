@@ -26,7 +26,7 @@ from paceline.verification.rung_result import FLOOR
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The result of `compare`; the fields are the keys of `--json`."""
+    """The result of `compare` for runs; its fields are the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -82,14 +82,14 @@ def compare(
     paths = [Path(run) for run in runs]
     _check(paths)
     recordings = [read_recording(path) for path in paths] if all(has_recording(path) for path in paths) else []
-    recorded = _compared(recordings)
-    if recorded and not all(_is_run(path) for path in paths):
-        return _answer([], [], recorded, page=None, notes=_notes(recordings))
+    comparisons = _compared(recordings)
+    if comparisons and not all(_is_run(path) for path in paths):
+        return _answer([], [], comparisons, page=None, notes=_notes(recordings))
     sides = read_sides(paths)
-    parted = loss_divergences(sides, floor=FLOOR)
-    over = page is not None and Path(page).exists()
-    written = write_page(sides, parted, to=Path(page)) if page is not None else None
-    return _answer(sides, parted, recorded, page=written, over=over, notes=_notes(recordings))
+    divergences = loss_divergences(sides, floor=FLOOR)
+    replaced = page is not None and Path(page).exists()
+    page_path = write_page(sides, divergences, to=Path(page)) if page is not None else None
+    return _answer(sides, divergences, comparisons, page=page_path, over=replaced, notes=_notes(recordings))
 
 
 def _job(runs: Sequence[str | Path]) -> str:
@@ -135,7 +135,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _compared(recordings: Sequence[Recording]) -> list[tuple[Path, Comparison]]:
-    """Compare each with the first."""
+    """Return a comparison of each recording with the first."""
     found = []
     for other in recordings[1:]:
         first = recordings[0]
@@ -157,11 +157,11 @@ def _answer(
     over: bool = False,
     notes: Sequence[str] = (),
 ) -> Compared:
-    first = next((found.first for _, found in recorded if found.first is not None), None)
+    first = next((comparison.first for _, comparison in recorded if comparison.first is not None), None)
     lines = _lines(sides, parted)
-    for path, found in recorded:
-        lines.append(found.text if len(recorded) == 1 else f"{path}: {found.text}")
-        lines += _replicas(path) if found.first is not None else []
+    for path, comparison in recorded:
+        lines.append(comparison.text if len(recorded) == 1 else f"{path}: {comparison.text}")
+        lines += _replicas(path) if comparison.first is not None else []
     lines += notes
     if page is not None:
         lines.append(f"\n{page_line(page, over=over)}")
@@ -171,7 +171,7 @@ def _answer(
         runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
         settings=settings_apart(sides) if sides else {},
         losses=[asdict(one) for one in parted],
-        recordings=[{"run": str(path), **asdict(found)} for path, found in recorded],
+        recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in recorded],
         first_difference=first,
         page=str(page) if page is not None else None,
     )

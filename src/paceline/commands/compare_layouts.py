@@ -24,13 +24,13 @@ ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:measure"
 _REFUSED, _FAILED = "refused", "failed"
 _THREADS = "replicas are threads: memory between steps, without activations and messages"
 _WARM = 1  # steps that are not timed
-_BESIDE = 5  # further steps that a rank may take: to watch a schedule, to measure memory
+_BESIDE = 5  # more steps, which record the schedule and the memory
 _PROOF = "Verdicts compare losses with {first}. To compare gradients and weights too: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """The result of `compare --layouts`; the fields are the keys of `--json`."""
+    """The result of `compare --layouts`; its fields are the keys of `--json`."""
 
     exit_code: int
     text: str
@@ -47,12 +47,12 @@ def compare_layouts(
     steps: int = 8,
     page: str | Path | None = None,
 ) -> LayoutComparison:
-    """Run each layout for a few steps and set them side by side; verdicts are of the losses, against the first.
+    """Run each layout for a few steps and compare them; a verdict compares a layout's losses with those of the first.
 
     A layout that does not fit the job becomes a row with the reason.
 
     Raises:
-        PacelineError, Problems: whatever can be checked before a process starts, for all layouts at once.
+        PacelineError, Problems: the checks before a process starts failed, for all layouts at once.
     """
     tasks, refused = _tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
@@ -93,7 +93,7 @@ def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence
 
 
 def _proof(measured: Sequence[Measured], job: str) -> str:
-    """Return the line that says what the verdicts cover, and the command for a full proof."""
+    """Return a line that says what the verdicts compare, with the command for a full verification."""
     ran = [each for each in measured if each.losses]
     others = [each for each in ran[1:] if each.name != "single"]
     if not others:
@@ -246,7 +246,7 @@ def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
 
 
 def page_line(page: Path, *, over: bool) -> str:
-    """Return the page's path, and say so if it replaced an earlier page."""
+    """Return the page's path, with a note if it replaced an earlier page."""
     return f"{page} (replaced the earlier page; --page FILE keeps both)" if over else str(page)
 
 

@@ -28,10 +28,10 @@ ENTRY = "paceline.trainer.entrypoints:evaluate"
 def evaluate(
     run: str | None = None, *, split: str = "eval", best: bool = False, common: RunOptions | None = None
 ) -> CommandOutcome:
-    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
+    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the named one.
 
-    Without `layout` the run's own is used, if the number of ranks is the same. The ranks' logs lie outside of the run;
-    nothing in the run changes until the metrics are there.
+    Without `layout` the run's own is used, if the number of ranks is the same. The ranks' logs are written outside the
+    run, and nothing in the run changes until the metrics are computed.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
@@ -52,7 +52,7 @@ def evaluate(
         print_line("the job: the object that was passed" if given else f"the job (its code runs): {task.job}")
     if joined is None:
         checkpoint = checkpoint or newest_or_tell(folder)
-    options = {"split": split, "checkpoint": str(checkpoint or "")}  # without a name, each joined rank chooses
+    options = {"split": split, "checkpoint": str(checkpoint or "")}  # if empty, each rank chooses
     task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
     with scratch_folder("evaluate") as aside:
         answer = RunFolder(aside.path).answer("evaluate")
@@ -73,7 +73,7 @@ def as_evaluated(task: Task, common: RunOptions) -> Task:
     """Return the task for the requested layout and ranks, without the settings that only training uses.
 
     Raises:
-        LayoutError, Problems: not a layout, or one that does not fit these ranks.
+        LayoutError, Problems: the layout is unknown, or it does not fit these ranks.
     """
     if common.layout is None:
         ranks = common.ranks or task.ranks

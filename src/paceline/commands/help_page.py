@@ -55,7 +55,7 @@ _POSITIONAL = ("name", "job", "what", "run", "runs", "other")
 
 
 def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
-    """Return the help of one verb. `options` is its dataclass, whose attribute docstrings are the descriptions."""
+    """Return the help of one verb. `options` is a dataclass whose attribute docstrings describe the options."""
     told, kinds = _descriptions(options), get_type_hints(options)
     positional = [field for field in fields(options) if field.name in _POSITIONAL]
     named = [field for field in fields(options) if field.name not in _POSITIONAL]

@@ -110,13 +110,13 @@ def plan(
     """Return the layouts of a job that fit a cluster, their predicted memory and time, and why the others do not fit.
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
-    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is probed once; then
-    layouts are timed for at most `seconds`, by default a minute less the probe's time. `layouts` replaces the search:
-    each one is judged and compared with the first. `against` is another plan.json to compare with. `page` is an HTML
-    file to write.
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is benchmarked once; then
+    layouts are timed for at most `seconds`, by default a minute less the benchmark's time. `layouts` replaces the
+    search: each one is judged and compared with the first. `against` is another plan.json to compare with. `page` is
+    an HTML file to write.
 
     Raises:
-        UsageError, Problems: a cluster or a setting that can't be read, all problems at once.
+        UsageError, Problems: a cluster or a setting can't be read; all problems at once.
     """
     common = common or RunOptions()
     named = [*layouts, *([common.layout] if common.layout else [])]
@@ -159,7 +159,7 @@ def plan(
 
 
 def _read_before(path: Path) -> dict[str, Any]:
-    """Return an earlier plan.json; it must recommend a layout."""
+    """Return an earlier plan.json, which must recommend a layout."""
     found = read_advice(path)
     row_named(found)
     return found
@@ -177,7 +177,7 @@ def _executed(task: Task, common: RunOptions) -> CommandOutcome:
 
 @contextmanager
 def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
-    """Report on standard error now and then what the plan in this folder is doing, and for how long it has run."""
+    """Print on standard error every few seconds what the plan in this folder is doing, and how long it has run."""
     over, began = Event(), time.monotonic()
 
     def tell() -> None:
@@ -245,7 +245,7 @@ def _refuse_seconds(seconds: float | None) -> None:
 
 
 def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-    """Return what a probe measured on this machine; ranks of a joined world measure it themselves."""
+    """Return the benchmark of this machine; under another launcher, the request with which the ranks measure it."""
     joined = detect(os.environ)
     if joined is not None:
         local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
@@ -258,7 +258,7 @@ def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = tim
 
 
 def _corrected(fleet: Cluster) -> Iterator[str]:
-    """Yield lines that say how far runs on this machine have corrected the forecast."""
+    """Yield lines about the corrections of the forecast by earlier runs on this machine."""
     for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
         said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
         if said:

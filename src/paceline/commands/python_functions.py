@@ -1,8 +1,8 @@
 """The verbs as functions: `pl.train`, `pl.verify`, `pl.plan` and the others.
 
 Each takes its verb's options as keyword arguments of the same names, and settings by their dotted names. A job is
-a `Job` object, or the text that the command takes. The result has the keys of the verb's `--json` as attributes. A
-run that fails raises the error of its first failing rank.
+a `Job` object, or the reference that the command takes. The result has the keys of the verb's `--json` as attributes.
+A run that fails raises the error of its first failing rank.
 """
 
 import sys
@@ -296,7 +296,7 @@ def compare(
                 cause="comparing runs reads their folders and starts nothing",
                 hint='pl.compare(job, layouts=["ddp", "fsdp"], ranks=2), or pl.compare(RUN, RUN)',
             )
-        return resolve("paceline.commands.compare:compare")(*what, page=page)  # brings numpy
+        return resolve("paceline.commands.compare:compare")(*what, page=page)  # imports numpy
     if len(what) != 1:
         raise UsageError(
             f"layouts= takes one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
@@ -319,7 +319,7 @@ def _common(
     config: str | Path | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, RunOptions]]:
-    """Yield the job as text and the options as the verbs take them; a `Job` object stays open for child processes."""
+    """Yield the job's reference and the options of a verb; the file of a `Job` object stays open for the ranks."""
     hook = watch_uncaught()
     own: dict[str, Any] = {
         **options,
@@ -357,7 +357,7 @@ def _words(settings: Settings | None) -> list[str]:
     """Return settings as they would be typed; `None` leaves a setting at its default.
 
     Raises:
-        UsageError, Problems: an unknown name, or a value of the wrong type; a command line would be named otherwise.
+        UsageError, Problems: an unknown name, or a value of the wrong type.
     """
     flat = {name: value for name, value in flatten(settings or {}).items() if value is not None}
     RequestedSettings().over({n: v for n, v in flat.items() if not str(n).startswith(f"{JOB}.")}, origin="settings=")
@@ -373,11 +373,11 @@ def _resumed(resume: str | Path | bool) -> str | None:
 
 
 def _result(outcome: CommandOutcome, *, is_found: bool = False) -> Result:
-    """Return what the verb found, or raise what ended it; with `is_found` return it even after an error.
+    """Return the verb's result, or raise its error; with `has_value` return the result even after an error.
 
     Raises:
-        KeyboardInterrupt: it was interrupted twice. PacelineError: it failed. In a process of another launcher what
-            ended this rank is raised as it is, with the user's own lines.
+        KeyboardInterrupt: it was interrupted twice.
+        PacelineError: it failed. Under another launcher, the exception of this rank is raised unchanged.
     """
     if outcome.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt

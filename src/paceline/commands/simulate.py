@@ -126,7 +126,7 @@ def simulate(
     the goodput is forecast for a checkpoint every `every` steps and for the best interval.
 
     Raises:
-        UsageError, LayoutError, Problems: a cluster, a layout or a number that is not valid.
+        UsageError, LayoutError, Problems: a cluster, a layout or a number is not valid.
     """
     if layout is not None:
         parse_layout(layout)
@@ -157,7 +157,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """The inputs of a simulation; `assumed` holds lines about values that were not given."""
+    """The inputs of a simulation; `assumed` holds lines about values that were not requested."""
 
     forecast: CostModel
     estimate: Estimate
@@ -187,7 +187,7 @@ def _simulation(
 
 
 def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
-    """Yield what the plan's correction adds to the step, if the plan used more than its closed forms."""
+    """Yield a line with the step time by the plan's timings, if it differs from the simulated one."""
     if abs(ratio - 1) > _SMALL:
         rest = "; the lines below use that step time" if has_more else ""
         took = format_precise_duration(seconds)

@@ -68,7 +68,7 @@ def train(
 
 
 def came_to(outcome: CommandOutcome) -> dict[str, Any]:
-    """Return the last step, the last evaluation and (if written) the weights' digest of a run that completed."""
+    """Return the last step, the last evaluation and, if it was written, the digest of a run that completed."""
     run = RunFolder(outcome.run)
     latest = pointed_checkpoint(run.checkpoints, LATEST)
     if outcome.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:

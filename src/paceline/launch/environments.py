@@ -1,4 +1,4 @@
-"""Worlds made by other launchers: torchrun, Open MPI, Slurm, MPICH. Each sets a few variables, read in this order."""
+"""Worlds of other launchers: torchrun, Open MPI, Slurm, MPICH. Each sets a few variables, read in this order."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedWorld:
-    """The place of this process in a world that a launcher made."""
+    """The rank of this process in the world of another launcher, such as torchrun, mpirun or srun."""
 
     kind: str
     rank: int
@@ -29,7 +29,7 @@ class JoinedWorld:
     port: int | None
     job_id: str
     is_named: bool
-    """True if `job_id` belongs to this world alone."""
+    """True if no other world has this `job_id`."""
     counts_node: bool
     """True if the launcher says how many ranks are on this machine."""
     nodes: int = 1
@@ -42,10 +42,10 @@ class JoinedWorld:
         return self.local_world_size == self.world_size
 
     def command_again(self, words: Sequence[str]) -> str:
-        """Return the command line that starts `words` on as many processes again.
+        """Return the command line that starts `command` on the same number of processes.
 
-        Where one command does not start the whole world, or the launcher does not tell how its machines meet, the line
-        begins with what to do.
+        If one command does not start the whole world, or the launcher's rendezvous is not known, the line begins with
+        what to do.
         """
         launcher = _LAUNCHERS.get(self.kind, "")
         here = launcher.format(local=self.local_world_size, world=self.world_size, meeting=self._meeting())
@@ -53,7 +53,7 @@ class JoinedWorld:
         if not launcher:
             own = f"in each of the {self.world_size} processes, with its variables (RANK, ...): "
             return f"{own}{line}" if self.world_size > 1 else line
-        if self.is_one_node or self.kind == "srun":  # the allocation has the machines
+        if self.is_one_node or self.kind == "srun":  # the allocation determines the machines
             return line
         if self.kind != "torchrun":
             return f"with the same hosts: {line}"
@@ -63,19 +63,19 @@ class JoinedWorld:
 
     @property
     def _is_static(self) -> bool:
-        """Return whether the nodes of torchrun meet at MASTER_ADDR, without --rdzv-id."""
+        """Return whether the nodes of torchrun use a static rendezvous: MASTER_ADDR, without --rdzv-id."""
         return self.job_id == "none" and None not in (self.node_rank, self.address, self.port)
 
     def _meeting(self) -> str:
-        """Return the options by which the nodes of torchrun meet, as far as its variables tell them."""
+        """Return torchrun's rendezvous options, as far as its variables contain them."""
         if self.is_one_node:
-            return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # torchrun draws that id itself
+            return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # torchrun generates this id
         where = f"--master-addr {self.address} --master-port {self.port}"
         return f"--nnodes {self.nodes} --node-rank {self.node_rank} {where}"
 
 
 def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
-    """Return the world this process was started into, or None, also if the variables describe a rank that started it.
+    """Return the world of which this process is a rank, or None, also if the variables are inherited from a rank.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.
@@ -89,7 +89,7 @@ def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of processes in the world this process was started into, or None if there is none."""
+    """Return the world size if this process is a rank of another launcher, else None."""
     joined = detect(environ)
     return joined.world_size if joined else None
 
@@ -135,7 +135,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
 
 
 def _pmi(environ: Mapping[str, str]) -> JoinedWorld | None:
-    """Read the world of Hydra (MPICH, Intel MPI) or PALS, which name the rank's place on its node differently."""
+    """Read the world of Hydra (MPICH, Intel MPI) or PALS, which use different names for the local rank."""
     if "PMI_RANK" not in environ:
         return None
     local = next((name for name in _PMI_LOCAL if name[0] in environ), _PMI_LOCAL[0])

@@ -1,7 +1,8 @@
 """Ownership of rank environment variables: every program that a rank starts inherits them.
 
-So they carry a mark: the id of the process that they were set for, and a checksum of what was set. A process with
-another id is not that rank and starts afresh; if another launcher has set them since, they are that launcher's.
+So one more variable names their owner: the id of the process for which they were set, and their checksum. A process
+with another id is not that rank and ignores them. If the checksum differs, another launcher has set them since, and
+they are valid.
 """
 
 import os
@@ -47,7 +48,7 @@ def drop_inherited(environ: MutableMapping[str, str]) -> None:
 
 
 def attempt_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the attempt folder if our own launcher started this very process, else None."""
+    """Return the attempt folder if Paceline's launcher started this process as a rank, else None."""
     folder = own_environ(environ).get(ATTEMPT_FOLDER)
     return Path(folder) if folder else None
 

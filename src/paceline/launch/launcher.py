@@ -1,4 +1,4 @@
-"""The launcher: turns a task and a plan into running processes. All processes start here, and only files are passed."""
+"""The launcher: starts the processes of an attempt and returns how they ended. They read their task from a file."""
 
 import os
 import sys
@@ -34,8 +34,9 @@ _MOST_AGAIN = 3
 class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
-    With `saves`, one signal lets it finish its step and save, and it locks its run folder; without, one signal ends it.
-    If the first ranks are `servers`, another rank that is lost is restarted alone.
+    With `saves_checkpoints`, the run folder is locked, and after one signal the ranks finish their step and save;
+    without, one signal ends them. The first `servers` ranks are parameter servers; any other rank that is killed is
+    restarted alone.
     """
 
     ranks: int
@@ -48,7 +49,7 @@ class LaunchRequest:
     saves: bool = True
     servers: int = 0
     begins_in: str = ""
-    """The working folder of the ranks; empty: this process's own."""
+    """The working folder of the ranks; empty for that of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,15 @@ class LaunchOutcome:
 
     @property
     def can_resume(self) -> bool:
-        """Return whether the same command continues the run."""
+        """Return whether the same command resumes the run."""
         return can_go_on(self.attempt_folder.parents[1], self.exit_code, self.failure)
 
 
 def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
-    """Return whether the command that started a run continues it.
+    """Return whether the command that started a run resumes it.
 
-    A refusal says what to change, and would be refused again. An error in the job would recur at the same place, unless
-    there is a checkpoint from which a fixed job continues.
+    A refused command would be refused again. An error in the job would recur, so the command only helps if there is a
+    checkpoint from which a corrected job can continue.
     """
     if exit_code in (ExitCode.DONE, ExitCode.REFUSED):
         return False
@@ -81,20 +82,20 @@ def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
 
 
 def is_from_outside(failure: Failure) -> bool:
-    """Return whether the job may not be at fault: a signal, memory, a slow rank, or the fork server."""
+    """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
     named = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
     return named or failure.is_short_of_memory or is_lost_connection(failure)
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
-    """Run one attempt to its end. `on_start(attempt_folder)` returns a function that is called every 50 ms meanwhile.
+    """Run one attempt to its end. `on_start(attempt_folder)` returns a function that is called every 50 ms.
 
     Raises:
-        UsageError: it saves, and another run writes into the same folder.
+        UsageError: the request saves checkpoints, and another run has locked the run folder.
         MachineError: the ranks could not reach each other on this machine.
     """
     if request.ranks > 1:
-        listen_on_free_port().close()  # the fork server would only notice once it has imported torch
+        listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
     held = lock_run_folder(request.run.path, wait=print_line) if request.saves else None
     try:
         outcome = _run(request, on_start, held)
@@ -152,13 +153,13 @@ def _run(
 
 
 def _inherited(held: RunLock | None, payload: Mapping[str, Any]) -> list[int]:
-    """Return the file handles that the ranks inherit: the run's lock, and a job that was given as an object."""
+    """Return the file handles that the ranks inherit: the run's lock, and the file of a job passed as an object."""
     handles = [None if held is None else held.handle, payload.get("job_handle")]
     return [handle for handle in handles if handle is not None]
 
 
 def _patience(request: LaunchRequest) -> float:
-    """Return how long ranks wait for each other if the request sets it; heartbeats carry a value set by the job."""
+    """Return the request's timeout in seconds, or the default; a timeout that the job sets comes with heartbeats."""
     given = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
     try:
         return float(given)
@@ -167,7 +168,7 @@ def _patience(request: LaunchRequest) -> float:
 
 
 def _lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
-    """Return whether a server was killed from outside, not by the job's fault: its checkpoint has all its state."""
+    """Return whether a signal killed a parameter server; it can restart, because checkpoints contain all its state."""
     failure = outcome.failure
     return failure is not None and failure.kind == "signal" and 0 <= failure.rank < request.servers
 
@@ -203,14 +204,14 @@ def kernel_fingerprint() -> str:
 
 
 def choose_kernels() -> bool:
-    """Choose exact mode's kernels if torch is not imported yet; return False if none is chosen and it is too late."""
+    """Choose exact mode's kernels before torch is imported; return False if torch was imported without a choice."""
     if not os.environ.get(EXACT_KERNELS) and "torch" not in sys.modules:
         os.environ[EXACT_KERNELS] = CHOSEN_KERNELS
     return bool(os.environ.get(EXACT_KERNELS))
 
 
 def too_late(cause: str, *, hint: str = "") -> UsageError:
-    """Return the error for exact mode that was requested after torch had chosen its kernels."""
+    """Return the error for exact mode that is requested after torch has chosen its kernels."""
     return UsageError(
         f"exact mode needs kernels that {EXACT_KERNELS} selects before torch is imported, but "
         "torch is already imported.",
@@ -220,9 +221,9 @@ def too_late(cause: str, *, hint: str = "") -> UsageError:
 
 
 def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) -> str:
-    """Return the final message of a run that did not end well.
+    """Return the final message of a run that failed or was stopped; empty if it completed.
 
-    `go_on` is the command that continues it, empty if there is none.
+    `resume_command` is empty if no command resumes the run.
     """
     if outcome.failure is not None:
         return failure_screen(outcome, go_on=go_on if outcome.can_resume else "", more=more)
@@ -235,7 +236,7 @@ def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) 
 
 
 def failure_keys(outcome: LaunchOutcome, *, go_on: str = "") -> dict[str, Any]:
-    """Return the content of the failure screen by key: those of a refusal, then rank, step, log and command."""
+    """Return the failure under the keys of `--json`: the fields of an error, rank, step, log and resume command."""
     failure = outcome.failure
     if failure is None:
         return {"go_on": go_on} if go_on else {}
@@ -243,7 +244,7 @@ def failure_keys(outcome: LaunchOutcome, *, go_on: str = "") -> dict[str, Any]:
 
 
 def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
-    """Return the failure of a rank in another launcher's world by key: no log, and maybe only another rank lost."""
+    """Return the failure of a rank that another launcher started, which has no log, under the keys of `--json`."""
     said = _said_by_key(failure)
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
         what = (
@@ -260,13 +261,13 @@ def _said_by_key(failure: Failure) -> dict[str, Any]:
 
 
 def _log_of(outcome: LaunchOutcome, failure: Failure) -> Path:
-    """Return the path of the full text; for the fork server, the folder of the ranks' logs."""
+    """Return the log with the full text; for the fork server, the folder of the ranks' logs."""
     teller = failure.rank if failure.told_by is None else failure.told_by
     return outcome.attempt_folder if failure.rank == FORKSERVER_RANK else outcome.attempt_folder / f"rank-{teller}.log"
 
 
 def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[str] = ()) -> str:
-    """Return the failure screen: first failed rank, place, cause, the lines in `more`, and the command to continue."""
+    """Return the failure screen: the first failed rank, its error, `extra_lines`, and the command that resumes."""
     failure = outcome.failure
     if failure is None:
         return ""

@@ -32,7 +32,7 @@ def adopt_launcher_variables(joined: JoinedWorld, environ: MutableMapping[str, s
 
     Raises:
         UsageError: several machines and no MASTER_ADDR.
-        MachineError: rank 0 did not say where it listens.
+        MachineError: rank 0 did not publish its port.
     """
     drop_inherited(environ)
     _put(joined, environ)
@@ -104,7 +104,7 @@ def _unreachable(error: OSError) -> MachineError:
 def _meeting_folder(joined: JoinedWorld) -> Path:
     """Return a folder that only one world's ranks share, named by the launcher's job id or by session and command.
 
-    A wrapper around each rank gives each another parent, so the parent process cannot identify the world.
+    The parent process can't identify the world, because each rank may have a wrapper process of its own.
     """
     session = os.getsid(0)
     told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
@@ -126,7 +126,7 @@ def home_folder() -> Path:
 
 
 def _invite(folder: Path, *, port: int) -> None:
-    """Write where rank 0 listens. An earlier world's leftovers are removed; a world that still waits there is kept."""
+    """Write the port of rank 0. Files of an earlier world are removed, unless its rank 0 is still alive."""
     found = _invitation(folder)
     if found is not None and found["holder"]["pid"] != os.getpid():
         raise UsageError(

@@ -1,6 +1,6 @@
 """Automatic layouts (`--layout auto`): a plan for a run's machine, made before its workers start, with fallbacks.
 
-Needs no torch: the plan itself is made by `auto_run`, in a process of its own or in the script that opens a `pl.Run`.
+It needs no torch: `auto_worker` makes the plan, in a process of its own or in the script that opens a `pl.Run`.
 """
 
 import os
@@ -39,7 +39,7 @@ _MICRO = f"train.{CUT}"
 
 
 def refuse_auto(*, update: str, compress: str) -> None:
-    """Raise an error for options that a plan does not model.
+    """Refuse options that a plan does not model.
 
     Raises:
         UsageError, LayoutError, Problems
@@ -65,9 +65,9 @@ def refuse_auto(*, update: str, compress: str) -> None:
 
 
 def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, LaunchOutcome | None]:
-    """Return the task with a layout: a resumed run's own on as many ranks, else the plan's, which is printed.
+    """Return the task with a layout: that of the resumed run if it had as many ranks, else the planned one.
 
-    If the plan failed, the outcome of its process is returned too.
+    The planned layout is printed. If planning failed, the outcome of its process is returned too.
     """
     kept = as_before(task, quiet=quiet)
     if kept is not None:
@@ -87,7 +87,7 @@ def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, Launc
 
 
 def to_plan(task: Task) -> Task:
-    """Return the task for planning in one process; a run resumed on other ranks keeps its microbatch size."""
+    """Return the task for planning in one process; a resumed run keeps its microbatch size."""
     settings = {**task.settings}
     if (begun := _begun(task)) is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -118,7 +118,7 @@ def announce_choice(task: Task, answer: Mapping[str, Any], here: LocalMachine, *
 
 
 def on_rung(task: Task, rungs: Sequence[FallbackLayout]) -> Task:
-    """Return the task with the first of these layouts, which overrides the request, and the others as fallbacks."""
+    """Return the task with the first of these layouts, which overrides its own, and the others as fallbacks."""
     first, *rest = rungs
     own_settings = settings_from_text(first.settings)
     gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(own_settings)
@@ -140,9 +140,10 @@ def _remembered(first: FallbackLayout, rest: Sequence[FallbackLayout]) -> dict[s
 
 
 def fallen_back(task: Task, failure: Failure | None) -> Task | None:
-    """Return the task with its next fallback after out-of-memory, from its newest checkpoint; None if none is left.
+    """Return the task with its next fallback layout after out-of-memory, to resume from its newest checkpoint.
 
-    A fallback that is refused is skipped. A layout that was refused before it was replayed also falls back.
+    Return None if no fallback is left, or if the failure has another cause. A layout that was recommended without a
+    replay also falls back if it is refused.
     """
     rungs = [FallbackLayout(**rung) for rung in task.options.get("rungs", ())]
     if failure is None or not rungs:
@@ -175,7 +176,7 @@ def _say(lines: Sequence[str], *, quiet: bool) -> None:
 
 
 def as_before(task: Task, *, quiet: bool = False) -> Task | None:
-    """Return the task with the layout of the run that it resumes, if that ran on as many ranks; else None."""
+    """Return the task with the layout of the run that it resumes, if that run had as many ranks; else None."""
     if (folder := _begun(task)) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The planning process of `--layout auto`, which runs before there are workers: the plan, and its fallbacks."""
+"""The planning process of `--layout auto`, which runs before the workers start: the plan, and its fallbacks."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from paceline.measured_planning.auto_layout import ANSWER, ORIGIN, SECONDS, anno
 from paceline.measured_planning.choose_layout import decide
 from paceline.measured_planning.finalist_replay import CandidateChecker
 from paceline.measured_planning.plan_cache import store_plan
-from paceline.measured_planning.plan_local import profile_for_plan as learn_job
+from paceline.measured_planning.plan_local import profile_for_plan
 from paceline.measured_planning.profile.probe_job import grid_of
 from paceline.measured_planning.timing.timing_cache import timed_here
 from paceline.planner.advice.recommendations import Advice
@@ -26,7 +26,7 @@ from paceline.trainer.setup.prepare import PreparedJob, prepare
 
 
 def write_choice(payload: Mapping[str, Any]) -> int:
-    """Write the answer into the folder that the task names."""
+    """Plan the task's job, and write the layouts to try into the task's run folder."""
     task = Task.from_json(payload)
     fleet, seconds = fleet_of(task.options["fleet"]), float(task.options["seconds"])
     write_json(Path(task.run) / ANSWER, layout_choice(prepare(task), fleet, seconds=seconds))
@@ -34,7 +34,7 @@ def write_choice(payload: Mapping[str, Any]) -> int:
 
 
 def write_model_profile(payload: Mapping[str, Any]) -> int:
-    """Write only the model's profile."""
+    """Write the profile of the job's model into the task's run folder, without a plan."""
     task = Task.from_json(payload)
     ready = prepare(task)
     write_json(Path(task.run) / ANSWER, learnt_here(ready, most_ranks=int(task.options["most_ranks"])))
@@ -43,11 +43,11 @@ def write_model_profile(payload: Mapping[str, Any]) -> int:
 
 def learnt_here(ready: PreparedJob, *, most_ranks: int) -> dict[str, Any]:
     """Return the model's profile, computed in this process."""
-    return {"facts": learn_job(ready, most_ranks=most_ranks).facts.as_json()}
+    return {"facts": profile_for_plan(ready, most_ranks=most_ranks).facts.as_json()}
 
 
 def settled_here(task: Task, *, job: Job) -> Task:
-    """Return the task of a `pl.Run` with a layout, planned in this process: a script's job exists only here."""
+    """Return the task of a `pl.Run` with a layout, planned in this process, because only it has the script's job."""
     kept = as_before(task)
     if kept is not None:
         return kept
@@ -60,11 +60,11 @@ def layout_choice(ready: PreparedJob, fleet: Cluster, *, seconds: float) -> dict
 
     Raises:
         LayoutError: nothing fits.
-        UsageError: the job's settings leave nothing to choose.
+        UsageError: the job's settings exclude a choice.
     """
     began = time.monotonic()
     grid = grid_of(ready.settings, asked="--layout auto")
-    learnt = learn_job(ready, most_ranks=fleet.ranks)
+    learnt = profile_for_plan(ready, most_ranks=fleet.ranks)
     rehearsal = CandidateChecker(ready=learnt.ready, real=ready)
     known = timed_here(ready, CostModel(facts=learnt.facts, fleet=fleet), grid=grid)
     chosen = decide(rehearsal, known.forecast, grid=grid, until=began + seconds, options=known.options)
@@ -89,7 +89,7 @@ def layout_choice(ready: PreparedJob, fleet: Cluster, *, seconds: float) -> dict
 
 
 def _second(advice: Advice, rungs: list[FallbackLayout]) -> str:
-    """Return what came second, and by how much; without another family, a fallback that needs less memory."""
+    """Return the second-best layout with its distance; without another family, a fallback that needs less memory."""
     others = [row for row in advice.rows[1:] if row.estimate.fits]
     if others:
         return f"{others[0].estimate.candidate}, {others[0].why}"

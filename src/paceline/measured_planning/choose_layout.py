@@ -1,4 +1,4 @@
-"""Choice of the recommended layout: it was replayed and fits; a refused one gives way to the next of its family."""
+"""Choice of the recommended layout: the fastest one that fits in a replay."""
 
 import re
 import time
@@ -18,14 +18,14 @@ from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.search_space import FAMILY, SearchSpace, is_lost, is_refused, words_of
 from paceline.planner.search.shortlist import RejectedLayout, as_timed, usual_ratio
 
-_SEEN = 3  # samples: the profiler has tried microbatches up to this size
-_SHORTLIST = 3  # misfits after which a family is left; two equal refusals end it too
-_MOST_REFUSED = 12  # refusals: after these, once time is over, the next is recommended on its forecast
+_SEEN = 3  # the profiler has tried microbatches up to this size
+_SHORTLIST = 3  # layouts of a family that do not fit before the family is dropped; two equal refusals drop it too
+_MOST_REFUSED = 12  # after these, and after the time limit, the next one is recommended by its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenLayout:
-    """The chosen layout. `seen` holds the replayed candidates, including the chosen one unless `advice.unreplayed`."""
+    """The chosen layout. `replays` has the replayed candidates, and the chosen one unless `advice.unreplayed`."""
 
     forecast: CostModel
     advice: Advice
@@ -48,11 +48,11 @@ def decide(
     lost: Mapping[Candidate, RejectedLayout] | None = None,
     others: bool = False,
 ) -> ChosenLayout:
-    """Return the best of `options`, or of the whole grid if none is left; `lost` are known to be refused.
+    """Return the best of `options`, or of the whole grid if none is left; `rejected` are known to be refused.
 
-    The recommended layout is replayed however long that takes: after `until` it is recommended as forecast only if a
-    dozen before it were refused, and the advice says so. With `others` the best of the other families are replayed too,
-    as many as time allows. A refused layout gives way to the next of its family.
+    The recommended layout is replayed even after the `deadline`. Only if a dozen before it were refused, it is
+    recommended by its forecast, and the advice says so. With `replay_others` the best of the other families are
+    replayed too, as many as time allows. The next layout of its family replaces a refused one.
 
     Raises:
         LayoutError: nothing fits.
@@ -81,7 +81,7 @@ def decide_named(
 ) -> tuple[NamedLayouts, dict[str, CheckedCandidate]]:  # fmt: skip
     """Return the named layouts in their order; the fastest that fits is replayed, and others as time allows.
 
-    If no microbatch size was given, one that is refused or does not fit gives way to a smaller one.
+    Without a requested `micro_batch_size`, a smaller one is tried if a layout does not fit.
     """
     known, most = _Known(rehearsal, forecast, SearchSpace(), ()), dict[str, int]()
     while True:
@@ -111,7 +111,7 @@ def _next(advice: Advice, known: "_Known", *, until: float, others: bool) -> Pla
 
 
 class _Known:
-    """The knowledge gained from replays on the way to a recommendation."""
+    """The candidates that remain, and the replays and refusals so far."""
 
     def __init__(
         self, rehearsal: CandidateChecker, forecast: CostModel, grid: SearchSpace, options: Sequence[Estimate]
@@ -127,14 +127,14 @@ class _Known:
         self._reasons: dict[str, list[str]] = {}
 
     def advice(self) -> Advice:
-        """Return the advice over the candidates that are left."""
+        """Return the advice for the candidates that remain."""
         options = self._left()
         if options:
             return advice_of(self.forecast, options, grid=self._grid)
         return advise(self.forecast, grid=self._grid)
 
     def has_time(self, row: PlanRow, until: float) -> bool:
-        """Return whether a row should be replayed and would finish in time, judged by how long the others took."""
+        """Return whether a row should be replayed and would finish in time, judged by the earlier replays."""
         candidate = row.estimate.candidate
         if str(candidate) in self.seen or not row.fits or self._misfits[candidate.family] >= _SHORTLIST:
             return False
@@ -143,14 +143,14 @@ class _Known:
         return each * work < until - time.monotonic()
 
     def rehearse(self, estimate: Estimate) -> CheckedCandidate:
-        """Replay a candidate, and record what that implies for other microbatch sizes."""
+        """Replay a candidate; if the job's code refuses it, record whether its microbatch size is the cause."""
         found = self.seen[str(estimate.candidate)] = self._rehearsal.replayed(estimate, self.forecast)
         if found.error and found.is_jobs:
             self._learn(self._alone_refused(estimate.candidate))
         return found
 
     def replay(self, estimate: Estimate) -> None:
-        """Replay a candidate; remove it from what is left if it is refused or may not fit."""
+        """Replay a candidate; remove it if it is refused or may not fit."""
         found, candidate = self.rehearse(estimate), estimate.candidate
         if found.error:
             self.num_refused += 1
@@ -166,7 +166,7 @@ class _Known:
             self._options = [one for one in self._options if one.candidate != candidate]
 
     def lose(self, candidate: Candidate, why: RejectedLayout) -> None:
-        """Remove a candidate that was refused when it was to be timed."""
+        """Remove a candidate that was refused during timing."""
         self._families.add(candidate.family)
         if why.is_jobs and not _has_model_axes(candidate):  # a replica runs the same code as one process
             self._learn({_micro(candidate): why.why})
@@ -184,7 +184,7 @@ class _Known:
             raise LayoutError(error, hint="--layout single shows the full error")
         axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
         if len(axes) == 1 and self._rehearsal.is_of_parts(candidate, error):
-            refused = dict.fromkeys(axes, error)  # in every layout that has this axis
+            refused = dict.fromkeys(axes, error)  # refused in every layout that has this axis
         else:
             refused = self._refused_alone(axes, parts) or self._refused_alone(parts, parts)
         for word, why in refused.items():
@@ -195,14 +195,14 @@ class _Known:
             self._count(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
 
     def _refused_alone(self, wanted: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
-        """Return which of several parts of a layout are refused without the others."""
+        """Return the parts of a layout that are refused without the other parts, with reasons."""
         if len(parts) == 1:
             return {}
         why = {word: self._rehearsal.refusal(one, self.forecast) for word, one in wanted.items()}
         return {word: said for word, said in why.items() if said}
 
     def _count(self, word: str, error: str) -> None:
-        """Remove a size after two layouts refused for the same reason, or three for any.
+        """Remove a part of layouts after two refusals with the same reason, or three with any.
 
         An axis is removed after its sizes, and a family after its layouts.
         """
@@ -216,7 +216,7 @@ class _Known:
             self._count(axis, error)
 
     def _alone_refused(self, candidate: Candidate) -> dict[str, str]:
-        """Return the microbatch size if the job's code refuses it in one process too; small sizes are known good."""
+        """Return the microbatch size if the job's code refuses it in one process too; small sizes were profiled."""
         if candidate.micro_batch_size <= _SEEN:
             return {}
         plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
@@ -233,7 +233,7 @@ class _Known:
         return fits and _is_left(candidate, self.forecast)
 
     def _left(self) -> list[Estimate]:
-        """Return the options that were not refused, and the next candidate of a family that has lost all of its own."""
+        """Return the options that were not refused, and the next candidate of each family that has none left."""
         left = [one for one in self._options if self._is_left(one.candidate)]
         if not left:
             return []
@@ -259,7 +259,7 @@ def _micro(candidate: Candidate) -> str:
 
 
 def _parts(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """Yield the word for each axis and option, with a candidate that has only that and its requirements."""
+    """Yield the name of each axis and option, with a candidate that has only this part and its requirements."""
     c = candidate
     plain = Candidate(micro_batch_size=c.micro_batch_size, precision=c.precision)
     for axis in MODEL_AXES:

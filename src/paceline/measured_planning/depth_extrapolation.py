@@ -1,4 +1,4 @@
-"""Depth extrapolation: a deep model's step from replays with few blocks per stage, exact and much faster."""
+"""Depth extrapolation: the memory of a deep model's step, from replays with few blocks per stage; exact and faster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,8 +18,8 @@ from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, ext
 from paceline.profiling.model_tracing.memory_tracker import MemoryByKind
 from paceline.schedule.registry import schedule_named
 
-_KEPT = 4  # blocks of a stage: the two at each end may depend on what is before and after the chain
-_WORTH = 0.7  # share of all blocks: above this, a whole replay is as fast
+_KEPT = 4  # blocks of a stage: the two at each end may depend on the layers before and after the blocks
+_WORTH = 0.7  # share of all blocks: above it, a replay of the whole model is as fast
 _Run = tuple[list[MemoryTimeline], list[StageMemory]]
 
 
@@ -33,9 +33,9 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class DepthExtrapolation:
-    """A job as a chain of equal blocks, of which few may represent all; answers are cached.
+    """A job whose model is a chain of equal blocks, of which a few may represent all; results are cached.
 
-    Its model is built on memory without numbers (`built_once`).
+    Its model is built on fake tensors (`build_once`).
     """
 
     job: Job
@@ -57,10 +57,10 @@ class DepthExtrapolation:
             return False
 
     def replay(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> list[StageMemory]:
-        """Return the result of `replay` for these blocks per stage, extrapolated if that is exact and cheaper.
+        """Return the result of `replay` for these blocks per stage, extrapolated if that is exact and faster.
 
         Raises:
-            PacelineError: what the run itself would refuse.
+            PacelineError: the run itself would be refused.
         """
         way = self.way(settings, plan, blocks)
         try:
@@ -89,7 +89,7 @@ class DepthExtrapolation:
         return _joined([run for run in runs if run], blocks, way) if all(runs) else None
 
     def runs(self, settings: Settings, plan: ExecutionPlan, every: Sequence[tuple[int, ...]]) -> list[_Run | None]:
-        """Return a replay for each list of blocks per stage; None where the job can't be shortened so."""
+        """Return a replay for each list of blocks per stage; None if the job can't be shortened to it."""
         found: list[_Run | None] = []
         for depths in every:
             short, journals = with_blocks(self.job, sum(depths)), [MemoryTimeline() for _ in range(plan.mesh.pp)]
@@ -99,10 +99,10 @@ class DepthExtrapolation:
 
 
 def tells_of_all(job: Job, settings: Settings) -> bool:
-    """Return whether few of the blocks represent all of them, operation by operation: one process, one microbatch.
+    """Return whether few blocks represent all of them in every operation of one microbatch in one process.
 
-    They do not if blocks differ by their place (another activation, some without gradients), or if the output that is
-    passed on grows from block to block.
+    They do not if blocks differ by their position (another activation, some without gradients), or if their outputs
+    grow from block to block.
     """
     alone = plan_of(settings, "single", 1, samples=FEW)
     few, more = with_blocks(job, _KEPT), with_blocks(job, _KEPT + 1)
@@ -157,13 +157,13 @@ def _joined(runs: Sequence[_Run], blocks: Sequence[int], way: _Way) -> list[Stag
 
 
 def _least(plan: ExecutionPlan) -> int:
-    """Return the elements above which a tensor is sent alone: then each block's bucket ends within the block."""
+    """Return the elements above which a tensor gets a bucket of its own: then no bucket spans two blocks."""
     item = 2 if plan.asked.params == "bf16" else 4
     return LARGE_BYTES // item * plan.mesh.tp * plan.mesh.ep
 
 
 def _cut(settings: Settings, depths: tuple[int, ...]) -> Settings:
-    """Return the settings with these stages, and no other stage weights."""
+    """Return the settings with these blocks in each stage."""
     stages = depths if len(depths) > 1 else ()
     return replace(settings, place=replace(settings.place, stages=stages))
 

@@ -1,4 +1,4 @@
-"""Replay of a plan's finalists: the run's own step on fake tensors, and the checks that need real numbers."""
+"""Replay of a plan's finalists: the run's own step on fake tensors, and the checks that need real values."""
 
 import time
 from collections.abc import Mapping
@@ -26,7 +26,10 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCandidate:
-    """The replay of a candidate: its fullest stage; `error` if it is refused, `is_jobs` if the job's code raised it."""
+    """The replay of a candidate: its stage with the highest peak, or the `error` with which it is refused.
+
+    `is_job_error` is true if the job's code raised the error.
+    """
 
     layout: str
     peak_bytes: int = 0
@@ -39,7 +42,7 @@ class CheckedCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateChecker:
-    """A cached replayer. `ready` has a model without numbers, `real` the job as it is."""
+    """A cache of replays. `ready` has a model on fake tensors, `original` is the job as it is."""
 
     ready: PreparedJob
     real: PreparedJob
@@ -58,15 +61,15 @@ class CandidateChecker:
         return self.known[name]
 
     def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
-        """Return why the candidate is refused, or an empty string."""
+        """Return the reason why the candidate is refused, or an empty string."""
         return self._replayed(candidate, (), forecast, False).error
 
     def is_of_parts(self, candidate: Candidate, error: str) -> bool:
-        """Return whether cp or ep alone caused this error, in any microbatch size and layout."""
+        """Return whether cp and ep alone cause this error, in any microbatch size and layout."""
         return bool(error) and self.parts.get((candidate.cp, candidate.ep)) == error
 
     def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
-        """Return how many blocks its replay runs, over all stages."""
+        """Return how many blocks the candidate's replay runs, over all stages."""
         plan = shorten_plan(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
         blocks = _blocks(candidate, cut, forecast.facts)
         return plan.num_micro // plan.replicas * max(1, self.chain.replayed(self.ready.settings, plan, blocks))
@@ -119,7 +122,7 @@ class CandidateChecker:
 
 
 def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device) -> PlanRow:
-    """Return the row with what its replay counted in place of what was forecast, or with why it was refused."""
+    """Return the row with the memory of its replay instead of the forecast, or with the reason for its refusal."""
     found = seen.get(str(row.estimate.candidate))
     if found is None:
         return row
@@ -137,7 +140,7 @@ def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device)
 
 
 def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
-    """Return the execution plan that a run of this candidate would have."""
+    """Return the execution plan of a run with this candidate."""
     return make_execution_plan(
         layout=candidate.asked,
         update=parse_update("sync"),
@@ -147,12 +150,12 @@ def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> Exec
 
 
 def _blocks(candidate: Candidate, cut: tuple[int, ...], facts: ModelProfile) -> tuple[int, ...]:
-    """Return the blocks in each stage: as it is cut, or about as a run would cut it."""
+    """Return the blocks in each stage: those of the forecast, or an equal split."""
     stages = candidate.pp * candidate.virtual
     each, more = divmod(len(facts.blocks), stages)
     return cut or tuple(each + (stage < more) for stage in range(stages))
 
 
 def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
-    """Return the settings with the forecast's blocks in each stage, if a run would cut differently by itself."""
+    """Return the settings with the forecast's blocks in each stage, unless all stages are equal."""
     return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))

@@ -37,7 +37,7 @@ from paceline.trainer.loop import num_retained_batches
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.job_data import cut_for, read_first
 
-_MOST_MICRO = 2  # microbatches without a pipeline: all after the first are alike
+_MOST_MICRO = 2  # microbatches without a pipeline: all after the first are equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class StageMemory:
 def replay(
     job: Job, settings: Settings, plan: ExecutionPlan, *, journals: Sequence[MemoryTimeline] = (), warm: bool = True
 ) -> list[StageMemory]:
-    """Run two steps of every stage and record the second one; `journals` has one for each stage, or none.
+    """Run two steps of every stage and return the memory of the second; `timelines` has one for each stage, or none.
 
-    Without `warm`, for one stage, the first step is recorded, which creates gradients and optimizer state.
+    Without `warm_up`, for one stage, the first step is recorded, which creates gradients and optimizer state.
 
     Raises:
-        PacelineError: what the run itself would refuse.
+        PacelineError: the run itself would be refused.
     """
     scene = SimulatedRanks(mesh=plan.mesh)
     alone = plan.mesh.ranks == 1
@@ -129,7 +129,7 @@ def _batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[Step
 
 
 def _in_parts(built: TrainingSetup, journal: MemoryTimeline | None) -> AbstractContextManager[None]:
-    """Return a context that begins the journal's next part whenever stages switch to another microbatch."""
+    """Return a context that starts a new part of the timeline after each action of a pipeline stage."""
     passes = built.step.passes
     if journal is None or not isinstance(passes, PipelineForwardBackward):
         return nullcontext()
@@ -137,15 +137,16 @@ def _in_parts(built: TrainingSetup, journal: MemoryTimeline | None) -> AbstractC
 
 
 def _first(plan: ExecutionPlan) -> ExecutionPlan | None:
-    """Return a short step that leaves gradients and optimizer state behind, as later steps find them.
+    """Return a plan of one round, for a step that creates gradients and optimizer state.
 
-    None if it must be as long as the others: gloo keeps what was sent in it, and other rules end in the middle of one.
+    Return None if the step must be as long as the others: gloo keeps the tensors that it sent, and asynchronous update
+    rules end in the middle of a step.
     """
     return None if plan.backend == "gloo" or not plan.rule.is_synchronous else _of_rounds(plan, 1)
 
 
 def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: ExecutionPlan) -> int:
-    """Return the data bytes of left-out microbatches: on a CPU of all batches that are kept, on a device of one."""
+    """Return the data bytes of left-out microbatches: on a CPU of all batches in memory, on a device of one."""
     there, every = (-(-one.num_micro // one.replicas) for one in (short, whole))
     each = elements([t for t in tensor_leaves([one.data for one in given[-1].micro[-1:]]) if t.layout is torch.strided])
     batches = len(given)
@@ -153,7 +154,7 @@ def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: Exe
 
 
 def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan with fewer microbatches, as far as that does not change peak memory."""
+    """Return the plan with as few microbatches as leave the peak memory unchanged."""
     rounds = -(-plan.num_micro // plan.replicas)
     return _of_rounds(plan, min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds))
 
@@ -164,7 +165,7 @@ def _of_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
 
 
 def _filled(plan: ExecutionPlan, rounds: int) -> int:
-    """Return how many microbatches fill the pipeline: with more, every rank's peak stays the same."""
+    """Return how many microbatches fill the pipeline: more of them do not change any rank's peak."""
     if is_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo keeps sent tensors until the step ends
         return rounds
     rule, ranks = schedule_named(plan.asked.schedule), plan.mesh.pp

@@ -1,4 +1,4 @@
-"""Advice after out-of-memory: cheaper layouts with their cost in time, each as the line to type. Needs no torch."""
+"""Advice after out-of-memory: layouts that need less memory, with their cost in time and the command to type."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ from paceline.profiling.machine_benchmarks.this_machine import kept_here
 from paceline.run_folder.run_folder import RunFolder
 
 LEARN = "paceline.measured_planning.auto_worker:write_model_profile"
-_PART = 0.9  # share of the memory that was too much: a restart may need at most this
-_LIBRARIES_BYTES = 64 << 20  # needed once training begins: stacks of threads, buffers of libraries
+_PART = 0.9  # share of the available memory that a restart may need
+_LIBRARIES_BYTES = 64 << 20  # needed by training itself: stacks of threads, buffers of libraries
 _USUAL = Device(  # one core: only the ratios of its rates are used, and the page says so
     name="a typical processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
@@ -41,7 +41,7 @@ _LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
 
 @dataclass(frozen=True, kw_only=True)
 class OomAdvice:
-    """The three cheapest changes after which the run would fit, as lines; `first` is the one to continue with."""
+    """Lines about the three cheapest changes after which the run would fit; `first_layout` is the cheapest one."""
 
     lines: tuple[str, ...] = ()
     first: FallbackLayout | None = None
@@ -52,7 +52,7 @@ def cheaper_layouts(
 ) -> OomAdvice:
     """Return advice for a run that ran out of memory; empty if its model can't be profiled.
 
-    `typed` returns the line to type for a layout.
+    `command_for` returns the command to type for a layout.
     """
     if not parse_update(task.update).has_cost_model:
         return OomAdvice()
@@ -73,7 +73,7 @@ def cheaper_layouts(
 
 
 def model_profile_of_run(task: Task) -> Mapping[str, Any]:
-    """Return the model's profile: from the run's own plan, else from a process that is started for it."""
+    """Return the model's profile: from the run's own plan, else from a new process."""
     folder = RunFolder(Path(task.run) / "auto")
     with suppress(OSError, ValueError):
         return dict(read_json(folder.path / ANSWER))
@@ -96,7 +96,7 @@ def _candidate(task: Task, facts: ModelProfile) -> Candidate:
 
 
 def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
-    """Return the line for a single allocation larger than the forecast of the whole rank: no layout explains it."""
+    """Return a line if the failed allocation is larger than the forecast for the whole rank: no layout explains it."""
     whole = forecast.estimate(candidate).peak_bytes
     if failure.requested_bytes <= whole:
         return None
@@ -108,7 +108,7 @@ def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Fai
 
 
 def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
-    """Return the forecast on devices with the memory left for the model, corrected by how far it was too low here."""
+    """Return the forecast for devices with the memory that is available here, corrected by the forecast's error."""
     reserve = forecast.fleet.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held: Mapping[str, int] = failure.said.get("held") or {}
@@ -122,7 +122,7 @@ def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostM
 
 
 def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
-    """Yield the forecast memory breakdown, for a process that could not report its own any more."""
+    """Yield the forecast memory breakdown, if the process could not report its own."""
     if "parameters" in (failure.said.get("held") or {}):
         return
     parts = forecast.estimate(candidate).memory.parts

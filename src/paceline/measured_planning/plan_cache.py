@@ -1,4 +1,4 @@
-"""A cache of plans by job: written by a planner, and read by the job's runs as a forecast of one layout."""
+"""A cache of plans by job: a planner writes it, and the job's runs read it as a forecast of their layout."""
 
 from collections.abc import Mapping
 from contextlib import suppress

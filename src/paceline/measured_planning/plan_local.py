@@ -1,4 +1,4 @@
-"""Planning for the machines that this runs on, from a probe of them and from timed steps."""
+"""Planning for the machines of this process's ranks, from a machine benchmark and from timed steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,9 @@ from paceline.trainer.setup.prepare import PreparedJob, join_world
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachineRequest:
-    """The time limit for timing layouts, and the machines: a `Cluster` as JSON, or the probe that is still needed.
+    """The time limit for timing layouts, and the machines: a `Cluster` as JSON, or the benchmark that is still needed.
 
-    The probe is described by the seconds it may take on all ranks, `ranks_per_node` of them on a node, and the bytes
-    that a node or each GPU has.
+    The benchmark is described by its time limit, `ranks_per_node`, and the memory of a node or of each GPU in bytes.
     """
 
     seconds: float
@@ -46,7 +45,7 @@ class LocalMachineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledJob:
-    """A job as it is (`real`) and as it can be replayed, with its profile.
+    """A job as it is (`original`) and prepared for replays (`ready`), with its profile.
 
     `depths` are the lengths of its lists of equal blocks, `notes` are lines to print.
     """
@@ -60,9 +59,9 @@ class ProfiledJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayouts:
-    """The forecast of a job, and the layouts to choose from, each of which should fit.
+    """The forecast of a job, and the layouts to choose from, all of which fit by forecast.
 
-    `lost` are those that were refused during timing, with reasons; `others` is the share of the cores that
+    `rejected` are those that were refused during timing, with reasons; `other_cpu_share` is the share of the cores that
     other programs used meanwhile.
     """
 
@@ -106,10 +105,9 @@ def _unplanned(error: Exception) -> JobError:
 
 
 def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Sequence[str] = ()) -> PlannedLayouts | None:
-    """Return the profile and the layouts that all ranks time, on rank 0; None elsewhere. Every rank calls this.
+    """Time the best or the named layouts, and return them with the profile on rank 0; None on other ranks.
 
-    Rank 0 chooses them, or takes those that were named. Profiling runs on tensors without memory, so it comes
-    before the process group is created.
+    Every rank calls this. Rank 0 profiles the job on tensors without memory, before the process group is created.
     """
     place, grid = LaunchInfo.read(os.environ), grid_of(ready.settings, asked="paceline plan")
     learnt = profile_for_plan(ready, most_ranks=place.world_size) if place.rank == 0 else None
@@ -132,7 +130,7 @@ def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Seque
 
 
 def _named(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
-    """Return the named layouts that use all ranks, and fit."""
+    """Return the named layouts that use all ranks and fit."""
     found = judge_asked_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
     own = [row.estimate for row in found.rows]
     return [one for one in own if one.fits and one.candidate.ranks == forecast.fleet.ranks]

@@ -15,7 +15,7 @@ from paceline.measured_planning.finalist_replay import CandidateChecker, Checked
 from paceline.measured_planning.plan_cache import store_plan
 from paceline.measured_planning.plan_local import LocalMachineRequest, PlannedLayouts, chosen_here, profile_for_plan
 from paceline.measured_planning.profile.probe_job import grid_of
-from paceline.measured_planning.timing import timing_cache as timed_here
+from paceline.measured_planning.timing import timing_cache
 from paceline.planner.advice.named_layouts import NamedLayouts
 from paceline.planner.advice.numeric_options import numerics_options, option_lines
 from paceline.planner.advice.recommendations import Advice, PlanRow
@@ -29,12 +29,12 @@ from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.checks.parallel_checks import is_small
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
-_MOST_SECONDS = 30.0  # for the profile and replays; a replay of the recommended layout that has begun is finished
-_OF_NAMED = 15.0  # at least this long for replays of named layouts
+_MOST_SECONDS = 30.0  # for the profile and replays; a started replay of the recommended layout is finished
+_OF_NAMED = 15.0  # at least, for replays of named layouts
 
 
 def plan(payload: Mapping[str, Any]) -> int:
-    """Write the answer to the run folder. If the cluster is this machine's own ranks, every rank calls this."""
+    """Write the plan to the run folder. If the cluster is this machine's own ranks, every rank calls this."""
     task = Task.from_json(payload)
     ready = prepare(task)
     _plan(task, ready)
@@ -66,12 +66,12 @@ def _plan(task: Task, ready: PreparedJob) -> None:
         write_json(RunFolder(Path(task.run)).answer("plan"), answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
         store_plan(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
-        timed_here.store_timings(ready, found.forecast, found.options, disturbed=found.others > 0)
+        timing_cache.store_timings(ready, found.forecast, found.options, disturbed=found.others > 0)
         write_doing(Path(task.run), "")
 
 
 def write_job_profile(payload: Mapping[str, Any]) -> int:
-    """Write only the job's profile, for `simulate`."""
+    """Write the job's profile without a plan, for `simulate`."""
     task = Task.from_json(payload)
     found = profile_for_plan(prepare(task), most_ranks=int(task.options["ranks"])).facts
     write_json(RunFolder(Path(task.run)).answer(task.verb), found.as_json())

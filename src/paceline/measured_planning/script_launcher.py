@@ -20,7 +20,7 @@ from paceline.trainer.setup.prepare import prepare
 
 
 def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tuple[LaunchOutcome, tuple[str, ...]]:
-    """Start the ranks and wait; return the last outcome and, after out-of-memory, advice on what needs less."""
+    """Start the ranks and wait; return the last outcome and, after out-of-memory, advice on layouts that need less."""
     outcome = _started(task, script, exact=exact)
     while (then := fallen_back(task, outcome.failure)) is not None:
         task = then

@@ -1,7 +1,7 @@
-"""Simulated ranks: one process stands for all, so that a step of thousands of ranks can be inspected.
+"""Simulated ranks: one process simulates all of them, so that a step of thousands of ranks can be inspected.
 
-Along every axis but the pipeline's, this rank is the first, and the others return its values. The stages of a pipeline
-do different things: each is a thread, and they really exchange messages.
+Along every axis but the pipeline's, only the first rank runs, and collectives use its values for all ranks. Each stage
+of a pipeline runs in a thread, and the threads exchange messages.
 """
 
 import json
@@ -23,7 +23,7 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.profiling.model_tracing.fake_execution import FakeStorages
 from paceline.torch_internals.dispatch_modes import hide_from_modes
 
-_COPIED_BYTES = 1 << 16  # of a message: enough for its description; its values do not exist here
+_COPIED_BYTES = 1 << 16  # of a message: enough for its header; the values of a fake tensor do not matter
 _TIMEOUT_SECONDS = 3600.0
 _LOOK_SECONDS = 0.2
 
@@ -39,7 +39,7 @@ class SimulatedRanks:
     groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     baton: threading.Lock = field(default_factory=threading.Lock)
-    """A lock held by the one stage that runs: much of what a step touches is global to the process."""
+    """The lock of the one stage that runs: much of a step's state is global to the process."""
     is_over: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -95,7 +95,7 @@ class SimulatedRanks:
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """Let other stages run inside the block."""
+        """Release the lock inside the block, so that other stages run."""
         self.baton.release()
         try:
             yield
@@ -119,7 +119,7 @@ class SimulatedWorld(World):
     stage: int = 0
 
     def part(self, groups: Sequence[Sequence[int]]) -> World:
-        """Return the group that this rank belongs to, as `World.part`, with as many ranks of each stage."""
+        """Return this rank's group, as `World.part`; it must have the same number of ranks in each of its stages."""
         mine = next(list(ranks) for ranks in groups if self.rank in ranks)
         if len(mine) == self.world_size:
             return self
@@ -171,7 +171,7 @@ class SimulatedWorld(World):
         return _Arrival(wait)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value: the other ranks of a stage have this rank's."""
+        """Return every rank's value: all ranks of a stage have the same."""
         if self.group is None:
             return [value]
         each = self._exchange(value) if len(self.stages) > 1 else [value]
@@ -202,7 +202,7 @@ class SimulatedWorld(World):
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """A message in flight until the other stage has received it; gloo reports that only when it is waited for."""
+    """A message in flight until the other stage has received it; gloo does not report that before `wait`."""
 
     tensor: Tensor
     tells: bool
@@ -212,7 +212,7 @@ class _Message:
         return self.tells and self.arrived.is_set()
 
     def wait(self) -> None:
-        """Do nothing: the message has been handed over."""
+        """Do nothing: the message is in the queue already."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trials of `cp` and `ep` with real numbers before a run: check that the split model computes the same."""
+"""Trials of `cp` and `ep` with real values before a run: check that the split model computes the same."""
 
 import torch
 
@@ -14,7 +14,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 
 def refuse_parts(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
-    """Check in this process, on few samples, what a run's start would check; large models are not checked.
+    """Run the checks of a run's start in this process, on few samples; large models are not checked.
 
     Raises:
         LayoutError: the split model gives another result.

@@ -1,4 +1,4 @@
-"""The calibration store next to a machine's probe: plans of jobs, and the ratios of runs to their forecasts."""
+"""The calibration store of a machine: plans of jobs, timed steps, and the ratios of runs to their forecasts."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ _ALL = ""
 def plan_key(
     job: str, *, settings: Mapping[str, Any], precision: str, global_batch_size: int, compiles: bool = False
 ) -> str:
-    """Return a key from the job's file (or module name), its parameters, and all else that its profile depends on."""
+    """Return a key from the job's file (or module name), its parameters, and the settings that change its profile."""
     ref = parse_jobref(job)
     text = ref.path.read_bytes() if ref.path is not None else str(ref.module).encode()
     own = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
@@ -39,7 +39,7 @@ def read_plan(key: str) -> Any:
 
 
 def keep_timed(key: str, found: Mapping[str, Any]) -> None:
-    """Store steps that were timed here; nothing is stored if the folder can't be written."""
+    """Store steps that were timed on this machine; nothing is stored if the folder can't be written."""
     _write(_timed_file(key), found)
 
 
@@ -61,9 +61,9 @@ def record_forecast_ratio(mark: Fingerprint, family: str, *, longer: float | Non
 
 
 def forecast_ratios(mark: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds and bytes of runs here as multiples of their forecast, by family: the median of the last ones.
+    """Return the seconds and bytes of runs as multiples of their forecast, by family: the median of the last runs.
 
-    For families that were not run, it is the median of all others: mostly the model's costs were misjudged.
+    A family without runs gets the median of all others, because most of the error is in the model's costs.
     """
     found = _checked(_read(_ratios_file(mark)))
     return _medians(found.get("longer", {})), _medians(found.get("fuller", {}))
@@ -88,7 +88,7 @@ def _medians(kind: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _checked(found: Any) -> dict[str, dict[str, list[float]]]:
-    """Return the valid part of what was read."""
+    """Return the valid part of the stored ratios."""
     if not isinstance(found, dict):
         return {}
     kinds = {kind: found[kind] for kind in ("longer", "fuller") if isinstance(found.get(kind), dict)}

@@ -11,9 +11,9 @@ import psutil
 
 from paceline.comm.process_group import World
 
-_MUCH, _IDLE = 0.1, 0.2  # shares of the cores: used by others at least, and idle at most, if they disturb
-_TELLS = 0.2  # seconds over all cores: shorter readings are too coarse, the kernel counts hundredths
-_WORK = ("user", "nice", "system", "steal")  # not the interrupts: those of messages are the ranks' own
+_MUCH, _IDLE = 0.1, 0.2  # shares of the cores: others disturb if they use this much, and less is idle
+_TELLS = 0.2  # over all cores: shorter readings are too coarse, because the kernel counts hundredths
+_WORK = ("user", "nice", "system", "steal")  # without interrupts, which the ranks' own messages cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ def _own() -> float:
 def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
     """Return the share of the cores that other programs used, on the most disturbed machine.
 
-    Each rank contributes its reading of the same period. 0.0 if others left enough idle, or if it was too short to
-    tell.
+    Each rank contributes its reading of the same period. The share is 0.0 if enough of the cores was idle, or if the
+    period was too short.
     """
     found = 0.0
     for machine in {one.machine for one in ranks}:

@@ -38,7 +38,7 @@ _INSTALLED = (
 def environment(job: str = "") -> dict[str, Any]:
     """Return versions, processor, memory, the job's file and commit, and the few variables that change results.
 
-    No other variable is recorded: they hold keys and passwords.
+    No other variable is recorded, because they may contain keys and passwords.
     """
     versions = {name: _version(name) for name in _PACKAGES}
     return {
@@ -58,13 +58,13 @@ def environment(job: str = "") -> dict[str, Any]:
 
 
 def code_facts(job: str) -> dict[str, Any]:
-    """Return what defines a job's training apart from settings: its file, the code it has loaded, and libraries."""
+    """Return what defines a job's training besides settings: its file, the loaded modules, and libraries."""
     versions = {name: found for name in _PACKAGES if name not in _ONLY_WATCH and (found := _version(name)) is not None}
     return {**job_facts(job), "modules": loaded_modules(), "torch_build": torch_build(), "packages": versions}
 
 
 def loaded_modules() -> dict[str, str]:
-    """Return the digests of the files of all loaded modules that belong to no package: the user's."""
+    """Return the digests of the files of the user's loaded modules, which belong to no package."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -80,7 +80,7 @@ def _is_installed(file: str) -> bool:
 
 
 def job_facts(job: str) -> dict[str, Any]:
-    """Return a job's file, its digest, and the commit of its folder, with whether files were changed since."""
+    """Return a job's file, its digest, the commit of its folder, and whether files were changed since."""
     file = _file_of(job)
     folder = file.parent if file is not None else Path.cwd()
     commit = _git(folder, "rev-parse", "HEAD")

@@ -1,1 +1,1 @@
-"""Code that several commands share: options, devices, starting ranks, the line that resumes a run."""
+"""Code that several commands share: option checks, devices, starting the ranks, and the command that resumes a run."""

@@ -30,7 +30,7 @@ def choose_device(text: str, problems: list[PacelineError]) -> str:
 
 
 def choose_ranks(asked: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]) -> int:
-    """Return the number of ranks: as requested, as a launcher started, or one per GPU."""
+    """Return the number of ranks: as requested, as another launcher started, or one per GPU."""
     if asked is not None and asked < 1:
         problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
         return 1
@@ -66,9 +66,9 @@ def _other_world(asked: int, joined: JoinedWorld) -> UsageError:
 
 
 def refuse_missing_backend(asked: str) -> list[PacelineError]:
-    """Refuse a backend that this build of torch lacks, before a rank is started to find out.
+    """Refuse a backend that this build of torch lacks, before ranks are started.
 
-    Only torch knows, so another process asks it: variables that select kernels must be set before torch is imported.
+    A child process asks torch: this process can't import it before the variables that select kernels are set.
     """
     if asked in ("auto", "gloo"):
         return []
@@ -81,7 +81,7 @@ def refuse_missing_backend(asked: str) -> list[PacelineError]:
 
 
 def refuse_nested(joined: JoinedWorld | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
-    """Refuse replicas as threads unless the world is one process, and refuse faults for a rank other than 0 there."""
+    """Refuse replicas as threads if a launcher started several processes, and faults on a rank other than 0."""
     beyond = [fault.rank for fault in faults if fault.rank]
     if beyond:
         problems.append(

@@ -16,12 +16,12 @@ from paceline.run_folder.run_folder import ROOT, choose_run
 
 
 def check_start(task: Task, *, resume: str | None = None) -> str:
-    """Check what a start would refuse before it imports the job; return a sentence with what would start.
+    """Run the checks that a start makes before it imports the job; return a sentence about what would start.
 
-    Nothing is created. In a joined world rank 0 checks the folder.
+    Nothing is created. Under another launcher only rank 0 checks the folder.
 
     Raises:
-        PacelineError, Problems: what the start would refuse.
+        PacelineError, Problems: the start would be refused.
     """
     problems: list[PacelineError] = []
     joined = detect(os.environ)

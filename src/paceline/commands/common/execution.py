@@ -1,4 +1,4 @@
-"""The part shared by verbs that start processes: task, run folder, start or join, and the report of how it ended."""
+"""The steps of verbs that start processes: build the task, choose the run folder, run the ranks, return the result."""
 
 import os
 import sys
@@ -93,7 +93,7 @@ def run_options(options: Starting) -> RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOutcome:
-    """The result of a verb: how it ended."""
+    """The result of a verb."""
 
     exit_code: int
     run: Path
@@ -101,13 +101,13 @@ class CommandOutcome:
     screen: str = ""
     value: Any = None
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """The screen's facts under the keys of `--json`."""
+    """The content of `screen` under the keys of `--json`."""
     launched: LaunchOutcome | None = None
-    """The outcome of processes that were started here; None in a joined world."""
+    """The outcome of processes that were started here; None under another launcher."""
     tells: bool = True
-    """False on the silent ranks of a joined world: rank 0 prints results, the first failing rank prints errors."""
+    """False on silent ranks of another launcher: rank 0 prints results, the first failing rank prints errors."""
     error: BaseException | None = None
-    """The exception that ended this rank of a joined world."""
+    """The exception that ended this rank, if another launcher started it."""
 
     @property
     def failure(self) -> Failure | None:
@@ -123,7 +123,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     """Check everything that can be checked before a process starts.
 
     Raises:
-        PacelineError, Problems: with everything that is wrong.
+        PacelineError, Problems: all problems at once.
     """
     problems: list[PacelineError] = []
     ref = None if common.job_handle is not None else collect(problems, lambda: parse_jobref(job))
@@ -181,7 +181,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
 def _misfits(
     verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, asked: RequestedSettings
 ) -> list[PacelineError]:
-    """Return the conflicts of layout, ranks and settings. `compare` may have settings that only some layouts use."""
+    """Return the conflicts of layout, ranks and settings. In `compare`, some layouts may not use every setting."""
     problems: list[PacelineError] = []
     rule = rule_planning(update)
     workers = rule.workers(update, ranks=ranks, problems=problems)
@@ -195,7 +195,7 @@ def _misfits(
 
 
 def with_run(task: Task, *, resume: str | None) -> Task:
-    """Choose the run folder: a new one, the newest, or the one that was named. In a joined world rank 0 chooses."""
+    """Return the task with its run folder: a new one, the newest, or the named one. Only rank 0 of a world chooses."""
     joined = detect(os.environ)
     if joined is not None and joined.rank != 0:
         return task
@@ -210,16 +210,16 @@ def with_run(task: Task, *, resume: str | None) -> Task:
 def execute(
     task: Task, *, entry: str, common: RunOptions, one_thread: bool = False, logs: Path | None = None
 ) -> CommandOutcome:
-    """Run `entry` on every rank: in this process where a world exists already, else in new ones.
+    """Run `entry` on every rank: in this process if another launcher started it, else in new processes.
 
-    With `logs`, the run folder is left alone and the ranks' logs go there instead.
+    With `logs`, the ranks' logs are written there and the run folder does not change.
     """
     joined = detect(os.environ)
     if task.run and logs is None and (joined is None or joined.rank == 0):
         RunFolder(Path(task.run)).answer(task.verb).unlink(missing_ok=True)
     if joined is not None:
         adopt_launcher_variables(joined, os.environ)
-        with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # standard output holds the answer only
+        with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # standard output is only for the result
             return _joined(task, entry, joined, one_thread, is_named=bool(common.run_dir))
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
@@ -259,7 +259,7 @@ def read_result(task: Task, verb: str) -> Any:
 
 
 def command_outcome(task: Task, launched: LaunchOutcome) -> CommandOutcome:
-    """Build the result of a launch: the last lines and, if memory ran out, the layouts that need less."""
+    """Return the result of a launch: the final message and, if memory ran out, layouts that need less."""
     go_on = command_again(task) if task.verb == "train" and launched.can_resume else ""
     more: tuple[str, ...] = ()
     if go_on and launched.failure is not None and launched.failure.is_short_of_memory:
@@ -283,13 +283,13 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     exact = settings.train.exact or one_thread
     if exact and not choose_kernels() and settings.train.exact:
         raise too_late(f"`{task.verb}` was called by a program that imports torch, in a process of {joined.kind}")
-    child = resolve("paceline.launch.agent.worker_process:run_joined")  # brings torch
+    child = resolve("paceline.launch.agent.worker_process:run_joined")  # imports torch
     payload = task.as_json()
     replicas = task.ranks // joined.world_size
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
-    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # only rank 0 knows a folder that it chose itself
+    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # rank 0 alone knows a folder that it chose
     go_on = command_again(task, joined) if knows else ""
     here, began = Path.cwd(), time.monotonic()
     ended = child(entry, payload, threads=threads)
@@ -308,7 +308,7 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
 
 
 def failure_result(outcome: CommandOutcome) -> CommandOutcome:
-    """Return what this rank of a joined world must print about a failure; without a failure, the outcome unchanged."""
+    """Return the outcome with the text that this rank prints about its failure; unchanged if there is no failure."""
     if outcome.error is None:
         return outcome
     failure, turn = report(outcome.error)
@@ -317,7 +317,7 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
         hide_own_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if turn.tells_all or turn.tells_line else []
-    is_only_echo = turn.is_told and is_echo(failure)  # another rank, or a checkpoint, tells whether to resume
+    is_only_echo = turn.is_told and is_echo(failure)  # only a checkpoint shows that resuming helps
     shows_resume = outcome.screen and not (is_only_echo and not was_saved(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
     if screen and not turn.tells_all:
@@ -335,7 +335,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         number_run(path)
-        with TemporaryFile(dir=path):  # an existing folder may belong to another user or lie on a read-only disk
+        with TemporaryFile(dir=path):  # an existing folder may belong to another user or be on a read-only disk
             pass
     except OSError as error:
         raise unwritable_folder_error(path, error) from None
@@ -365,7 +365,7 @@ def _home_folder() -> list[Path]:
 
 
 def collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
-    """Return what `read` returns; if it is refused, add the problems and return None."""
+    """Return what `read` returns; if it raises a `PacelineError`, add its problems and return None."""
     try:
         return read()
     except PacelineError as error:

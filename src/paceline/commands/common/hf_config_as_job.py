@@ -30,10 +30,10 @@ def is_config(job: str) -> bool:
 def as_job(
     job: str, overrides: Sequence[str], *, ranks: int, fleet: Cluster | None = None, file: Path | None = None
 ) -> tuple[str, list[str], list[str]]:
-    """Return the job that stands for a config, its settings, and lines about assumed values; other jobs unchanged.
+    """Return a job built from the config, its settings, and lines about assumed values; other jobs are unchanged.
 
     Values in `overrides` or in the TOML `file` are not assumed. The precision is the usual one for such models on the
-    devices of the `fleet`, which also sets the number of ranks; a `fleet` of None is this machine.
+    devices of the `cluster`, which also sets the number of ranks; None is this machine.
 
     Raises:
         UsageError, MachineError: a folder without a config, or no transformers to read one.
@@ -70,7 +70,7 @@ def as_job(
 
 
 def _given(overrides: Sequence[str], file: Path | None) -> set[str]:
-    """Return the names of the settings that somebody gave."""
+    """Return the names of the settings in the arguments and in the file."""
     found = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
     if file is not None:
         with suppress(PacelineError):  # an unreadable file is reported later, together with all other problems

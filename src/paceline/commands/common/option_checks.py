@@ -1,4 +1,4 @@
-"""Checks of options that no verb, layout or job accepts, made before a process starts."""
+"""Checks that refuse invalid options before a process starts."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -16,9 +16,9 @@ _MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: a file system's limits, less 
 
 
 def misfit_parameters(known: dict[str, tuple[str, str]] | None, asked: RequestedSettings) -> list[PacelineError]:
-    """Return what is wrong with settings of `job.`: not taken by its function, not of the type, or missing.
+    """Return the problems of `job.` settings: not a parameter of the job's function, of another type, or missing.
 
-    `known` maps each parameter to the source of its annotation and default; None if the parameters are unknown.
+    `parameters` maps each name to the source of its annotation and default; None if they are unknown.
     """
     if known is None:
         return []
@@ -57,7 +57,7 @@ def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
 
 
 def unusable_run_dir(text: str) -> list[PacelineError]:
-    """Return what makes `--run-dir` unusable as a path, whether or not it exists."""
+    """Return an error if `--run-dir` is not a valid path, whether or not it exists."""
     if not text.strip():
         return [UsageError("--run-dir is empty: is a variable unset?", hint="--run-dir runs/first, or leave it out")]
     longest = max(len(os.fsencode(part)) for part in Path(text).parts)

@@ -12,10 +12,10 @@ from paceline.run_folder.run_folder import RunFolder
 
 
 def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
-    """Return `paceline train` with the run folder and every setting that was given, without the injected faults.
+    """Return `paceline train` with the run folder and every requested setting, without the injected faults.
 
-    A secret is masked with dots.
-    In a joined world the launcher comes first, or what to do on each node.
+    A secret is masked with dots. Under another launcher, the line begins with its command, or with an instruction for
+    each node.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"

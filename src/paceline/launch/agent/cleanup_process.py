@@ -17,8 +17,8 @@ def start_cleanup_process(agent: int, *, scratch: str = "") -> None:
     """Fork a process that waits until `agent` or this process has ended, and then kills this process group.
 
     Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
-    the same process group and would live on. `scratch`, a folder of the group, is removed too. Nothing is forked where
-    the kernel does not support pidfds.
+    the same process group and would keep running. `scratch`, a folder of the group, is removed too. Nothing is forked
+    if the kernel does not support pidfds.
     """
     leader = os.getpid()
     if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:

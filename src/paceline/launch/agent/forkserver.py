@@ -2,7 +2,7 @@
 
 The agent starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT` in a session of its own. It imports
 no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent reads,
-and ends when all its workers have.
+and exits when all its workers have exited.
 """
 
 import gc
@@ -33,12 +33,12 @@ from paceline.plugins import resolve
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
     die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
-    stop_flag.install(passes_on=True)  # a stop that comes while a worker is born is not lost, and kills nobody
+    stop_flag.install(passes_on=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _scratch()
     start_cleanup_process(int(argv[1]), scratch=scratch)
     held = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED, "").split(","))]
     for lock in held:
-        os.set_inheritable(lock.handle, False)  # workers keep it, being forked; programs that they start do not
+        os.set_inheritable(lock.handle, False)  # forked workers inherit it; programs that they start do not
     status_fd = int(os.environ.pop(STATUS_FD))
     os.set_inheritable(status_fd, False)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 
 def _listener(*, ranks: int) -> socket.socket | None:
-    """Return the socket at which the ranks meet. One rank alone works without it, if the machine has no loopback.
+    """Return the socket on which rank 0 listens; None for a single rank if the machine has no loopback interface.
 
     Raises:
         MachineError: several ranks could not reach each other.
@@ -98,24 +98,24 @@ def _scratch() -> str:
 
     A data worker with a folder of its own would leave it behind when it is killed.
     """
-    with suppress(OSError):  # no place to write: whoever needs one says so
+    with suppress(OSError):  # no writable folder: code that needs one reports it
         return short_temporary_folder()
     return ""
 
 
 def prepare(entry: str = "") -> Callable[..., NoReturn]:
     """Import what every worker would otherwise import after the fork. Return the function that runs a worker."""
-    gc.disable()  # nothing of it is garbage
+    gc.disable()  # imports create no garbage
     with _stdout_to_stderr():
-        # brings torch
+        # imports torch
         worker_main: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")
         resolve(
             "paceline.torch_internals.private_api:guard_hooks"
-        )()  # and torch._dynamo, which the first optimizer wants
+        )()  # imports torch._dynamo, which the first optimizer needs
         if entry.startswith("paceline."):
-            with suppress(Exception, SystemExit):  # a file of the user's has the name of a module: the rank says it
+            with suppress(Exception, SystemExit):  # a user's file may shadow a module: the rank reports it
                 resolve(entry)
-    gc.freeze()  # a million objects that no worker has to look through
+    gc.freeze()  # a million objects that no worker's collection has to traverse
     gc.enable()
     return worker_main
 
@@ -124,7 +124,7 @@ def prepare(entry: str = "") -> Callable[..., NoReturn]:
 def _stdout_to_stderr() -> Iterator[None]:
     """Redirect standard output to standard error during imports, so that the agent does not read what a module prints.
 
-    A file of the user's may have the name of an imported module.
+    A user's file may shadow an imported module.
     """
     telling = os.dup(1)
     os.dup2(2, 1)
@@ -140,8 +140,7 @@ def _set_up_rank(
 ) -> None:
     """Turn the forked process into the given rank: log file, environment variables and locks.
 
-    The child itself reports that it is born, because Python drops signals that reach a child before it returns from
-    fork.
+    The child itself reports its PID, because Python drops signals that reach a child before it returns from fork.
     """
     _report(f"born {rank} {os.getpid()}")
     for lock in held:
@@ -149,7 +148,7 @@ def _set_up_rank(
     _redirect(folder / f"rank-{rank}.log")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # the terminal may have another; a log is read as this
+            stream.reconfigure(encoding="utf-8")  # whatever the terminal's encoding, logs are read as UTF-8
     if rank != 0 and fd is not None:
         os.close(fd)
     os.environ.update(
@@ -185,4 +184,4 @@ def _report(line: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)  # Python's own way down, with torch in it, takes a second in which the command would wait
+    os._exit(0)  # Python's own shutdown takes a second with torch loaded

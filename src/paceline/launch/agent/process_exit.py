@@ -1,7 +1,7 @@
 """Process exit: ends the job's threads, exit functions and open files as Python itself would.
 
 Python's own shutdown, with torch loaded, also destroys torch: that takes a second, and a process group's destructor
-may wait for a peer that has exited. So only what belongs to the job is ended, and then the process exits.
+may wait for a peer that has exited. So only the job's own resources are closed, and then the process exits.
 """
 
 import atexit

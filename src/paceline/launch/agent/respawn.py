@@ -1,4 +1,4 @@
-"""Restart of lost workers: when servers hold the weights, a killed worker is started again while the others run on."""
+"""Restart of lost workers: when servers hold the weights, a killed worker is restarted while the others continue."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ class RespawningWorkers:
 
     It reports `gone RANK STATUS` for an exit that ends the run, such as one after an error, which would recur. It
     reports `over RANK STATUS` for any exit of a worker after the servers have ended cleanly, `again RANK STATUS` for a
-    worker that was killed and is restarted, and `lost RANK STATUS` if that was its last start and others go on.
+    worker that was killed and is restarted, and `lost RANK STATUS` if that was its last start and others continue.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RespawningWorkers:
             self._report(f"gone {rank} {status}")
         elif self._ends_well:
             self._report(f"over {rank} {status}")
-        elif status >= 0 or self._ended:  # a server has failed, and who started us may have ended this one for that
+        elif status >= 0 or self._ended:  # a server has failed, and the agent may have killed this worker
             self._report(f"gone {rank} {status}")
         else:
             self._lost(rank, status)
@@ -66,11 +66,11 @@ class RespawningWorkers:
 
     @property
     def _ends_well(self) -> bool:
-        """Return whether a server has ended and none has failed: then the exit of a worker no longer matters."""
+        """Return whether a server has ended and no server has failed: then a worker's exit status does not matter."""
         return bool(self._ended) and all(status in _CLEAN for status in self._ended.values())
 
     def _end_late(self) -> None:
-        """Kill workers that still run 10 s after all servers ended: a stopped or lost worker never hears of the end."""
+        """Kill workers that still run 10 s after all servers ended: a stopped worker does not notice the end."""
         if not self._ends_well or len(self._ended) < self._servers:
             return
         self._over_at = self._over_at or time.monotonic()

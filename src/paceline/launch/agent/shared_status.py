@@ -1,7 +1,7 @@
-"""The memory that a rank shares with the agent that started it: heartbeats, the end, last words, a request to stop.
+"""The memory that a rank shares with its agent: heartbeats, the failure text, the exit code and a request to stop.
 
 Each rank has a page for its heartbeats. A write takes about a microsecond and never blocks. All ranks have slots in one
-buffer without a file, because if the run's disk is full, no file can carry their last words.
+buffer that needs no file, so that a rank can report its failure even if the run's disk is full.
 """
 
 import mmap
@@ -21,7 +21,7 @@ _LAYOUT = struct.Struct("<qqqd16sd")
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """A rank's last sign of life."""
+    """The last heartbeat of a rank."""
 
     monotonic_ns: int
     step: int
@@ -75,12 +75,12 @@ def make_status_buffer() -> int:
     if in_memory is not None:
         return int(in_memory("paceline-last-words"))
     handle, path = tempfile.mkstemp(prefix="paceline-last-words-")
-    os.unlink(path)  # noqa: PTH108  the handle is all that is wanted of it
+    os.unlink(path)  # noqa: PTH108  only the handle is needed
     return handle
 
 
 def write_failure_text(status_fd: int, *, rank: int, text: str) -> bool:
-    """Write a rank's text to its own slot; return False if the text is too long."""
+    """Write a rank's text to its slot; return False if the text is too long."""
     data = text.encode()
     if len(data) > _TEXT_BYTES:
         return False
@@ -93,12 +93,12 @@ def read_failure_text(status_fd: int, *, rank: int) -> str:
 
 
 def write_end(status_fd: int, *, rank: int, code: int) -> None:
-    """Record that this rank's entry returned by itself with this exit code. No other way to exit records this."""
+    """Record that this rank's entry returned with this exit code. Exits by other ways are not recorded."""
     os.pwrite(status_fd, f"ended {code}".encode().ljust(_WORD_BYTES, b"\0"), rank * _BYTES + _TEXT_BYTES)
 
 
 def read_end(status_fd: int, *, rank: int) -> int | None:
-    """Return the exit code with which a rank's entry returned by itself, or None if it never did."""
+    """Return the exit code with which a rank's entry returned, or None if it did not return."""
     word = os.pread(status_fd, _WORD_BYTES, rank * _BYTES + _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
     code = word.removeprefix("ended ")
     return int(code) if word.startswith("ended ") and code.isdecimal() else None

@@ -14,18 +14,18 @@ STOP_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGUSR1,
-    signal.SIGUSR2,  # submitit's, and of many a Slurm script
+    signal.SIGUSR2,  # sent by submitit and many Slurm scripts
     signal.SIGHUP,
-    signal.SIGXCPU,  # a limit on processor time that a scheduler or `ulimit -t` has set
+    signal.SIGXCPU,  # the CPU time limit of a scheduler or `ulimit -t`
 )
 GENTLE = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that are ignored after the first request: a closing terminal sends several, and so does a scheduler."""
+"""Signals that are ignored after the first request: a closing terminal or a scheduler may send several."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def stops_here() -> list[signal.Signals]:
-    """Return the signals to listen for; SIGHUP is left out if `nohup` made this process ignore it."""
+    """Return the signals to listen for; SIGHUP is excluded if `nohup` made this process ignore it."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
@@ -35,7 +35,7 @@ def is_main_thread() -> bool:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies; leave at once if it has died already."""
+    """Ask the kernel to kill this process when its parent dies; exit at once if the parent has died already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -45,9 +45,9 @@ def die_with(parent: int) -> None:
 class StopFlag:
     """A flag that says whether this rank was asked to stop.
 
-    The job, or a library that it loads, may install handlers for the same signals at any time: `renew` puts this flag
-    in front of them, and a signal reaches both. A request by the agent is also read through `asked`, which no handler
-    can hide.
+    The job, or a library that it loads, may install handlers for the same signals at any time: `reinstall` puts this
+    flag's handler in front of them, and a signal reaches both. `poll_stop_request` also reads a request of the agent
+    from shared memory, which no handler can block.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """Return True once a signal came, or the process that started this rank asked it to stop."""
+        """Return whether a signal arrived, or the agent asked this rank to stop."""
         return self.signal is not None or (self._asked is not None and self._asked())
 
     def install(
@@ -70,8 +70,8 @@ class StopFlag:
     ) -> None:
         """Install the handlers; do nothing outside the main thread, where Python runs no signal handlers.
 
-        A second signal ends the process if `ends_process`, else it has its previous effect. Processes forked from this
-        one do not listen, unless `passes_on`.
+        A second signal ends the process if `ends_process`, else it reaches the previous handler. Forked processes
+        remove the handlers, unless `listens_in_forks`.
         """
         self._asked = asked or self._asked
         if not is_main_thread():
@@ -82,14 +82,14 @@ class StopFlag:
             self._is_known_to_forks = True
         for number in stops_here():
             before = signal.getsignal(number)
-            if before is None or before == self._handle:  # None is native code's, which can't be put back
+            if before is None or before == self._handle:  # None: set by native code, can't be restored
                 continue
             signal.signal(number, self._handle)
             self._before[number] = before
             self._theirs[number] = before
 
     def renew(self) -> None:
-        """Put this handler in front of those installed since: a signal asks for a stop, and then reaches theirs too."""
+        """Put this handler in front of those that the job installed since: a signal sets the flag and reaches both."""
         if not is_main_thread() or self._pid != os.getpid():
             return
         for number in self._before:
@@ -116,7 +116,7 @@ class StopFlag:
             self._end(number, frame, theirs)
         self.signal = number
         if callable(theirs) and theirs is not signal.default_int_handler:
-            with suppress(BaseException):  # it may raise to end the program, which the stop does, once all is saved
+            with suppress(BaseException):  # it may raise to end the program; the run ends after saving instead
                 theirs(number, frame)
 
     def _end(self, number: int, frame: FrameType | None, theirs: Any) -> None:
@@ -129,7 +129,7 @@ class StopFlag:
             os.kill(os.getpid(), number)
 
     def _forked(self) -> None:
-        """Remove the handlers in a forked child, so that a signal ends it: a terminated pool waits for that."""
+        """Remove the handlers in a forked child, so that a signal ends it: terminating a pool relies on that."""
         if not self._passes_on and self._pid != os.getpid():
             self._asked = None
             self.remove()

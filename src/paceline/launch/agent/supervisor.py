@@ -68,7 +68,7 @@ class Attempt:
 
 
 class Agent:
-    """The supervisor that runs one attempt to its end. Nothing it starts outlives it."""
+    """The supervisor that runs one attempt to its end, and then kills every process that is left of it."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Agent:
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
-        numbers = stops_here() if is_main_thread() else []  # elsewhere Python hears none
+        numbers = stops_here() if is_main_thread() else []  # handlers run in no other thread
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         read, write = os.pipe()
         process = subprocess.Popen(
@@ -157,7 +157,7 @@ class Agent:
             if self._attempt.killed_by_us:
                 self._send(signal.SIGKILL, only=number)
             elif self._stops:
-                self._ask_to_stop(rank)  # this one: for the others it would be the second time
+                self._ask_to_stop(rank)  # only this rank: the others were asked when the signal arrived
             return
         self._attempt.pids.pop(rank, None)
         if kind == "again":
@@ -169,7 +169,7 @@ class Agent:
             return
         end = read_end(self._status_fd, rank=rank)
         if end is not None and (number <= 0 or number in _CLEAN):
-            self._attempt.statuses[rank] = end  # how Python, or what it had loaded, went down afterwards is no matter
+            self._attempt.statuses[rank] = end  # a crash in Python's shutdown after that does not count
             return
         self._attempt.statuses[rank] = number
         if not self._attempt.killed_by_us:
@@ -184,18 +184,18 @@ class Agent:
         return written or from_status(rank, status=status, step=step, for_memory=for_memory)
 
     def _step_of(self, rank: int) -> int:
-        """Return the step that a rank was at; 0 before its first heartbeat."""
+        """Return the step that a rank was executing; 0 before its first heartbeat."""
         beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
         return beat.step + 1 if beat and beat.monotonic_ns else 0
 
     def _after_failure(self) -> None:
-        """Kill the other ranks, which wait for a dead peer, after a moment in which they write down what they saw."""
+        """Kill the other ranks, which wait for a dead peer, once they had time to record failures of their own."""
         if self._failed_at is None or self._attempt.killed_by_us:
             return
         waited = any(is_timeout(failure) for failure in self._attempt.failures)
         if time.monotonic() - self._failed_at < (_ANSWER_SECONDS if waited else _NAMING_SECONDS):
             return
-        if waited:  # whoever waits too has said so by now
+        if waited:  # all ranks that timed out as well have recorded it by now
             folder, pids = self._attempt.folder, self._attempt.pids
             mute = {
                 rank: pid for rank, pid in pids.items() if read_failure(folder, rank, status_fd=self._status_fd) is None
@@ -204,7 +204,7 @@ class Agent:
         self._kill()
 
     def _after_silence(self) -> None:
-        """Report silent ranks if no rank has failed; end the run if all ranks stand still."""
+        """Report silent ranks if no rank has failed; end the run if all ranks hang."""
         if self._watcher is None or self._failed_at is not None or self._stops or self._attempt.killed_by_us:
             return
         told, failure = self._watcher.look(self._attempt.pids)
@@ -247,7 +247,7 @@ class Agent:
         return signal.SIG_IGN if is_late else before
 
     def _after_signal(self) -> None:
-        """Print what a signal led to; done here because the handler may run while another line is being printed."""
+        """Print the progress of a requested stop, which the signal handler can't do: it may interrupt a print."""
         now = time.monotonic()
         if not self._stops or self._attempt.killed_by_us:
             return
@@ -274,7 +274,7 @@ class Agent:
         self._send(signal.SIGKILL)
 
     def _is_late(self) -> bool:
-        """Return whether the ranks were killed over 2 s ago and the fork server, stuck itself, reports no end."""
+        """Return whether the ranks were killed over 2 s ago; a fork server that is stuck does not report their exit."""
         killed = self._attempt.killed_at
         return killed is not None and time.monotonic() - killed > _KILLING_SECONDS
 
@@ -286,7 +286,7 @@ class Agent:
                 continue
 
     def _kill_all(self, process: "subprocess.Popen[bytes]") -> None:
-        """Kill the fork server's process group, and with it all that is left of the attempt."""
+        """Kill the fork server's process group, to which all processes of the attempt belong."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -333,7 +333,7 @@ def _apart() -> list[str]:
 def forkserver_command(request: Path) -> list[str]:
     """Return the command that starts the fork server.
 
-    `PACELINE_FORKSERVER_COMMAND` overrides it, for example where a process with torch imported waits already.
+    `PACELINE_FORKSERVER_COMMAND` overrides it, for example to use a process that has imported torch already.
     """
     words = shlex.split(os.environ.get(FORKSERVER_COMMAND, "")) or [
         sys.executable,

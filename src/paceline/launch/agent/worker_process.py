@@ -31,9 +31,9 @@ _LOOPING = ("train", "compare")
 def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and exit with its exit code.
 
-    An exception is written down first. If the entry reaches its own end, the shared status buffer (`status_fd`) records
-    it: an exit code from `os._exit` or a C library says nothing about the run. A process that the job forked, and that
-    gets here too, is not this rank.
+    An exception is recorded first. If the entry returns, its exit code is written to the shared status buffer
+    (`status_fd`): the code of a process that exits through `os._exit` or a C library says nothing about the run. A
+    process that the job forked, and that returns to this function too, writes neither.
     """
     argv: list[str] = request.get("script") or []
     rank, pid = current_rank(), os.getpid()
@@ -85,7 +85,7 @@ def _guarded(
     tell: Callable[[BaseException], None],
     asked: Callable[[], bool] | None = None,
 ) -> tuple[int, bool]:
-    """Return the exit code, and whether it is the body's own: what it returns, or what a script exits with."""
+    """Return the exit code, and whether the body completed: it returned, or a script exited with a code for success."""
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
     stop_flag.install(asked=asked)
@@ -105,7 +105,7 @@ def _guarded(
 
 
 def _watch_threads(tell: Callable[[BaseException], None]) -> None:
-    """Install an excepthook for threads that writes the exception down; it does not end the process by itself."""
+    """Install an excepthook for threads that records and prints the exception; the process continues."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value or args.exc_type()
@@ -122,19 +122,19 @@ def _or_none(trace: TracebackType | None) -> TracebackType | None:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedEnd:
-    """The result of an entry in a process that another launcher made; `error` is the exception that ended it."""
+    """The result of an entry in a process that another launcher started; `error` is the exception that ended it."""
 
     code: int
     error: BaseException | None = None
 
 
 def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> JoinedEnd:
-    """Run `entry` in a process that another launcher made."""
+    """Run `entry` in a process that another launcher started."""
     die_with_launcher(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
-    if payload.get("verb") in _LOOPING:  # nobody else asks whether to stop: there a signal ends the process at once
+    if payload.get("verb") in _LOOPING:  # other verbs do not read the flag: a signal ends them at once
         stop_flag.install()
     try:
         return JoinedEnd(code=_entered(entry, payload))

@@ -1,4 +1,4 @@
-"""Failure records: the small file that a failing rank writes before it exits, either whole or not at all."""
+"""Failure records: the small file that a failing rank writes atomically before it exits."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ from paceline.launch.inherited_environment import ATTEMPT_FOLDER, own_rank
 from paceline.user_code import is_users_own
 
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Error numbers of a disk that takes no more data; any other error may have its cause in the user's code."""
+"""Error numbers of a disk that accepts no more data; any other error may have its cause in the user's code."""
 END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
 """A marker line in a rank's log; the console shows the log up to it, and no job prints it by chance."""
 FORKSERVER_RANK = -1
@@ -50,8 +50,8 @@ class Failure:
     """The reason a rank ended. `kind` is the exception's name, or `signal` or `exit` if there is no exception.
 
     `step` is the number of the step in which it failed, 0 before the first. `told_by` is the rank whose log has the
-    full text if that is another one. `said` holds the fields of one of our own errors. `doing` is how far the rank was.
-    `is_users_own`: the user's own code raised it, so it is not an echo of another rank's end, whatever its message.
+    full text, if it is another rank. `said` holds the fields of a `PacelineError`. `doing` is the rank's progress.
+    `is_users_own`: the user's own code raised it, so it does not follow from another rank's exit, whatever its message.
     """
 
     rank: int
@@ -128,13 +128,13 @@ def at_step(number: int) -> Iterator[None]:
 
 
 def annotate_progress(error: BaseException, told: str) -> None:
-    """Add to an exception how far this rank was, in case other ranks were elsewhere."""
+    """Add this rank's progress to an exception, for failures in which ranks wait at different places."""
     if told:
         error.add_note(f"{_DOING}{told}")
 
 
 def step_of(error: BaseException) -> int:
-    """Return the number of the step that an exception comes from; 0 if it comes from none."""
+    """Return the step in which an exception was raised, from its notes; 0 if they name none."""
     found = [re.fullmatch(r"at step (\d+)", str(note)) for note in getattr(error, "__notes__", ())]
     return next((int(match[1]) for match in found if match), 0)
 
@@ -204,7 +204,7 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
 
 
 def without_log(rank: int, *, log: Path) -> Failure | None:
-    """Return the failure of a rank that could not create its log, the first thing it does; else None."""
+    """Return the failure of a rank that could not create its log, which it does first; else None."""
     try:
         log.open("x").close()
     except FileExistsError:
@@ -246,10 +246,7 @@ def exited_early(rank: int, *, waiter: Failure) -> Failure:
 
 
 def forkserver_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
-    """Return the failure of the fork server that died before the ranks and took them with it.
-
-    `said` is the end of its own log.
-    """
+    """Return the failure of a fork server that died before the ranks, which ended with it."""
     how = from_status(FORKSERVER_RANK, status=status)
     end = f"was ended by {how.message}" if how.kind == "signal" else f"exited with code {status}"
     what = f"the process that starts the ranks (PID {pid}) {end}, which ended the ranks too."
@@ -260,12 +257,12 @@ def forkserver_ended(status: int, *, pid: int, step: int = 0, said: str) -> Fail
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the full traceback to the rank's own log; the console stops before it, since the agent prints less.
+    """Print the full traceback to the rank's own log; the console shows the log only up to the marker before it.
 
-    The marker starts a new line, whatever the job has left unfinished, and bypasses the job's own streams.
+    The marker is written on a new line, after any unfinished line of the job, and bypasses the job's own streams.
     """
     flush()
-    with suppress(OSError):  # a full disk has no room for it
+    with suppress(OSError):  # the disk may be full
         os.write(1, f"\n{END_OF_TALK}\n".encode())
         try:
             traceback.print_exception(error)
@@ -279,15 +276,15 @@ def _text(error: BaseException) -> str:
     """Return the exception's text, at most a screen of it; the `str()` of some exceptions itself fails."""
     try:
         text = str(error)
-    except Exception as worse:
-        return f"(its message is not available: {type(worse).__name__})"
+    except Exception as str_error:
+        return f"(its message is not available: {type(str_error).__name__})"
     return on_a_screen(text)
 
 
 def _place_of(error: OSError) -> tuple[Path, str]:
     """Return the folder that has no more space, and its name as printed.
 
-    If the file is already open and has no name, that is the run's folder if it is full, else the temporary folder.
+    An error of an open file names no path: then it is the first full one of the run's and the temporary folders.
     """
     if error.filename:
         path = Path(os.fsdecode(error.filename))
@@ -303,10 +300,10 @@ def _place_of(error: OSError) -> tuple[Path, str]:
 
 
 def _in_our_words(error: BaseException) -> BaseException:
-    """Return the error translated to one of our own classes, if it is of a kind that needs explaining.
+    """Return the error as a `PacelineError` if it needs an explanation, else unchanged.
 
-    torch reports a dead data worker from a signal handler, wherever the rank is; out-of-memory errors differ by source;
-    a limit on file size hits whatever is written first, such as a log.
+    torch reports a dead data worker from a signal handler, at any line of the rank; out-of-memory errors differ by
+    source; a limit on file size stops whatever is written first, such as a log.
     """
     if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
         cause, hint = explain_lack(_text(error)) or (

@@ -1,4 +1,4 @@
-"""Selection of the failure that came first, decided only from the records at hand."""
+"""Selection of the first failure from the failure records of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +25,9 @@ _LOST = (
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that caused the others.
 
-    A lost connection is what the others see after the culprit has exited: it sorts last. A signal that we did not send
-    sorts before an exception, since its victim could write nothing and its end is noticed a moment later, unless the
-    exception came well before. A loss that is not finite stops every rank: one that holds its microbatch comes first.
+    A lost connection is what other ranks report after the failed rank has exited: it sorts last. The agent notices a
+    signal a moment after it killed a rank, so a signal sorts before an exception unless the exception came well before.
+    A loss that is not finite stops every rank: a rank that has its microbatch comes first.
     """
     if not failures:
         return None
@@ -44,7 +44,7 @@ def _when(failure: Failure) -> int:
 
 
 def is_lost_connection(failure: Failure) -> bool:
-    """Return whether this failure is only the echo of another rank's end."""
+    """Return whether this failure only follows from another rank's exit."""
     if failure.kind.startswith("Dist") or failure.kind == PeerError.__name__:
         return True
     if failure.is_users_own or failure.kind not in ("RuntimeError", "MachineError"):

@@ -27,7 +27,7 @@ _STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SilentRank:
-    """A living rank that sends no heartbeats; `step` is the last one it finished."""
+    """A rank that is alive and sends no heartbeats; `step` is the last one that it finished."""
 
     rank: int
     pid: int
@@ -51,7 +51,7 @@ class SilentRank:
 def find_silent(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
     """Return the ranks that are behind: those that are stopped, else those whose last finished step is the oldest.
 
-    With a `status_fd`, each rank is asked for its stack, and ranks that only wait for others are left out.
+    With a `status_fd`, the stack of each rank is requested, and ranks that only wait for others are excluded.
     """
     found = [_look(folder, rank, pid) for rank, pid in sorted(pids.items())]
     stopped = [silent for silent in found if silent.is_stopped]
@@ -64,7 +64,7 @@ def find_silent(folder: Path, pids: Mapping[int, int], *, status_fd: int | None 
 
 
 def with_place(silent: SilentRank, status_fd: int) -> SilentRank:
-    """Return the rank with the line of the job's code that it is in, or the data worker that it waits for."""
+    """Return the rank with the line of the job's code that it executes, or the data worker that it waits for."""
     if silent.is_stopped:
         return silent
     stack = ask_stack(silent.pid, status_fd)
@@ -92,9 +92,9 @@ def is_timeout(failure: Failure) -> bool:
 
 
 def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> Failure:
-    """Return the failure of the rank that the others waited for; the library's own message stays in a waiter's log.
+    """Return the failure of the rank that the others waited for; the library's own message is in the log of a waiter.
 
-    If several collectives ran at once, only the one that timed out names its limit.
+    If several collectives ran at once, only the message of the one that timed out contains its limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
     first = silent[0]
@@ -112,7 +112,7 @@ def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> F
 
 
 def all_silent(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
-    """Return the failure of a run in which every rank hangs at one place of its own code."""
+    """Return the failure of a run in which every rank hangs in its own code."""
     first = silent[0]
     told = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
     error = RunError(
@@ -157,7 +157,7 @@ def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
 
 
 def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
-    """Return the message about ranks that have sent nothing for `seconds`, while the run goes on."""
+    """Return the message about ranks that have sent no heartbeat for `seconds`, while the run continues."""
     stopped = [str(one.pid) for one in silent if one.is_stopped]
     wakes = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
     return (
@@ -178,7 +178,7 @@ def _look(folder: Path, rank: int, pid: int) -> SilentRank:
 
 
 def _limit(text: str) -> float:
-    """Return the timeout in seconds that the library's message names; 0 if it names none."""
+    """Return the timeout in seconds from the library's message; 0 if it contains none."""
     for pattern, unit in ((r"(\d+) ?ms\b", 1000), (r"(\d+) ?milliseconds", 1000), (r"after (\d+) seconds", 1)):
         found = re.search(pattern, text)
         if found:

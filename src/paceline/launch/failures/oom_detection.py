@@ -18,7 +18,7 @@ from paceline.errors import DataError, OutOfMemory
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory")
 _TRIED = re.compile(r"(?:allocate|allocating) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50, "eib": 1 << 60}
-_PARTS = (  # by where the outermost of torch's own frames is
+_PARTS = (  # by the file of the outermost frame in torch
     ("/torch/autograd/", "backward"),
     ("/torch/optim/", "optimizer"),
     ("/torch/nn/utils/", "optimizer"),
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return the size of the failed allocation in bytes, or None if the error does not name it."""
+    """Return the size of the failed allocation in bytes, or None if the error does not contain it."""
     found = _TRIED.search(str(error))
     return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
 
@@ -116,9 +116,9 @@ def release_freed_memory() -> None:
 
 @contextmanager
 def only_new() -> Iterator[None]:
-    """Exclude existing objects from garbage collection inside the block: with torch a million objects, 0.2 s per pass.
+    """Exclude existing objects from garbage collection inside the block: a million with torch, 0.2 s per collection.
 
-    Also a decorator.
+    It also works as a decorator.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The agent's watch over ranks that live and send no heartbeat while no rank times out waiting for another."""
+"""The agent's watch for ranks that are alive and send no heartbeat, while no rank times out waiting for another."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from paceline.launch.failures.hang_detection import SilentRank, all_silent, find
 
 _LOOK_SECONDS = 1.0
 _LEAST_SECONDS = 2.0
-_SHARE = 1.1  # ranks that wait for each other give up first, and say more
+_SHARE = 1.1  # ranks that wait for each other time out first, with a better message
 _OVER, _BUSY = "over", ("on_eval", "save")
 DEFAULT_SECONDS = 600.0
 
@@ -34,8 +34,8 @@ class Watcher:
     def look(self, pids: Mapping[int, int]) -> tuple[str, Failure | None]:
         """Return a message to print, and the failure of a run in which every rank hangs in its own code.
 
-        A single rank may just be slow and is left alone. Several ranks at the same place at two looks are not slow: if
-        one of them had been waiting, the others would have timed out.
+        A single silent rank may just be slow, so the run continues. If all ranks have the same stacks at two checks,
+        they are not slow: if one of them were waiting for another, it would have timed out.
         """
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
@@ -72,6 +72,6 @@ class Watcher:
         return max(patience * _SHARE, patience + _LEAST_SECONDS), phases
 
     def _is_where_it_was(self, silent: list[SilentRank]) -> bool:
-        """Return whether each rank has the same stack as at the last look; a stopped or unresponsive one has none."""
+        """Return whether each rank has the same stack as at the last check; a stopped rank has no stack."""
         before = self._last
         return all(one.stack.frames and one.rank in before and before[one.rank].stack == one.stack for one in silent)

@@ -1,7 +1,7 @@
-"""Choice of the rank that reports a failure in another launcher's world: the first on its machine, for all of them.
+"""Choice of the rank that reports a failure under another launcher: the first failing rank on each machine.
 
-Each rank sees an error, and no agent of ours reads their output. Their common parent process is the launcher, so the
-first rank to speak claims its turn with a file named after that process.
+Every rank has an error, and no agent of Paceline reads their output. The launcher is their common parent process, so
+the first failing rank claims the report by creating a file that is named after that process.
 """
 
 import json
@@ -17,14 +17,14 @@ from paceline.filesystem.run_lock import birth_of
 from paceline.launch.environments import detect
 from paceline.launch.rendezvous import home_folder
 
-_SHARED_BY_RANKS = ("torchrun", "mpirun", "mpiexec", "srun")  # what these start ends with them: no later world's parent
+_SHARED_BY_RANKS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world only
 _CAUSE, _ECHO = "cause", "echo"
 _WIDTH = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportTurn:
-    """The share of a failing process in the report: all, one line, or nothing if another rank reports the same."""
+    """How much a failing process prints: everything, one line, or nothing because another rank reports the same."""
 
     tells_all: bool = False
     tells_line: bool = False
@@ -36,8 +36,9 @@ def claim_turn(text: str, *, environ: Mapping[str, str], is_echo: bool = False) 
     """Return how much this process prints about a failure that other ranks may report too.
 
     Args:
-        text: what happened; a rank whose failure differs from the first one's prints one line.
-        is_echo: this rank only lost another one. One of these ranks speaks, and prints all only if no other rank did.
+        text: the failure; a rank whose failure differs from the first one's prints one line.
+        is_echo: this rank only lost the connection to another one. One such rank prints a line, and everything only if
+            no other rank has reported.
     """
     key = _key(environ)
     if key is None:
@@ -69,7 +70,7 @@ def _key(environ: Mapping[str, str]) -> tuple[int, str] | None:
 def _claim(name: str, rank: int, text: str) -> str | None:
     """Return None if this process is the first, else the text of the first one.
 
-    A file that another process of this very rank left belongs to an earlier world: a wrapper starts one after another.
+    A file of another process with the same rank belongs to an earlier world: a wrapper may start several in turn.
     """
     told = _read(name, rank)
     if told is not None:
@@ -89,7 +90,7 @@ def _claim(name: str, rank: int, text: str) -> str | None:
     except FileExistsError:
         return _read(name, rank)
     except (OSError, PacelineError):
-        pass  # then all speak
+        pass  # then every rank reports
     return None
 
 

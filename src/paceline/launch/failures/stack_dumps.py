@@ -1,7 +1,7 @@
 """Stack dumps of silent processes: each rank, and each data worker that it forks, writes its stack on request.
 
-`faulthandler` writes it from a signal handler in C, so that a deadlock and an endless loop answer as well. The stacks
-go after the ranks' slots of the shared status buffer, in memory that the agent reads.
+`faulthandler` writes it from a signal handler in C, so that a process in a deadlock or an endless loop answers too. The
+stacks are written behind the ranks' slots of the shared status buffer, in memory that the agent reads.
 """
 
 import faulthandler
@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.user_code import is_users
 
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
-_PLACE = 1 << 32  # in the status buffer, behind 2^17 ranks
+_PLACE = 1 << 32  # in the status buffer, behind the slots of 2^17 ranks
 _ANSWER_SECONDS, _POLL_SECONDS = 1.0, 0.02
 _MOST_BYTES, _WIDTH = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -103,7 +103,7 @@ def read_stack(text: str) -> Stack:
 
 
 def has_signal_handler(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; True if the kernel does not tell."""
+    """Return whether a process has a handler for a signal; True if that is unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))

@@ -1,7 +1,7 @@
-"""Reports of uncaught exceptions, around `pl.Run`, `pl.place` and the verbs as functions.
+"""Reports of uncaught exceptions in `pl.Run`, `pl.place` and the verbs as functions.
 
-One rank reports what happened, in the user's own lines, and the others print a line at most; torchrun reads the same
-in its error file. Our own launcher does not need this: its agent reads each rank's failure record.
+One rank prints the full report, with lines of the user's code, and the others print at most one line; torchrun's error
+file gets the same text. Paceline's own launcher does not need this: its agent reads each rank's failure record.
 """
 
 import io
@@ -32,10 +32,10 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class UncaughtHook:
-    """An excepthook in front of the one that it found, which still receives each exception.
+    """An excepthook that reports an exception and passes it to the previously installed hook.
 
-    For ranks that have nothing to report, the previous hook's output is suppressed. A hook of the user's own gets the
-    whole traceback, with our frames.
+    On ranks that have nothing to report, the previous hook's output is suppressed. A user's own hook gets the whole
+    traceback, with Paceline's frames.
     """
 
     def __init__(self, before: Hook) -> None:
@@ -43,13 +43,13 @@ class UncaughtHook:
         self.is_on = True
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report the exception, and call the hook that was there before."""
+        """Report the exception, and call the previous hook."""
         if not (self.is_on or _has_left(error)) or not isinstance(error, Exception):
             self._before(kind, error, trace)
             return
         failure, turn = report(error)
         is_pythons = self._before is sys.__excepthook__
-        if is_pythons or str(getattr(self._before, "__module__", "")).startswith("torch."):  # which leads to Python's
+        if is_pythons or str(getattr(self._before, "__module__", "")).startswith("torch."):  # it calls Python's
             hide_own_frames(error)
         if turn.tells_all and is_pythons and failure.said:
             print_line(failure_sentence(failure, turn), sys.stderr)
@@ -63,7 +63,7 @@ class UncaughtHook:
                 print_line(failure_sentence(failure, turn), sys.stderr)
 
     def remove(self) -> None:
-        """Restore the previous hook; if another now stands in front of this one, this one only forwards."""
+        """Restore the previous hook; if another hook was installed since, this one stays and only forwards."""
         self.is_on = False
         if sys.excepthook is self:
             sys.excepthook = self._before
@@ -88,7 +88,7 @@ def told_while_open(hook: UncaughtHook | None) -> Iterator[None]:
 
 
 def _has_left(error: BaseException | None) -> bool:
-    """Return whether the error, or one in its cause chain, has left a block guarded by `told_while_open`."""
+    """Return whether the error, or one in its cause chain, has left a block of `remove_hook_at_end`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if _LEFT in vars(error):
@@ -114,7 +114,7 @@ def watch_uncaught() -> UncaughtHook | None:
 
 
 def report(error: BaseException) -> tuple[Failure, ReportTurn]:
-    """Return the failure of this rank and how much it prints; also write it to torchrun's error file."""
+    """Return the failure of this rank and how much of it to print; also write it to torchrun's error file."""
     failure = failure_of(error, rank=current_rank())
     turn = turn_of(failure)
     write_error_file(failure, turn, whole="".join(traceback.format_exception(error)))
@@ -140,7 +140,7 @@ def turn_of(failure: Failure) -> ReportTurn:
 
 
 def failure_sentence(failure: Failure, turn: ReportTurn) -> str:
-    """Return a rank's own message; a rank that only lost another does not look as if it had failed."""
+    """Return the message that a rank prints. If it only lost another rank, the message says that the other failed."""
     at = f" at step {failure.step}" if failure.step else ""
     if is_echo(failure):
         if failure.kind == PeerError.__name__:

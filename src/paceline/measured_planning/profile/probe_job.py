@@ -22,7 +22,7 @@ from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.prepare import PreparedJob
 
 _LOOKED = 32  # samples whose sizes are read
-_MOST = 1 << 20  # indices of an epoch, which is never read to its end
+_MOST = 1 << 20  # indices of an epoch; no epoch is read completely
 _NORMS = (
     "BatchNorm: the samples of a microbatch interact, so a different microbatch size changes the training; "
     "--train.micro_batch_size keeps it"
@@ -45,7 +45,7 @@ def grid_of(settings: Settings, *, asked: str) -> SearchSpace:
     """Return the search space of layouts: with the requested microbatch size, or any.
 
     Raises:
-        UsageError: the settings leave nothing to choose, for what was `asked`.
+        UsageError: the settings exclude the choice that `command` makes.
     """
     if settings.train.gradient_accumulation_steps is not None:
         raise UsageError(
@@ -57,9 +57,9 @@ def grid_of(settings: Settings, *, asked: str) -> SearchSpace:
 
 
 def largest_first(job: Job, settings: Settings) -> tuple[Job, str]:
-    """Return the job with the largest of a few inspected samples as every sample: what fits must fit for it too.
+    """Return the job with the largest of a few examined samples in place of every sample, and a note to print.
 
-    Streams are left as they are. A sample that can't be read is reported by whoever reads it next.
+    Streams do not change. A sample that can't be read is reported when it is read next.
     """
     source = JobData(job, settings).train
     if not source.is_indexed:

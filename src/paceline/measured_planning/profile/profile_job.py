@@ -1,4 +1,4 @@
-"""The profile of a job's model for the planner, found by running it on fake tensors."""
+"""The profile of a job's model for the planner, traced on fake tensors."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ class _Run:
 
 
 def profile_model(job: Job, settings: Settings, *, most_ranks: int) -> ModelProfile:
-    """Return the profile that the planner needs. Three of a list of equal blocks are traced, none of them compiled.
+    """Return the profile for the planner. Three blocks of each list of equal blocks are traced, without compilation.
 
     Raises:
         PacelineError: the job can't be traced.
@@ -215,7 +215,7 @@ def _state_bytes(built: TrainingSetup, terms: Any) -> int:
 
 
 def _parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each part, a tied one where it comes first; `LAST` has those after the blocks."""
+    """Return the parameters of each part; a tied parameter belongs to its first part."""
     blocks = list(blocks_of(model))
     found: dict[str, list[nn.Parameter]] = {name: [] for name in (FIRST, *blocks, LAST)}
     seen = False
@@ -227,7 +227,7 @@ def _parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _lookups(model: nn.Module, every: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, int]:
-    """Return the elements of each part's tables that only embeddings have: a tied head multiplies by its table."""
+    """Return the elements of each part's tables that only embeddings use: a tied head multiplies by its table."""
     tables, others = set[int](), set[int]()
     for module in model.modules():
         found = tables if isinstance(module, nn.Embedding | nn.EmbeddingBag) else others

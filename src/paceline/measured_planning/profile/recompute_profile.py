@@ -1,4 +1,4 @@
-"""Memory profiles of a job's parts under each activation checkpointing policy and tp, found on fake tensors."""
+"""Memory profiles of a job's parts under each activation checkpointing policy and tp, traced on fake tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,7 +38,7 @@ _Seen = Mapping[str, ActivationUsage]
 def recompute_profiles(
     job: Job, settings: Settings, *, tp_sizes: Sequence[int]
 ) -> dict[str, dict[str, RecomputeProfile]]:
-    """Return the profiles by part, then by `remat`; policies that the model does not support are left out."""
+    """Return the profiles by part, then by `remat`; policies that the model does not support are omitted."""
     length, found = length_of(job, settings), dict[str, dict[str, RecomputeProfile]]()
     for remat in REMATS:
         with skip_unsupported():  # an unsupported policy is refused when it is requested
@@ -63,7 +63,7 @@ def skip_unsupported() -> Iterator[None]:
 
 
 def _splits(job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool) -> dict[int, _Seen]:
-    """Return traces with tp on two ranks and on as many as a node usually has, if the model can be split so."""
+    """Return traces with tp on the fewest ranks and on those of a usual node, if the model can be split so."""
     found = {}
     for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _NODE)} if tp_sizes else ()):
         with skip_unsupported():
@@ -90,7 +90,7 @@ def _way(
 
 
 def _parts(left: Mapping[int, float]) -> tuple[float, float]:
-    """Return the fractions that stay on every rank and that are divided, from what each rank has left under tp."""
+    """Return the replicated and the divided fraction, from the fraction that each rank has at each tp size."""
     if not left:
         return 1.0, 0.0
     few, more = min(left), max(left)
@@ -105,7 +105,7 @@ def _parts(left: Mapping[int, float]) -> tuple[float, float]:
 def _lives(
     job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
 ) -> list[_Seen]:
-    """Trace a microbatch of each number of samples and length, after one that creates the gradients."""
+    """Trace a microbatch of each number of samples and length, after a first one that creates the gradients."""
     plan = plan_of(settings, layout, ranks, samples=FEW)
     scene = SimulatedRanks(mesh=plan.mesh)
     heard: list[ActivationTracker] = []

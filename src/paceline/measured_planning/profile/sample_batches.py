@@ -15,7 +15,7 @@ from paceline.planner.model_costs.model_profile import BatchScaling
 from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.job_data import JobData, read_first
 
-FEW, MORE = 2, 3  # samples: one alone may take another path through the model
+FEW, MORE = 2, 3  # a single sample may take another path through the model
 _SMALLEST = 1e-3  # relative size below which a term is rounding
 _TOKENS = "input_ids"
 
@@ -57,9 +57,10 @@ def shorten_batch(batch: Any, whole: int | None, length: int) -> Any:
 
 
 def amount_through(values: Sequence[float], length: int | None) -> BatchScaling:
-    """Fit a scaling through counts for few and more samples, and for shorter ones: each a term of its own.
+    """Fit a scaling to the counts for few samples, more samples and shorter samples; each adds a term.
 
-    A part that all samples share but that grows with their length is not of this form; it is right at this length.
+    A cost that all samples share and that grows with their length does not have this form; the fit is exact at this
+    length only.
     """
     each = (values[1] - values[0]) / (MORE - FEW)
     fixed = values[0] - FEW * each

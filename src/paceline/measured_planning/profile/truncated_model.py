@@ -1,4 +1,4 @@
-"""Truncated models for profiling: built once, and of equal blocks only three are kept."""
+"""Truncated models for profiling: the model is built once, and keeps three of its equal blocks."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ KEPT = 3  # blocks of a list of equal ones
 
 
 def built_once(job: Job, *, seed: int) -> Job:
-    """Return the job with a model that is copied from one built once on fake tensors."""
+    """Return the job with a model factory that copies a model, which is built once on fake tensors."""
     if isinstance(job.model, PretrainedModel):
         return job
     with FakeExecutionMode() as hollow, preserve_rng():
@@ -30,7 +30,7 @@ def built_once(job: Job, *, seed: int) -> Job:
 
 
 class ModelCopies:
-    """A factory that copies a model built once, and caches what is found out about it, as all copies are equal."""
+    """A factory that copies a model, with a cache of facts that hold for all copies."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -53,7 +53,7 @@ def _copied(job: Job, model: nn.Module) -> Job:
 
 
 def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iterator[LayerProfile]:
-    """Yield all layers' profiles: the middle one of the kept blocks of a list stands for all that were left out."""
+    """Yield the profiles of all blocks: the middle one of the kept blocks of a list represents the omitted ones."""
     rest = list(blocks)
     for depth in depths:
         kept, rest = rest[: min(depth, KEPT)], rest[min(depth, KEPT) :]
@@ -63,7 +63,7 @@ def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iter
 
 
 def truncate_depth(job: Job) -> tuple[Job, list[int]]:
-    """Return the job with few of each list of equal blocks, and the old depths; the job itself if none is left out."""
+    """Return the job with few of each list of equal blocks, and the old depths; the job itself if none is omitted."""
     if isinstance(job.model, PretrainedModel):
         return job, []
     with FakeExecutionMode() as hollow, preserve_rng():
@@ -81,7 +81,7 @@ def with_blocks(job: Job, count: int) -> tuple[Job, int] | None:
 
 
 def largest_of_each(job: Job, count: int) -> int:
-    """Return the elements of the largest tensor that each block trains; 0 if `with_blocks` can't shorten the job so."""
+    """Return the elements of the largest tensor that each block trains; 0 if `set_num_blocks` can't change the job."""
     model, depths = _shortened(job, count)
     blocks = blocks_of(model).values() if len(depths) == 1 else ()
     return min((max((p.numel() for p in b.parameters() if p.requires_grad), default=0) for b in blocks), default=0)
@@ -95,9 +95,9 @@ def _shortened(job: Job, count: int) -> tuple[nn.Module, list[int]]:
 
 
 def truncate_block_lists(model: nn.Module, most: int) -> list[int]:
-    """Keep at most `most` of each list of equal blocks, including first and last; return the original depths.
+    """Keep at most `max_blocks` of each list of equal blocks, including first and last; return the original depths.
 
-    Nothing is left out, and an empty list returned, if blocks are not equal or are in no list of their own.
+    If blocks are not equal, or are not in a list of their own, the model does not change and the result is empty.
     """
     lists: dict[str, list[nn.Module]] = {}
     for name, block in blocks_of(model).items():

@@ -1,4 +1,4 @@
-"""The worker of `compare JOB --layouts`: times a few steps, and inspects one more."""
+"""The worker of `compare JOB --layouts`: times a few steps, and measures memory and communication in one more."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def measure(payload: Mapping[str, Any]) -> int:
-    """Run timed steps, then some under observation; rank 0 writes what every rank held and sent."""
+    """Run timed steps, then some that are recorded; rank 0 writes the memory and communication of every rank."""
     task = Task.from_json(payload)
     session = Run.worker(task).open()
     timed = int(task.options["steps"])
@@ -43,7 +43,7 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 
 def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
-    """Return what this rank held and sent in one step; for thread replicas, only the memory between steps."""
+    """Return this rank's memory and sent bytes in one step; for thread replicas, only the memory between steps."""
     built = session.setup
     with ExitStack() as stack:
         sent = stack.enter_context(CommunicationCounter())

@@ -1,4 +1,4 @@
-"""Timing of layouts where they would run: the run's own step, on a model that may have fewer blocks."""
+"""Timing of layouts on the ranks of the run: they execute its step, on a model that may have fewer blocks."""
 
 import gc
 import os
@@ -31,20 +31,20 @@ from paceline.trainer.setup.prepare import PreparedJob, make_plan
 Clock = Callable[[], float]
 _ROOM = 0.5  # share of a rank's memory that the layouts timed together may use
 _BUILD_SHARE = 0.5  # share of the time limit for building the layouts
-_OVER = 2  # times the time limit: after this, no group of layouts is started
+_OVER = 2  # times the time limit: after it, no group of layouts is started
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds: a longer step does not depend on warm caches
-_ON_END = 4  # steps run back to back over a link, because pipeline stages overlap two steps
+_ON_END = 4  # on several machines, because pipeline stages overlap two steps
 _FEW, _MORE = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
-_FAR = (4.0, 2.5)  # times the fastest step: a slower first or second step is the last one
-_SOON, _MANY = 2 / 3, 24  # timing may stop after this share of the limit, if all that remain have this many steps
+_FAR = (4.0, 2.5)  # times the fastest step: a layout with a slower first or second step gets no more
+_SOON, _MANY = 2 / 3, 24  # timing may end after this share of the limit, if all remaining layouts have this many steps
 _HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times the fastest, by rounds: a slower layout gets no more turns
-_LIKELY = 1.2  # times the best forecast of the rest: a slow layout below this gets a second turn
+_LIKELY = 1.2  # times the best forecast of the others: a slow layout below it gets a second turn
 
 
 @dataclass(kw_only=True)
 class _Trial:
-    """A layout at one depth, ready to step; `seconds` are this rank's counted steps, begun after the time `since`."""
+    """A layout at one depth, ready to step; `seconds` are this rank's counted steps since `start_time`."""
 
     candidate: str
     blocks: int
@@ -57,7 +57,7 @@ class _Trial:
     clock: Clock
 
     def step(self) -> float:
-        """Run one step, including reading its batch, and return its seconds."""
+        """Read a batch, run a step on it, and return the seconds of both."""
         began = self.clock()
         self.built.step.run(next(self.batches))
         if self.built.world.device.type == "cuda":
@@ -65,7 +65,7 @@ class _Trial:
         return self.clock() - began
 
     def begin(self, quickest: float) -> None:
-        """Run warm-up steps and the first counted ones; a layout far slower than `quickest` gets a single step."""
+        """Run warm-up steps and the first counted ones; a layout far slower than `fastest` gets a single step."""
         for far in _FAR:
             self.since = self.clock()
             self.usual = self.step()
@@ -76,7 +76,7 @@ class _Trial:
         self.visit()
 
     def visit(self) -> None:
-        """Run some counted steps, as many on every rank; short steps get an uncounted one first to warm the caches."""
+        """Run some counted steps, as many on every rank; before short steps, an uncounted one warms the caches."""
         place, share = LaunchInfo.read(os.environ), self.built.world.share_json
         if place.local_world_size < place.world_size:
             self.step()
@@ -98,15 +98,14 @@ def time_layouts(
     ready: PreparedJob, tries: Sequence[TimingTrial], *, depths: Sequence[int], world: World, seconds: float,
     clock: Clock = time.perf_counter,
 ) -> dict[str, MeasuredTime | RejectedLayout]:  # fmt: skip
-    """Return each candidate's step time by the `clock`, or why it is refused. Every rank calls this.
+    """Return each candidate's step time by the `clock`, or the reason for its refusal. Every rank calls this.
 
-    `depths` are the lengths of the model's lists of equal blocks, none if nothing can be left out of them. As many
-    layouts as fit in memory together take turns, so that a disturbance of the machine affects all of them. They are
-    built in their order; one that is not ready within its part of `seconds` is left out. If steps are short it ends
-    sooner.
+    `depths` are the lengths of the model's lists of equal blocks, empty if they can't be truncated. As many layouts as
+    fit in memory together take turns, so that a disturbance of the machine affects all of them. They are built in their
+    order; a layout that is not ready within its share of `seconds` is omitted. Timing ends early if steps are short.
 
     Raises:
-        JobError: the job's own code refuses every one of them.
+        JobError: the job's own code fails with every layout.
     """
     found: dict[str, MeasuredTime | RejectedLayout] = {}
     began, groups = clock(), list(_groups(tries))
@@ -125,7 +124,7 @@ def time_layouts(
 
 
 def _groups(tries: Sequence[TimingTrial]) -> Iterator[list[TimingTrial]]:
-    """Yield groups of trials that fit in memory together: what stays of each, and one that steps at a time."""
+    """Yield groups of trials that fit in memory together: their memory between steps, and the peak of one step."""
     group: list[TimingTrial] = []
     for one in tries:
         wider = [*group, one]
@@ -156,7 +155,7 @@ def _timed_together(
             trials += list(
                 _made(ready, one, depths, world=world, before=trials, clock=clock)
             )  # both depths are built, or neither
-        except DataError:  # an error of one rank that says nothing about the layout
+        except DataError:  # the error of one rank, independent of the layout
             raise
         except PacelineError as error:  # every rank raises the same error
             errors[one.candidate] = RejectedLayout(why=error.what)
@@ -177,9 +176,9 @@ def _timed_together(
 
 
 def _refused(error: Exception, candidate: str, world: World) -> RejectedLayout:
-    """Return an error in a layout's steps as its rejection, if every rank has met it.
+    """Return an error in a layout's steps as its rejection, if every rank has raised it.
 
-    It is raised if not, and if it says nothing about the layout: data that can't be read, memory that ran out.
+    Otherwise raise it, also if it is independent of the layout: data that can't be read, or memory that ran out.
     """
     if isinstance(error, DataError) or is_out_of_memory(error) or not all_arrived_within(world, candidate):
         raise error
@@ -191,9 +190,9 @@ def _take_turns(
 ) -> dict[str, MeasuredTime | RejectedLayout]:
     """Time the trials in rounds, until the time is over or there are enough steps.
 
-    A hopeless trial gets no more turns, unless the others have enough steps. One that seems hopeless only by its first
-    turn, and whose forecast is close to the fastest, gets another: the machine may have been busy meanwhile. One that
-    is refused in a later step, as by a model that fails at its twelfth, is left out and reported.
+    A trial that is much slower than the fastest gets no more turns, unless all others have enough steps. If only its
+    first turn was slow, and its forecast is close to the best, it gets another turn: the machine may have been busy. A
+    trial that fails in a later step is reported as rejected.
     """
     refused: dict[str, MeasuredTime | RejectedLayout] = {}
     for visits in count():
@@ -227,7 +226,7 @@ def _take_turns(
 
 
 def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
-    """Return the candidates that were dropped although their forecast is close to those that are left."""
+    """Return the candidates that were dropped although their forecast is close to that of the remaining ones."""
     said = {trial.candidate: trial.said for trial in trials}
     most = _LIKELY * min((said[name] for name in alive), default=0.0)
     return [name for name, own in said.items() if name not in alive and 0 < own <= most]
@@ -236,7 +235,7 @@ def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
 def _made(
     ready: PreparedJob, one: TimingTrial, depths: Sequence[int], *, world: World, before: Sequence[_Trial], clock: Clock
 ) -> Iterator[_Trial]:
-    """Yield trials of the whole model, or of two truncated ones; each has run its first turn."""
+    """Yield trials of the whole model, or of two truncated ones, each after its first turn."""
     task = replace(ready.task, layout=one.layout)
     plan = make_plan(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
     for most in kept_blocks(one, depths):
@@ -255,10 +254,10 @@ def _made(
 
 
 def kept_blocks(one: TimingTrial, depths: Sequence[int]) -> list[int | None]:
-    """Return two depths to extrapolate from for each list of equal blocks, or None for the whole model.
+    """Return the two depths per list of equal blocks from which to extrapolate, or None for the whole model.
 
-    The line is extended to about three times the longer depth: an error in both is multiplied by about four. So models
-    of few blocks, or pipelines of many stages, are run whole.
+    The extrapolation to about three times the longer depth multiplies errors by about four. So models with few blocks,
+    and pipelines with many stages, are not truncated.
     """
     fewest, depth = -(-one.least_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(fewest, -(-depth // _FEW)), max(2 * fewest, -(-depth // _MORE))
@@ -266,7 +265,7 @@ def kept_blocks(one: TimingTrial, depths: Sequence[int]) -> list[int | None]:
 
 
 def can_be_cut(ready: PreparedJob) -> bool:
-    """Return whether its lists of blocks may be shortened: not if settings name them, or values come from files."""
+    """Return whether lists of blocks may be truncated: not if settings name blocks, or weights come from files."""
     place = ready.settings.place
     return not (place.blocks or place.stages or place.tensor_plan or isinstance(ready.job.model, PretrainedModel))
 

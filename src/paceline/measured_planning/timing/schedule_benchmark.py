@@ -1,4 +1,4 @@
-"""The measured schedule of a pipeline, next to the same schedule planned with the measured compute times."""
+"""The measured schedule of a pipeline, and the same schedule simulated with the measured compute times."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Schedule:
 
 
 def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | None:
-    """Record a few steps and return, on rank 0, the one with the median bubble. None if nothing is scheduled.
+    """Record a few steps and return, on rank 0, the one with the median bubble. None without a pipeline.
 
-    Ranks are processes of one machine, so that `time.perf_counter` is one clock for all.
+    All ranks are processes of one machine, so `time.perf_counter` is the same clock for all.
     """
     passes, world = session.setup.step.passes, session.world
     if not isinstance(passes, PipelineForwardBackward):
@@ -54,7 +54,7 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
 
 
 def median_schedule(steps: Sequence[Sequence[_Heard]], passes: PipelineForwardBackward) -> Schedule | None:
-    """Return the step with the median bubble, from what every rank recorded in several steps."""
+    """Return the step with the median bubble, from the recorded actions of every rank in several steps."""
     num_micro = 1 + max((one[2] for step in steps for rank in step for one in rank), default=-1)
     if not num_micro:
         return None
@@ -70,7 +70,7 @@ def median_schedule(steps: Sequence[Sequence[_Heard]], passes: PipelineForwardBa
 
 
 def timeline(ranks: Sequence[_Heard], *, name: str) -> Timeline:
-    """Return the timeline of what every rank recorded, from the moment when the first began."""
+    """Return the timeline of every rank's recorded actions; it starts with the first action."""
     began = min(one[3] for rank in ranks for one in rank)
     spans = [
         Span(

@@ -1,8 +1,8 @@
-"""A cache of steps that a plan has timed: `--layout auto` then chooses what that plan did.
+"""A cache of the step times that a plan has measured, for later runs of `--layout auto` and for the forecast of a run.
 
-A run's forecast is then the timed value. Entries are kept by job, ranks, machine, Paceline's version and the settings
-that affect a step's time. They hold as long as the model's profile is the same; for ranks on several machines nothing
-is kept, as links come and go.
+The key contains the job, ranks, machine, Paceline's version and the settings that affect a step's time. An entry is
+valid as long as the model's profile is the same. Times of ranks on several machines are not stored, because their
+links change.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _NOT_OF_STEPS = ("steps", "epochs", "samples", "tokens", "micro_batch_size", "ch
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTimings:
-    """A forecast that knows what was refused when it was timed, and the timed options: none if nothing was timed."""
+    """A forecast without the layouts that were refused during timing, and the timed options, if any."""
 
     forecast: CostModel
     options: Sequence[Estimate] = ()
@@ -40,16 +40,16 @@ class CachedTimings:
     usual: float = 1.0
 
     def of(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Return other estimates in their order, with their timed seconds, or scaled by the usual error."""
+        """Return the estimates in their order, with their timed seconds, or scaled by the typical error."""
         return [as_timed(one, self.timed, usual=self.usual) for one in estimates]
 
 
 def store_timings(
     ready: PreparedJob, forecast: CostModel, options: Sequence[Estimate], *, disturbed: bool = False
 ) -> None:
-    """Store the timed options of a plan; `forecast` knows what was refused.
+    """Store the timed options of a plan, and the refusals that are in the profile of `forecast`.
 
-    Times taken while others used the cores (`disturbed`) do not replace existing ones.
+    Times measured while other programs used the cores (`disturbed`) do not replace existing ones.
     """
     timed, place = (
         {str(one.candidate): one.timed for one in options if one.timed is not None},
@@ -68,14 +68,14 @@ def store_timings(
 
 
 def _joined(under: Mapping[str, MeasuredTime], over: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
-    """Return both sets at the pace of `over`: entries in both tell how much faster the machine was in one of them."""
+    """Return both sets; older times are scaled by how much slower the machine was in the entries of both sets."""
     ratios = [over[name].seconds / own.seconds for name, own in under.items() if name in over]
     pace = median(ratios) if ratios else 1.0
     return {**{name: replace(own, seconds=pace * own.seconds) for name, own in under.items()}, **over}
 
 
 def timed_here(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
-    """Return what earlier plans of this job have timed on this machine, of layouts that fit and may be chosen now."""
+    """Return the timings of earlier plans of this job on this machine, of layouts that fit and may be chosen now."""
     found = _read(ready, forecast)
     if found is None:
         return CachedTimings(forecast=forecast)

@@ -5,7 +5,7 @@ from statistics import median, quantiles
 
 from paceline.planner.cost.estimate import MeasuredTime
 
-_LEAST = 4  # steps, at least, for a spread
+_LEAST = 4  # for a spread
 
 
 def summarize_timings(

@@ -1,24 +1,24 @@
-"""Workspace of a bfloat16 convolution on a CPU with AVX-512 that multiplies pairs, not tiles.
+"""Workspace of a bfloat16 convolution on a CPU with AVX-512 that multiplies pairs, without AMX tiles.
 
-Measured with the allocator's account of single calls. Sums are made in float32. For the weight gradient each thread
-transposes an image of both sides so that pairs are adjacent, with rows padded to an even number of steps. If the images
-shrink, or channels are few or in groups, threads share one image.
+The formulas are fitted to the allocator's records of single calls. Sums are in float32. For the weight gradient each
+thread transposes an input and an output image so that pairs are adjacent, with rows padded to an even number of
+elements. With strides, few channels or groups, all threads share one image.
 """
 
 import math
 from dataclasses import dataclass
 
 _FLOAT_BYTES = 4
-_PAIR, _FEW = 2, 3  # elements; channels that are read as they lie
-_OWN_BYTES = 8580  # where threads meet
+_PAIR, _FEW = 2, 3  # channels up to _FEW are read in place
+_OWN_BYTES = 8580  # the barrier of the threads
 
 Side = tuple[int, int, tuple[int, ...]]
-"""The channels, the channels padded to blocks, and the sides of an image."""
+"""The channels, the channels padded to blocks, and the spatial size of an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16ConvolutionCall:
-    """A convolution call, from the larger images (`source`) to the smaller, whichever of both is the input."""
+    """A convolution call, from the larger images (`source`) to the smaller (`result`); either may be the input."""
 
     source: Side
     result: Side
@@ -31,7 +31,7 @@ class Bf16ConvolutionCall:
     threads: int
 
     def forward_bytes(self) -> int:
-        """Return the bytes of each thread's sums of an image, for a kernel of one element; else 0."""
+        """Return the bytes of all threads' sums of an image, for a kernel of one element; else 0."""
         if max(self.kernel) > 1:
             return 0
         (_, given, _), (_, found, sides) = self.source, self.result

@@ -1,15 +1,15 @@
 """Workspace of a convolution on a CPU, by the algorithm that oneDNN uses for it.
 
-Measured with the allocator's account of single calls, with AVX-512 and bfloat16 products, with tiles of them (AMX) and
-without, and with AVX2. Four algorithms:
+The formulas are fitted to the allocator's records of single calls, on CPUs with AVX-512 and bfloat16 products, with and
+without AMX tiles, and with AVX2. There are four algorithms:
 
-- *in blocks*, float32: operands and results are copied into blocks of 16 channels, of 8 without AVX-512, the rest
-  padded; so is bfloat16 with AVX-512 but without tiles, in addition to sums in float32 (`Bf16ConvolutionCall`);
-- *in rows*, bfloat16 with tiles, and anything that goes from a smaller image to a larger by strides: copied with
-  channels last, and results once more on their way back;
-- *as it lies*: channels are last already, only weights are copied;
-- *unfolded*, torch's own: single images that are small, kernels of one element in one thread, and without AVX-512
-  all bfloat16 (`unfolded`).
+- *blocked*, float32: operands and results are copied into blocks of 16 channels (8 without AVX-512), padded at the end;
+  bfloat16 with AVX-512 and without tiles as well, with additional sums in float32 (`Bf16ConvolutionCall`);
+- *channels last copy*, bfloat16 with tiles, and strided convolutions from a smaller image to a larger: operands are
+  copied to channels last, and results are copied back;
+- *channels last*: operands have this layout already, and only weights are copied;
+- *im2col*, torch's own: small single images, kernels of one element in one thread, and all bfloat16 without AVX-512
+  (`Im2colCall`).
 """
 
 import math
@@ -19,18 +19,18 @@ from paceline.profiling.cpu_workspace.bf16_convolution_workspace import Bf16Conv
 from paceline.profiling.cpu_workspace.im2col_workspace import Im2colCall
 
 _BLOCK, _HALF_BLOCK, _FEW = 16, 8, 3
-_SMALL = 20480  # elements of a single picture below which torch does it itself
-_ROW = 32  # elements that rows are filled up to, where they are turned for bfloat16
+_SMALL = 20480  # of a single image, below which torch uses its own im2col
+_ROW = 32  # bfloat16 rows are padded to a multiple of this when they are transposed
 _FLOAT_BYTES = 4
-_TURNED_BYTES = 600_000  # of both pictures at most, beyond which they are turned by parts
+_TURNED_BYTES = 600_000  # of both images; larger ones are transposed in parts
 _OWN_BYTES = 30_000  # addresses of the products
 _SUMMED_BYTES = 70_000  # rows of sums in float32
-_WIDEST = 14  # kernels whose gradients oneDNN sums by itself; wider ones it unfolds, one picture at a time
+_WIDEST = 14  # wider kernels' weight gradients use im2col, one image at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A convolution call: `images` of `given` channels and `sides`, to `found` channels."""
+    """A convolution call."""
 
     images: int
     given: int
@@ -49,7 +49,7 @@ class Convolution:
     block: int = _BLOCK
     """The channels of a block: float32 numbers in a register."""
     has_tiles: bool = True
-    """True if bfloat16 products are made tile by tile (AMX)."""
+    """True if bfloat16 products are computed in tiles (AMX)."""
 
     def forward_bytes(self) -> int:
         """Return the peak bytes of the forward, including its result."""
@@ -86,7 +86,7 @@ class Convolution:
 
     @property
     def sides_found(self) -> tuple[int, ...]:
-        """The sides of the results."""
+        """The spatial size of the results."""
         lengths = []
         for place, side in enumerate(self.sides):
             reach = self.dilation[place] * (self.kernel[place] - 1) + 1
@@ -122,7 +122,7 @@ class Convolution:
 
     @property
     def _is_paired(self) -> bool:
-        is_apart = self.groups > 1 and self.groups == self.given  # a picture a group: nothing is summed over channels
+        is_apart = self.groups > 1 and self.groups == self.given  # nothing is summed over channels
         return self.item_bytes < _FLOAT_BYTES and not self.has_tiles and not is_apart
 
     @property
@@ -137,7 +137,7 @@ class Convolution:
 
     @property
     def is_strided(self) -> bool:
-        """Return whether images become smaller, or larger."""
+        """Return whether a stride is not one."""
         return any(each != 1 for each in self.stride)
 
     @property
@@ -145,7 +145,7 @@ class Convolution:
         return self.given < _BLOCK and self.groups == 1 and not self.transposed
 
     def _in_rows(self, *, grows: bool) -> bool:
-        """Return whether the algorithm is *in rows*; `grows`: from the smaller of two images to the larger."""
+        """Return whether the algorithm is *channels last copy*; `grows`: from a smaller image to a larger."""
         if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
             return self.groups != self.given or self.groups == 1
         return grows and self.is_strided and (self.groups == 1 or self.block < _BLOCK)
@@ -178,7 +178,7 @@ class Convolution:
         return max(gradient + read + kept + sums, kept + own)
 
     def _turned_bytes(self) -> int:
-        """Return the bfloat16 bytes of transposed images, whose rows can be multiplied, and of the sums in float32."""
+        """Return the bytes of the transposed bfloat16 images and of the sums in float32."""
         given, sides, found, smaller = self.given, self.sides, self.found, self.sides_found
         if self.transposed:
             given, sides, found, smaller = found, smaller, given, sides
@@ -191,14 +191,14 @@ class Convolution:
         return self.threads * ((source + result) // parts + sums) + _OWN_BYTES
 
     def _summed_bytes(self) -> int:
-        """Return the bytes of bfloat16's sums in float32 and, if images shrink, of one with its steps side by side."""
+        """Return the bytes of the sums in float32 of a bfloat16 call and, with strides, of a rearranged image."""
         if max(self.kernel) == 1 or self.item_bytes == _FLOAT_BYTES:
             return 0
         image = _up(self.given, _ROW) * math.prod(self.sides) * self.item_bytes if self.is_strided else 0
         return self.threads * (_SUMMED_BYTES + image)
 
     def _weights_in_pairs(self) -> int:
-        """Return the bytes of bfloat16 weights padded to blocks that are multiplied two elements at a time."""
+        """Return the bytes of bfloat16 weights in padded blocks of element pairs."""
         given, found = (self.found, self.given) if self.transposed else (self.given, self.found)
         if self.groups > 1:
             return self._weights(given, found)

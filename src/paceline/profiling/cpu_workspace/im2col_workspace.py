@@ -1,8 +1,8 @@
 """Workspace of a convolution that torch computes by im2col: 16-bit numbers, on a CPU without AVX-512.
 
-Measured with the allocator's account of single calls. All images are unfolded at once, so that each window is a column,
-or one after another if the kernel is dilated and in the backward of a transposed one; groups are computed one after
-another, and their results are concatenated at the end. A bias gradient is summed from a copy in float32.
+The formulas are fitted to the allocator's records of single calls. All images are unfolded at once, so that each window
+is a column; with a dilated kernel, and in the backward of a transposed convolution, one after another. Groups are
+computed one after another, and their results are concatenated. A bias gradient is summed from a copy in float32.
 """
 
 import math
@@ -13,7 +13,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Im2colCall:
-    """A call: `images` of `given` channels and `sides`, to `found` channels and `sides_found`; a number's bytes."""
+    """A convolution call that uses im2col."""
 
     images: int
     given: int

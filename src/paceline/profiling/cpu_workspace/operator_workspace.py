@@ -1,7 +1,7 @@
-"""Workspace of CPU operators, which none of their tensors shows: one table, from measurements.
+"""Workspace of CPU operators: memory that they use in addition to their tensors, from measurements.
 
-oneDNN converts the operands of a convolution into a layout of its own and back; gloo copies what it gathers and what it
-reduces. On a GPU the first is a workspace that the reserve covers, and nccl copies nothing.
+oneDNN converts the operands of a convolution into a layout of its own and back; gloo copies the tensors that it gathers
+and reduces. On a GPU the device's reserve covers the workspace of convolutions, and nccl copies nothing.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from paceline.torch_internals.private_api import has_tiles
 
 
 def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
-    """Return the peak bytes beyond what was allocated before, including results; 0 for operators not known here."""
+    """Return the peak bytes that an operator allocates, including its results; 0 for operators without a formula."""
     name = name_of(func)
     if name == "aten::convolution":
         return _read(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
@@ -71,7 +71,7 @@ def _is_channels_last(source: Tensor) -> bool:
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
     """Return the bytes that gloo copies for a gather or a reduction, and the tensors that it keeps.
 
-    It keeps every tensor that it is given; of a tensor that is reduced it keeps only the copy.
+    It keeps every argument, except the input of a reduction, of which it keeps the copy.
     """
     name = name_of(func)
     if name == "c10d::_allgather_base_":

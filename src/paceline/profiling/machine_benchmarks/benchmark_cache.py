@@ -1,4 +1,4 @@
-"""The cache of this machine's last probe. An unreadable one, or one of another machine, is ignored."""
+"""The cache of this machine's last benchmark. An unreadable one, or one of another machine, is ignored."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_
 
 
 def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
-    """Return the fingerprint of this machine as it is now, for `ranks`. Needs no torch, only its version."""
+    """Return the fingerprint of this machine for `ranks`. It needs torch's version, but does not import torch."""
     cores = usable_cores()
     cluster = Resources(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
     return Fingerprint(
@@ -48,13 +48,13 @@ def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the probe with this fingerprint."""
+    """Return the path of the benchmark with this fingerprint."""
     digest = hashlib.sha256(json.dumps(asdict(mark), sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder(environ=environ) / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
 
 
 def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> HardwareBenchmark | None:
-    """Return the stored probe with exactly this fingerprint, or None."""
+    """Return the stored benchmark with exactly this fingerprint, or None."""
     try:
         found = read_probe(read_json(cache_file(mark, environ=environ)))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
@@ -63,7 +63,7 @@ def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -
 
 
 def store_benchmark(probe: HardwareBenchmark, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Store a probe; nothing is stored if the folder can't be written."""
+    """Store a benchmark; nothing is stored if the folder can't be written."""
     with suppress(OSError, RuntimeError):
         file = cache_file(probe.fingerprint, environ=environ)
         file.parent.mkdir(parents=True, exist_ok=True)

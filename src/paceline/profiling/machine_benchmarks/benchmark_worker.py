@@ -1,4 +1,4 @@
-"""The worker of a probe, which each rank runs; rank 0 writes the combined result."""
+"""The worker of a machine benchmark, which each rank runs; rank 0 writes the combined result."""
 
 import os
 import time
@@ -26,7 +26,7 @@ _LEAST_SECONDS = 0.2
 
 
 def measure(payload: Mapping[str, Any]) -> int:
-    """Probe for about `payload["seconds"]`, and write the `HardwareBenchmark` as JSON to `payload["answer"]`."""
+    """Measure for about `payload["seconds"]`, and write the `HardwareBenchmark` as JSON to `payload["answer"]`."""
     mark = payload["fingerprint"]
     mark = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
     world = _join(mark)
@@ -47,7 +47,7 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 
 def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]:
-    """Return the numbers of busy processes to measure, with the threads of each as in a run. Ranks own their GPUs."""
+    """Return the numbers of busy processes to measure, with the threads of each as in a run. Each rank has its GPU."""
     if device == "cuda":
         numbers = {1, ranks}
     else:
@@ -69,13 +69,13 @@ def _join(mark: Fingerprint) -> World:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBudget:
-    """A time budget: what one part does not use, or uses too much, changes what is left for the others."""
+    """A time budget: each part gets its share of the time that the earlier parts left."""
 
     world: World
     ends: float
 
     def share(self, part: float, *, of: float) -> float:
-        """Return the seconds for a part, where `of` is this and all later parts. Every rank gets the same number."""
+        """Return the seconds for a part; `total` is the share of this and all later parts. All ranks get the same."""
         left = float(self.world.share_json(self.ends - time.perf_counter()))
         return max(left, _LEAST_SECONDS) * part / of
 
@@ -96,7 +96,7 @@ def probe_world(
     try:
         rates = _rates(purse, mark, ranks_per_node, looks)
     finally:
-        torch.set_num_threads(threads)  # where layouts are timed in the same process, as a run has them
+        torch.set_num_threads(threads)  # layouts may be timed in the same process
     return HardwareBenchmark(
         fingerprint=mark,
         backend=world.backend,
@@ -110,9 +110,9 @@ def probe_world(
 
 
 def _rates(purse: TimeBudget, mark: Fingerprint, local: int, looks: list[CpuTimes]) -> tuple[Rates, ...]:
-    """Return the compute rates for each number of busy ranks, with CPU readings; rank 0 is always busy.
+    """Return the compute rates for each number of busy ranks, and add CPU readings; rank 0 is always busy.
 
-    The ranks of a machine are neighbours, `local` of them.
+    Each machine has `ranks_per_node` consecutive ranks.
     """
     world, found = purse.world, []
     local, wanted = world.share_json([local, load_levels(ranks=local, cores=mark.cores, device=mark.device)])

@@ -18,7 +18,7 @@ _AMOUNTS_GPU = (*_AMOUNTS, 2**28)
 
 
 def measure_links(world: World, *, seconds: float, crowded: bool = False) -> tuple[Collective, ...]:
-    """Return all collectives' timings; empty for one process. Every rank calls this. `crowded`: ranks share cores."""
+    """Return the timings of all collectives; empty for one process. Every rank calls this."""
     sizes = group_sizes(world.world_size)
     limit = min(_MOST_SECONDS, seconds / (max(len(sizes), 1) * len(_MAKERS) * _CALLS_IN_BUDGET))
     found: list[Collective] = []
@@ -37,14 +37,14 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
 
 
 def neighbours(ranks: int, *, size: int) -> list[list[int]]:
-    """Return as many groups of `size` ranks as possible; each rank left over is alone."""
+    """Return as many groups of `size` adjacent ranks as possible; each remaining rank is a group of its own."""
     whole = ranks // size * size
     groups = [list(range(start, start + size)) for start in range(0, whole, size)]
     return groups + [[rank] for rank in range(whole, ranks)]
 
 
 def _families(part: World, *, size: int) -> Iterator[Family]:
-    """Yield the benchmarks of this group; a rank that is in no group of this size takes part and does nothing."""
+    """Yield the benchmarks of this group; a rank without a group of this size takes part with calls that do nothing."""
     amounts = _AMOUNTS_GPU if part.device.type == "cuda" else _AMOUNTS
     for kind, make in _MAKERS.items():
         payload = [_payload(kind, amount, size) for amount in amounts]
@@ -87,13 +87,13 @@ def _all_to_all(part: World, number: int) -> Call:
 
 
 def _broadcast(part: World, number: int) -> Call:
-    """Return a broadcast from each rank in turn: one constant sender would run ahead of its receivers."""
+    """Return a broadcast from each rank in turn: a constant source would run ahead of its receivers."""
     tensor, turn = _zeros(part, number), iter(_turns(part.world_size))
     return lambda: dist.broadcast(tensor, group_src=next(turn), group=part.group)
 
 
 def _send(part: World, number: int) -> Call:
-    """Return a send and receive between neighbours, all pairs at once."""
+    """Return a send and a receive between two adjacent ranks, all pairs at once."""
     tensor, fellow = _zeros(part, number), part.rank ^ 1
     if fellow >= part.world_size:
         return _idle(part, number)

@@ -15,12 +15,12 @@ from paceline.profiling.machine_benchmarks.interleaved_timer import Call, Family
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = (4, 16, 64, 256, 1024)
-_NARROWER = 8  # than the other edges, at least
+_NARROWER = 8  # the other edges are at least this many times larger
 _MOST_SECONDS = 0.1  # of one call
 _CALLS_IN_BUDGET = 100  # of the slowest kind
 _CHAIN = 32
 _TENSORS = 8
-_ADAMW_BYTES = 28  # an element: parameter, gradient and two moments are read, all but the gradient written
+_ADAMW_BYTES = 28  # per element: parameter, gradient and two moments are read, all but the gradient written
 _NORMED = 512
 _ROW_BYTES = 4 * _NORMED
 _MIB = 2**20
@@ -30,7 +30,7 @@ _STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
 def measure_compute(world: World, *, busy: int, threads: int, seconds: float, crowded: bool = False) -> Rates:
-    """Return the rates of the busy ranks, all of which call this; `crowded`: they share cores."""
+    """Return the rates of the busy ranks. Every busy rank calls this."""
     torch.set_num_threads(threads)
     limit = min(_MOST_SECONDS, seconds / _CALLS_IN_BUDGET)
     found = time_all(
@@ -110,7 +110,7 @@ def _families(device: torch.device) -> Iterator[Family]:
 
 
 def _streams(device: torch.device, *, sizes: Sequence[int]) -> Iterator[Family]:
-    held: list[Tensor] = []  # two, of which all sizes and kinds have their part
+    held: list[Tensor] = []  # two, which all sizes and kinds share
 
     def make(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
         while len(held) < 2:

@@ -16,13 +16,13 @@ Key = tuple[str, ...]
 ROUNDS = 5
 _MOST_ROUNDS = 25
 _MOST_CALLS = 2000
-_SHORT = 3e-3  # what takes less is looked at more often
+_SHORT = 3e-3  # shorter calls are timed more often
 _LOOKS = 5
 _FEW = 3
-_GRACE = 4  # times the limit for the first few: from what is small alone little can be told
-_AHEAD = 0.3  # of the time to look at sizes, that the first families may take from the others
+_GRACE = 4  # times the limit for the first few sizes: small sizes alone predict little
+_AHEAD = 0.3  # of the time for selecting sizes, which the first families may take from the others
 _LEAST_WINDOW = 1e-3
-_PART = 5e-4  # of a turn: shorter than what a scheduler gives to others
+_PART = 5e-4  # of a part of a turn: shorter than a scheduler's time slice
 _NO_TIME = 1e-9
 
 
@@ -83,12 +83,13 @@ def time_all(
 ) -> dict[Key, TimingCurve]:
     """Return a curve for each family that works here. All ranks of `world` call this, with the same families.
 
-    A size is skipped if one call would take more than `limit` seconds, or a few times that for the second and third;
-    and there are no more than those once a family's part of half of the time is over. Then all trials take turns,
-    `ROUNDS` times or, if `seconds` are over, less often. With `lead` each begins with a call that is not timed: a link
-    passes the first bytes after a pause more quickly. A turn counts by the median of its parts, since other programs
-    may disturb some; by its whole length if `crowded`, as ranks that wait for a core disturb each other. `join`
-    combines what the ranks have measured in the same round into one number.
+    Sizes are selected in the first half of `seconds`, of which each family has a share. A size is skipped if one call
+    would take more than `max_call_seconds`, or a few times that for the second and third; after its share, a family
+    gets no more than three sizes. Then all trials take turns, `ROUNDS` times or, if `seconds` are over, less often.
+    With `has_untimed_call` each turn begins with a call that is not timed, because a link transfers the first bytes
+    after a pause faster. The time of a turn is the median of its parts, because other programs may disturb some; with
+    `shares_cores` it is the whole turn, because ranks that wait for a core disturb each other. `combine_ranks` combines
+    the times of all ranks in a round into one number.
     """
     together = SynchronizedRanks(world=world)
     began = time.perf_counter()
@@ -121,14 +122,14 @@ def _grown(family: Family, together: SynchronizedRanks, *, limit: float, ends: f
         seconds = together.agree(inf if call is None else _spent(call, 1, together))
         if call is None or seconds == inf:
             break
-        looks = _LOOKS if seconds < _SHORT else 1  # more than one: a disturbance must not end the growing
+        looks = _LOOKS if seconds < _SHORT else 1  # a single disturbed call must not end the selection
         seconds = min(seconds, together.agree(min(_spent(call, 1, together) for _ in range(looks))))
         found.append(Trial(key=family.key, size=size, call=call, seconds=max(seconds, _NO_TIME)))
     return found
 
 
 def _expected(found: Sequence[Trial], amount: float) -> float:
-    """Return the predicted seconds, on the line through the last two; at most in proportion to the last."""
+    """Return the predicted seconds, on the line through the last two sizes; at most proportional to the last one."""
     last = found[-1]
     if len(found) == 1:
         return last.seconds
@@ -138,7 +139,7 @@ def _expected(found: Sequence[Trial], amount: float) -> float:
 
 
 def _made(size: Size) -> Call | None:
-    """Return the call after one trial run; None if this device or build can't do it."""
+    """Return the call after one trial run; None if this device or build does not support it."""
     try:
         call = size.make()
         call()

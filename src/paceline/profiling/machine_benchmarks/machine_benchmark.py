@@ -1,4 +1,4 @@
-"""The probe of this machine for a number of ranks: the cached one, or a new one."""
+"""The benchmark (probe) of this machine for a number of ranks: the cached one, or a new one."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -20,13 +20,13 @@ from paceline.run_folder.run_folder import ROOT, RunFolder
 
 ENTRY = "paceline.profiling.machine_benchmarks.benchmark_worker:measure"
 SECONDS = 20.0
-_START_SECONDS = 5.0  # starting processes that have torch
+_START_SECONDS = 5.0  # starting processes and importing torch
 _LEAST_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRequest:
-    """The parameters common to all ways to probe: the total seconds, and the folder whose disk is measured."""
+    """The parameters of a benchmark: its total seconds, and the folder whose disk is measured."""
 
     seconds: float = SECONDS
     folder: Path = ROOT
@@ -45,10 +45,10 @@ class BenchmarkRequest:
 def probe_here(
     *, ranks: int, device: str = "cpu", asked: BenchmarkRequest | None = None, again: bool = False
 ) -> HardwareBenchmark:
-    """Return the cached probe of this machine, torch and number of ranks; else, or with `again`, a new one.
+    """Return the cached benchmark of this machine, torch and number of ranks; else, or with `refresh`, a new one.
 
-    A new probe is measured by new processes and cached. One that was measured while others used the machine is valid
-    until the machine is found quiet.
+    A new benchmark is measured by new processes and cached. One that other programs disturbed is valid until no other
+    program uses the machine.
 
     Raises:
         MachineError: the processes did not start, or failed.
@@ -91,9 +91,9 @@ def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
 def probe_joined(
     joined: JoinedWorld, *, device: str = "cpu", asked: BenchmarkRequest | None = None
 ) -> HardwareBenchmark | None:
-    """Probe with the processes that a launcher has started, all of which call this; rank 0 gets the result.
+    """Return on rank 0 a benchmark by the processes that a launcher has started; nothing is cached.
 
-    Nothing is cached.
+    Every rank calls this.
 
     Raises:
         PacelineError: this process, or another, failed.

@@ -1,4 +1,4 @@
-"""This process's machine as a cluster to plan for, from the cached probe or a new one."""
+"""This process's machine as a cluster to plan for, from the cached benchmark or a new one."""
 
 import time
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachine:
-    """This machine as a cluster; `seconds` were spent on a new probe, 0 if one was cached."""
+    """This machine as a cluster; `seconds` were spent on a new benchmark, 0 if one was cached."""
 
     fleet: Cluster
     seconds: float
@@ -23,18 +23,18 @@ def machine_here(*, ranks: int, device: str) -> LocalMachine:
     """Return this machine as a cluster of `ranks`.
 
     Raises:
-        MachineError: it can't be probed, or the memory of its GPUs can't be known.
+        MachineError: the benchmark failed, or the memory of its GPUs is unknown.
     """
     began = time.monotonic()
     before = read_cached(fingerprint(ranks=ranks, device=device))
-    probe = probe_here(ranks=ranks, device=device)  # measured again if other programs used the machine at that time
+    probe = probe_here(ranks=ranks, device=device)  # a new one if other programs disturbed the cached one
     return LocalMachine(
         fleet=_fleet(probe, ranks, device), seconds=0.0 if probe == before else time.monotonic() - began
     )
 
 
 def kept_here(*, ranks: int, device: str) -> Cluster | None:
-    """Return this machine as a cluster if a probe is cached, else None; nothing is measured."""
+    """Return this machine as a cluster if a benchmark is cached, else None; nothing is measured."""
     probe = read_cached(fingerprint(ranks=ranks, device=device))
     return None if probe is None else _fleet(probe, ranks, device)
 

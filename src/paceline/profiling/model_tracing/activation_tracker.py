@@ -28,9 +28,10 @@ class ActivationUsage:
 
 
 class ActivationTracker:
-    """A tracker that observes each operation of a forward and its backward (`FakeExecutionMode(see=lives.see)`).
+    """A tracker that observes each operation of a forward and its backward.
 
-    Tensors that existed before are not counted. A block's backward begins when the gradient of its output exists.
+    Use `FakeExecutionMode(on_operation=tracker.observe)`. Tensors that existed before are not counted. A block's
+    backward begins when the gradient of its output exists.
     """
 
     def __init__(self, *, blocks: Mapping[str, nn.Module]) -> None:
@@ -103,7 +104,7 @@ class ActivationTracker:
             self._go_on(name)
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if in_backward():  # a second run, of remat
+        if in_backward():  # recomputation
             return
         for tensor in tensor_leaves(output):
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -39,9 +39,9 @@ def time_blocks(
 ) -> BlockTimes:
     """Time a forward that ends in a scalar, block by block. `blocks` are in the order of the forward.
 
-    `held` returns a context that gives a block its memory while it is timed. Each block runs on inputs detached from
-    the graph, so that its backward is timed alone. Parameters get no gradient. Buffers and random streams advance as in
-    any forward.
+    `hold_block` returns a context in which a block has its memory while it is timed. Each block runs on inputs detached
+    from the graph, so that its backward is timed separately. Parameters get no gradient. Buffers and random streams
+    advance as in any forward.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     rounds = [_Round(model, blocks, device, held).run(call) for _ in range(repeats + 1)][1:]

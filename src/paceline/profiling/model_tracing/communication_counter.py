@@ -1,7 +1,7 @@
-"""A counter of a rank's communication: calls and bytes of each collective and message, whoever issued it.
+"""A counter of a rank's communication: calls and bytes of each collective and point-to-point message.
 
-Every collective of torch is an operation that a dispatch mode sees: ours, those of `fully_shard` and of distributed
-tensors, and messages from one rank to another.
+A dispatch mode sees every collective of torch: those of Paceline, `fully_shard` and distributed tensors, and messages
+between two ranks.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensor
 class CollectiveTotals:
     """The totals of one kind of collective.
 
-    `payload_bytes` were passed in, `sent_bytes` leave this rank for it (`traffic.SHARES`).
+    `payload_bytes` are the bytes of the inputs, `sent_bytes` those that this rank sends (`bytes_sent.SHARES`).
     """
 
     calls: int = 0

@@ -1,7 +1,7 @@
 """Compiler fusion: the memory traffic that remains between a block's matmuls when it is compiled.
 
 A compiler fuses operations that are not matmuls: a chain of them reads each outside input once, and writes once what a
-matmul or the next block reads. What a chain makes and uses itself stays in registers.
+matmul or the next block reads. Values that are created and used within a chain stay in registers.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Fusion:
-    """A fusion model that is given a block's operations in turn; each method returns bytes."""
+    """A model of fusion that receives a block's operations in order; each method returns moved bytes."""
 
     def __init__(self) -> None:
         self._unwritten: dict[int, int] = {}

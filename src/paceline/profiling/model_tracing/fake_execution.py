@@ -1,9 +1,9 @@
 """Fake execution: a model runs with true shapes and memory addresses, and without computing values.
 
-Results are memory that is allocated and never written, so that the system never has to provide it: a step of a model of
-any size takes some seconds and little memory. Integers and booleans, and what is small and known, keep their values, so
-that code which branches on them takes its usual path. What would depend on an unknown number is decided favourably: a
-loss is one, everything is finite, experts get equally many tokens.
+Results are allocated and never written, so that the system provides no memory for them: a step of a model of any size
+takes some seconds and little memory. Integers, booleans and small tensors with known inputs keep their values, so that
+code that branches on them takes its usual path. Results that depend on unknown numbers get plausible values: a loss is
+one, everything is finite, experts get equally many tokens.
 """
 
 import math
@@ -37,10 +37,10 @@ from paceline.torch_internals.dispatch_modes import (
 from paceline.torch_internals.pytree import tensor_leaves
 
 SMALL, _SMALL_BUILT = 64, 1 << 12
-_SMALL_DOUBLES = 1 << 16  # what ranks tell each other in a step is in float64
+_SMALL_DOUBLES = 1 << 16  # ranks exchange statistics of a step in float64
 _endless: set[object] = set()
-_ENDLESS, _KNOWN_ENDLESS = 10_000, 100  # times that one place asks whether to go on
-_FRESH = 64 << 20  # bytes from which memory comes from the system, empty
+_ENDLESS, _KNOWN_ENDLESS = 10_000, 100  # of a comparison at one line of code
+_FRESH = 64 << 20  # larger allocations come from the system, filled with zeros
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _RESIZED = ("aten::resize_", "aten::set_")
@@ -67,10 +67,10 @@ class FakeStorages:
 
 
 class FakeExecutionMode(DispatchMode):
-    """A dispatch mode in which this thread's operations return tensors without values; `see` is given each operation.
+    """A dispatch mode in which this thread's operations return tensors without values; `on_operation` gets each one.
 
-    Threads that pass tensors to each other share the `emptied`. `copies` tells how many bytes the backend copies for a
-    collective, and which of its tensors it keeps, both until it is waited for.
+    Threads that pass tensors to each other share `fake_storages`. `backend_copies` returns how many bytes the backend
+    copies for a collective, and which of its tensors it keeps, both until the collective is waited for.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class FakeExecutionMode(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._copies = copies
         self.copied_bytes = 0
-        """What the backend keeps of collectives that nobody has waited for."""
+        """The bytes of the backend's copies for collectives that are still pending."""
         self._see = see
         self._emptied = emptied or FakeStorages()
         self.holds = True
-        """What comparisons of numbers that are not there come to; not while a model is built."""
+        """The result of comparisons of unknown numbers; False while a model is built."""
         self._known: dict[Any, Any] = {}
         self._left: dict[Any, int] = {}
 
@@ -114,12 +114,12 @@ class FakeExecutionMode(DispatchMode):
             for tensor in tensor_leaves(result) if hollow else ():
                 self._emptied.add(tensor)
             return result
-        if name.startswith("fsdp::"):  # written in Python: what it does is seen operation by operation
+        if name.startswith("fsdp::"):  # implemented in Python: its operations are dispatched one by one
             with self:
                 return on_cpu(func, args, kwargs)
         if name in ANSWERS:
             return ANSWERS[name](func, args, kwargs) if hollow else func(*args, **kwargs)
-        if _is_placed_otherwise(func) and name not in _RESIZED:  # its numbers stay what they are
+        if _is_placed_otherwise(func) and name not in _RESIZED:  # its values do not change
             return func(*args, **kwargs)
         targets = written_tensors(func, args, kwargs)
         if not hollow and not self._is_large(func, args, kwargs, given, targets):
@@ -129,8 +129,8 @@ class FakeExecutionMode(DispatchMode):
         return self._made(func, args, kwargs)
 
     def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an empty collective instead; its results come first among its arguments."""
-        rows = name_of(func) == "c10d::alltoall_base_"  # which says how many go where
+        """Run the collective on empty tensors instead; its first argument holds the results."""
+        rows = name_of(func) == "c10d::alltoall_base_"  # its lists are the split sizes
         given = [[] if rows and isinstance(arg, list) else arg for arg in args]
         nothing = _mapped(given, lambda tensor: tensor.new_empty(0))
         result = func(*nothing, **kwargs)
@@ -153,7 +153,7 @@ class FakeExecutionMode(DispatchMode):
             among = targets or given
             if any(self._is_worth_leaving(tensor) for tensor in among):
                 return True
-            picks = not targets and any(tensor.is_floating_point() for tensor in given)  # as rows of a small table
+            picks = not targets and any(tensor.is_floating_point() for tensor in given)  # such as rows of a small table
             return picks and any(tensor.numel() > _SMALL_BUILT for tensor in given)
         size = next((arg for arg in args if isinstance(arg, list | tuple | torch.Size)), ())
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -161,7 +161,7 @@ class FakeExecutionMode(DispatchMode):
 
     @property
     def _small(self) -> int:
-        """The limit for computing values: a build tries its rules on small matrices, a step does not."""
+        """The largest tensor whose values are computed: a build tests its rules on small matrices."""
         return SMALL if self.holds else _SMALL_BUILT
 
     def _is_worth_leaving(self, tensor: Tensor) -> bool:
@@ -192,7 +192,7 @@ class FakeExecutionMode(DispatchMode):
         return self._given(func, args, self._known[key])
 
     def _holds(self, func: Any, tensor: Tensor) -> bool:
-        """Return the result of an unknown comparison: True, but False for one that a loop repeats endlessly."""
+        """Return the result of an unknown comparison: True, or False if a loop repeats it endlessly."""
         if not self.holds or tensor.numel() != 1 or name_of(func) not in COMPARES:
             return self.holds
         place = place_now()
@@ -208,9 +208,9 @@ class FakeExecutionMode(DispatchMode):
         try:
             with hide_from_modes():
                 return result_shapes(func, _mapped(args, _as_meta), _mapped(on_meta, _as_meta))
-        except RuntimeError as error:  # of which NotImplementedError is one
+        except RuntimeError as error:  # or its subclass NotImplementedError
             if not isinstance(error, NotImplementedError) and _is_builtin(func):
-                raise  # as it would with numbers
+                raise  # the same error as with real values
             raise unknown_result_error(func, error) from error
 
     def _given(self, func: Any, args: Any, forms: Any) -> Any:
@@ -250,7 +250,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _without_masks(func: Any, args: Any) -> Any:
-    """Return the arguments with masks as positions, whose number depends on values that are known here."""
+    """Return the arguments with masks converted to indices; the values of masks are known."""
     if name_of(func) not in ("aten::index", "aten::index_put") or len(args) < 2:
         return args
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""The table of operations' results without values, including those for which shape inference is wrong."""
+"""The results of operations on fake tensors, including those for which torch's shape inference is wrong."""
 
 import math
 from collections.abc import Callable
@@ -35,9 +35,9 @@ DRAWN = {"aten::native_dropout", "aten::bernoulli"}
 def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:
     """Fill integers and booleans that were computed from unknown numbers.
 
-    Everything is finite; each position is chosen as often as any other, so that experts get equally many tokens.
-    `holds` is the result of every comparison: true in a step, false while a model is built. With true, a constructor
-    that draws again while a value is out of bounds would never end.
+    Everything is finite; each position is chosen equally often, so that experts get equally many tokens.
+    `comparisons_hold` is the result of every comparison: true in a step, false while a model is built. With true, a
+    constructor that samples until a value is within bounds would never end.
     """
     name = func._schema.name
     if name in _POSITIONS and tensor.dtype is torch.int64:
@@ -88,7 +88,7 @@ PACKED = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
 
 
 def packed_sequence_form(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor]:
-    """Return the form of the packed data, and the lengths, which are known from rows of one element."""
+    """Return the form of the packed data, and the lengths, which are computed with rows of one element."""
     data, rows = args[0], PACKED[func._schema.name]
     thin, lengths = func(torch.zeros((*data.shape[:rows], 1), dtype=data.dtype), *args[1:], **kwargs)
     shape = (*thin.shape[: 3 - rows], *data.shape[rows:])

@@ -21,9 +21,10 @@ FIRST, LAST = "", "\0"
 class LayerCounts:
     """The counts of one part.
 
-    FLOPs (a multiply-add is two); bytes moved, saved, made by matmuls, passed on, reduced, exchanged; `masked` are
-    FLOPs that attention skips by a causal mask. `fused_bytes` are the moved bytes that remain after a compiler fuses
-    operations, `largest_bytes` is the largest result of one operation.
+    `products` and `attention` are FLOPs of matmuls (a multiply-add is two), `masked` those that attention skips by a
+    causal mask. Bytes are counted as moved by other operations, saved for backward, created by matmuls
+    (`product_bytes`), output to the next part, all-reduced and exchanged by all-to-all. `fused_bytes` are the moved
+    bytes that remain after a compiler fuses operations, `largest_bytes` is the largest result of one operation.
     """
 
     products: float = 0.0
@@ -46,7 +47,10 @@ class LayerCounts:
 
 
 class FlopCounter:
-    """A counter that adds each operation of a forward (`FakeExecutionMode(see=tally.see)`) to the running part."""
+    """A counter that adds each operation of a forward to the part that runs.
+
+    Use `FakeExecutionMode(on_operation=counter.observe)`.
+    """
 
     def __init__(self, model: nn.Module, *, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks

@@ -1,8 +1,8 @@
-"""Memory timelines: what a rank holds at every operation of a step, extrapolated from two shallow models to a deep one.
+"""Memory timelines: a rank's memory at every operation of a step, extrapolated from two shallow models to a deep one.
 
 One more block in each chain adds the operations of one block to the middle of every forward and every backward. All
-operations before and after stay the same, and what is held there grows by the same amount with each further block. So
-every operation's own amount is extrapolated, and the peak is found among them.
+operations before and after stay the same, and the memory at each grows by the same amount with every added block. So
+the memory at every operation is extrapolated, and the peak is the maximum over all of them.
 """
 
 from bisect import bisect_right
@@ -29,15 +29,15 @@ class MemoryTimeline:
         self.parts[-1].append((name, held))
 
     def turn(self) -> None:
-        """Begin another part."""
+        """Start another part."""
         if self.parts[-1]:
             self.parts.append([])
 
 
 def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
-    """Return the peak with further blocks, or None if the steps differ in anything but those blocks.
+    """Return the peak with added blocks, or None if the steps differ in anything but those blocks.
 
-    `more` has a pair per chain of blocks: the timeline with one block more, and how many blocks to add.
+    `longer` has a pair per chain of blocks: the timeline with one more block, and how many blocks to add.
     """
     if any(len(journal.parts) != len(base.parts) for journal, _ in more):
         return None
@@ -55,7 +55,7 @@ def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) ->
 
 
 def extrapolate(base: MemoryTimeline, more: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
-    """Return the timeline with `blocks` more than `base`; `more` has one more. None if they are not alike."""
+    """Return the timeline with `blocks` more than `base`; `longer` has one more. None if the others differ."""
     if len(more.parts) != len(base.parts):
         return None
     found = MemoryTimeline(parts=[])
@@ -94,16 +94,16 @@ def _grown(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
 
 
 def _pairs(few: Part, more: Part, turns: Sequence[Turn]) -> list[tuple[Bytes, Bytes]]:
-    """Return what each operation of `few` held there and in `more`."""
+    """Return the bytes at each operation of `short_part`, and at the same operation of `longer_part`."""
     ends = [turn for turn, _ in turns]
     added = list(accumulate((once for _, once in turns), initial=0))
     return [(held, more[at + added[bisect_right(ends, at)]][1]) for at, (_, held) in enumerate(few)]
 
 
 def _turns(few: Part, more: Part) -> list[Turn] | None:
-    """Return where loops over blocks have one more iteration in `more`, and its number of operations.
+    """Return the positions at which `longer_part` has one more iteration of a loop over blocks, and its operations.
 
-    The place is the middle of the loop. None if there is another difference.
+    The position is the middle of the loop. Return None if there is another difference.
     """
     names, others = [name for name, _ in few], [name for name, _ in more]
     found: list[Turn] = []
@@ -115,7 +115,7 @@ def _turns(few: Part, more: Part) -> list[Turn] | None:
         if not rounds:
             return None
         runs = {n: _alike(names, others, stop, stop + added + n) for n in rounds}
-        # a loop that lasts to the end takes all remaining operations
+        # a loop that continues to the end takes all remaining operations
         once = max(rounds, key=lambda n: (runs[n], n == left))
         start = stop
         while start > known and others[start - 1 + added] == others[start - 1 + added + once]:
@@ -126,11 +126,11 @@ def _turns(few: Part, more: Part) -> list[Turn] | None:
 
 
 def _rounds(names: list[str], at: int, most: int) -> list[int]:
-    """Return the possible operation counts of a loop's extra iteration there: as many just before are the same."""
+    """Return the possible lengths of a loop's extra iteration: it equals the operations just before it."""
     return [n for n in range(1, min(most, at) + 1) if names[at - n : at] == names[at : at + n]]
 
 
 def _alike(names: list[str], others: list[str], start: int, other: int) -> int:
-    """Return how many operations both have in common from there on."""
+    """Return how many operations are equal in both from these positions on."""
     pairs = zip(islice(names, start, None), islice(others, other, None), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

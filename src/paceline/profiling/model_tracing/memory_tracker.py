@@ -1,4 +1,4 @@
-"""Memory of a rank in bytes: parameters, gradients, optimizer state, buffers, and all else while it steps."""
+"""Memory of a rank in bytes: parameters, gradients, optimizer state, buffers, and everything else during a step."""
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 class MemoryByKind:
     """The bytes of each kind on this rank.
 
-    `activations` is all that is none of the others: also gathered weights and what an operation needs temporarily.
+    `activations` is everything else, including gathered weights and the workspace of operators.
     """
 
     parameters: int = 0
@@ -46,10 +46,10 @@ class MemoryByKind:
 def memory_at_rest(
     *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), shares: Sequence[Tensor] = ()
 ) -> MemoryByKind:
-    """Return the bytes held between two steps: this rank's elements, shared memory counted once, without padding.
+    """Return this rank's bytes between two steps, without padding; shared memory counts once.
 
-    `shares` are the tensors that the optimizers update if those are not the model's own parameters: rows of them, and
-    gradients.
+    `updated_tensors` are the tensors that the optimizers update, if they are not the model's own parameters but rows
+    of them.
     """
     parameters = list(model.parameters())
     return MemoryByKind(
@@ -64,7 +64,7 @@ def elements(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors' elements on this rank; an expanded tensor counts its memory once."""
     found: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
     for each in map(local_tensor, tensors):
-        if each.is_meta:  # a name that another rank has the memory of
+        if each.is_meta:  # the memory is on another rank
             continue
         storage = each.untyped_storage()
         _, views = found.setdefault(id(storage), (storage.nbytes(), {}))
@@ -82,7 +82,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """Yield the tensors that the optimizers keep from step to step."""
+    """Yield the tensors of the optimizers' states."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from _within(state)
@@ -103,7 +103,7 @@ class StorageTracker:
         self._is_told = False
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record what an operation created, not its inputs: a view of existing memory is no new memory."""
+        """Record the storages that an operation created; a view of an input has no new storage."""
         if self._is_told:
             return
         for storage in _new(result, self._storages, args, kwargs):
@@ -114,7 +114,7 @@ class StorageTracker:
         self._storages.pop(place, None)
 
     def storages(self) -> list[UntypedStorage]:
-        """Return the storages that are alive; later ones are not tracked."""
+        """Return the storages that are alive, and stop tracking."""
         self._is_told = True
         found = [known() for known in list(self._storages.values())]
         return [storage for storage in found if storage is not None]
@@ -123,12 +123,13 @@ class StorageTracker:
 class MemoryTracker(DispatchMode):
     """A tracker of this rank's peak memory and its composition, for one kind of device.
 
-    Every result of an operation is followed until its memory is freed, also what `fully_shard` empties and fills again.
-    Use it around a step that is not the first: the optimizer's state must exist. `shares` as in `memory_at_rest`; those
-    that are copies count with the optimizer; `others` exist too, and count as activations. `moment` returns what an
-    operation needs internally, which is no result: the peak bytes while it runs, including its results; `beside`, what
-    exists in addition meanwhile. `note` is given each operation's name and the bytes of each kind then, `turn` is
-    called when a backward begins or ends.
+    Every result of an operation is tracked until its memory is freed; storages that `fully_shard` resizes are tracked
+    too. Use it around a step that is not the first: the optimizer's state must exist. `updated_tensors` is as in
+    `memory_at_rest`; copies among them count as optimizer state. `other_storages` count as activations.
+
+    `operator_bytes` returns the peak bytes of an operation while it runs, including its results; `extra_bytes` returns
+    the bytes that exist in addition. `on_operation` gets each operation's name and the bytes of each kind at this time;
+    `on_phase_change` is called when a backward begins or ends.
     """
 
     def __init__(
@@ -155,9 +156,9 @@ class MemoryTracker(DispatchMode):
         self._exits = ExitStack()
         self._most = 0
         self.peak = MemoryByKind()
-        """At the moment when the sum was highest."""
+        """The bytes of each kind when their sum was highest."""
         self.kept_bytes = 0
-        """Activations when backward began; of several microbatches, the most."""
+        """The activations when backward began; the maximum over the microbatches."""
         for kind, tensors in self._known(model, optimizers, shares):
             for tensor in tensors:
                 self._follow(local_tensor(tensor).untyped_storage(), kind)
@@ -194,7 +195,7 @@ class MemoryTracker(DispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _new(result, self._live, args, kwargs):
             self._follow(storage, "activations")
-        self._compare(name, has_gradients=self._moment is None)  # none came while it ran
+        self._compare(name, has_gradients=self._moment is None)  # a running operation creates no gradients
         return result
 
     def _known(
@@ -269,5 +270,5 @@ def _new(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[Unt
 
 
 def _within(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested values that have memory of their own to count."""
+    """Yield the dense tensors with memory in nested values."""
     return (t for t in tensor_leaves(value) if t.layout is torch.strided and t.device.type != "meta")
