@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sites import ADDRESSES, ENDS, PORT, SPACES, line
 
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, Rates
 from paceline.planner.hardware.timing_curve import TimingCurve
 from paceline.profiling.machine_benchmarks.machine_benchmark import SECONDS, BenchmarkRequest, probe_here, probe_joined
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     own = BenchmarkRequest(seconds=asked.seconds, folder=asked.folder)
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     if asked.line is not None and joined is None:
         return over_line(asked.line, sys.argv[1:])
     if joined is not None:

@@ -26,7 +26,7 @@ from paceline.errors import JobError, PacelineError, Problems, called_exit
 from paceline.job import load_job, refuse_job
 from paceline.job_field_checks import _unfit_metrics, unfit_data, whole_indices
 from paceline.job_parameters import typed_parameters
-from paceline.launch.agent.worker_process import _entered
+from paceline.launch.agent.worker_process import _run_entry
 from paceline.trainer.checks.evaluation_checks import best_rule
 
 
@@ -99,9 +99,9 @@ def words_now(payload: Mapping[str, Any]) -> int:
 def test_a_rank_has_the_words_of_a_script_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["forkserver.py", "request.json"])
     entry = f"{__name__}:words_now"
-    assert _entered(entry, {"job": "a/job.py:make", "seen": "a/job.py"}) == 1
-    assert _entered(entry, {"job": "pkg.jobs:make", "seen": "pkg.jobs"}) == 1
-    assert _entered(entry, {"seen": entry}) == 1
+    assert _run_entry(entry, {"job": "a/job.py:make", "seen": "a/job.py"}) == 1
+    assert _run_entry(entry, {"job": "pkg.jobs:make", "seen": "pkg.jobs"}) == 1
+    assert _run_entry(entry, {"seen": entry}) == 1
     assert sys.argv == ["forkserver.py", "request.json"]
 
 

@@ -14,7 +14,7 @@ import torch
 import paceline.cli
 import paceline.examples.text
 from paceline.errors import user_line
-from paceline.launch.failures.failure_record import failure_of
+from paceline.launch.failures.failure_record import failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.parallel.sharding.unit_guard import forward_runs
 from paceline.user_code import hide_own_frames, is_users
@@ -113,12 +113,12 @@ def test_what_the_users_code_raises_is_no_echo_of_another_rank(tmp_path: Path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
         importlib.import_module("lost_of_a_test").lost()
-    own = failure_of(caught.value, rank=1)
+    own = failure_from_exception(caught.value, rank=1)
     assert own.where.endswith("lost_of_a_test.py:5") and not is_lost_connection(own)
     with pytest.raises(RuntimeError) as native:
         torch.zeros(2) @ torch.zeros(3)  # made in native code, with no `raise` in the user's
     native.value.args = ("Connection closed by peer [127.0.0.1]:4711",)
-    assert is_lost_connection(failure_of(native.value, rank=0))
+    assert is_lost_connection(failure_from_exception(native.value, rank=0))
     assert user_line(native.value) is not None
 
 

@@ -43,26 +43,26 @@ _ALIASES = {
     "--devices": "--ranks",
     "--strategy": "--layout",
 }
-_PLAIN_SETTINGS = ("seed",)
-_RANKS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
-_NO_BOX = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
+_UNDOTTED_SETTINGS = ("seed",)
+_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+_FRAME_TO_SPACES = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print_line(_HELP)
-        return int(ExitCode.DONE if words else ExitCode.REFUSED)
-    if words[0] == "--version":
+        return int(ExitCode.DONE if arguments else ExitCode.REFUSED)
+    if arguments[0] == "--version":
         print_line(f"paceline {__version__}")
         return 0
-    as_json = "--json" in words
+    as_json = "--json" in arguments
     try:
-        _check_here()
-        return _run(words)
+        _check_working_directory()
+        return _run_verb(arguments)
     except PacelineError as error:
-        return _refuse(error, as_json=as_json)
+        return _print_error(error, as_json=as_json)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
 
@@ -72,42 +72,42 @@ def entry() -> None:
     replace_closed()
     code = main()
     flush()
-    if any(name in os.environ for name in _RANKS):
+    if any(name in os.environ for name in _RANK_VARIABLES):
         from paceline.launch.agent.process_exit import end_python, exit_now
 
         (end_python if code in (ExitCode.DONE, ExitCode.STOPPED) else exit_now)(code)
     sys.exit(code)
 
 
-def with_value(words: Sequence[str], flag: str, value: str) -> list[str]:
+def expand_bare_flag(arguments: Sequence[str], flag: str, value: str) -> list[str]:
     """Return the arguments with each bare `flag` expanded to `flag=value`."""
-    found = list(words)
-    for at in [i for i, word in enumerate(words) if word == flag]:
-        if at + 1 == len(words) or words[at + 1].startswith("--"):
-            found[at] = f"{flag}={value}"
-    return found
+    expanded = list(arguments)
+    for position in [i for i, word in enumerate(arguments) if word == flag]:
+        if position + 1 == len(arguments) or arguments[position + 1].startswith("--"):
+            expanded[position] = f"{flag}={value}"
+    return expanded
 
 
-def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into the verb's own ones and the `--dotted.name value` settings."""
-    own: list[str] = []
+    verb_arguments: list[str] = []
     settings: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, value = word.partition("=")
         name = _ALIASES.get(name, name)
         word = name + equals + value
-        if not (name.startswith("--") and ("." in name or name[2:] in _PLAIN_SETTINGS)):
-            own.append(word)
+        if not (name.startswith("--") and ("." in name or name[2:] in _UNDOTTED_SETTINGS)):
+            verb_arguments.append(word)
             continue
         settings.append(word)
-        if not equals and rest and not rest[0].startswith("--"):
-            settings.append(rest.pop(0))
-    return own, settings
+        if not equals and remaining and not remaining[0].startswith("--"):
+            settings.append(remaining.pop(0))
+    return verb_arguments, settings
 
 
-def _check_here() -> None:
+def _check_working_directory() -> None:
     """Check that the working directory exists: paths, imports and new processes all start there."""
     try:
         Path.cwd()
@@ -120,98 +120,106 @@ def _check_here() -> None:
         ) from None
 
 
-def _run(words: list[str]) -> int:
+def _run_verb(arguments: list[str]) -> int:
     from paceline.commands.command_table import VERBS
 
-    verb = words[0]
+    verb = arguments[0]
     if verb not in VERBS:
         raise UsageError(
             f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
         )
-    own, settings = split_settings(with_value(words[1:], "--resume", "newest"))
+    verb_arguments, settings = split_settings(expand_bare_flag(arguments[1:], "--resume", "newest"))
     row = VERBS[verb]
-    kind = row.option_class()
-    if {"-h", "--help"} & set(own):
+    option_class = row.option_class()
+    if {"-h", "--help"} & set(verb_arguments):
         from paceline.commands.help_page import help_page
 
-        print_line(help_page(verb, kind, takes_settings=row.takes_settings))
+        print_line(help_page(verb, option_class, takes_settings=row.takes_settings))
         return int(ExitCode.DONE)
-    options = _options(verb, kind, own)
+    options = _parse_options(verb, option_class, verb_arguments)
     if settings and not row.takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
     code, value, text = resolve(row.run)(options, settings)
     as_json = getattr(options, "json", False)
     if as_json and (value is not None or text):
-        print_line(json.dumps(_plain(value), indent=1, default=str))
+        print_line(json.dumps(_plain_value(value), indent=1, default=str))
     if text and (not as_json or value is None):
         print_line(text, sys.stderr if code or as_json else sys.stdout)
     return int(code)
 
 
-def _options(verb: str, cls: type, words: list[str]) -> Any:
+def _parse_options(verb: str, cls: type, arguments: list[str]) -> Any:
     import tyro
 
     from paceline.commands.common.option_checks import misplaced_option_hint
 
-    known, kinds = _known_flags(cls), get_type_hints(cls)
+    option_names, option_types = _option_names(cls), get_type_hints(cls)
     problems: list[PacelineError] = []
-    for word, then in zip(words, [*words[1:], ""], strict=False):
+    for word, next_argument in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and name not in {*known, "help"}:
-            cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known])
-            is_letter = f"{name}s" in known  # --rank means --ranks, not powersgd's option rank
-            found = (
+        if flag.startswith("--") and name not in {*option_names, "help"}:
+            cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in option_names])
+            is_letter = f"{name}s" in option_names  # --rank means --ranks, not powersgd's option rank
+            misplaced = (
                 None
                 if is_letter
-                else misplaced_option_hint(verb, flag, value if equals or then.startswith("--") else then)
+                else misplaced_option_hint(
+                    verb, flag, value if equals or next_argument.startswith("--") else next_argument
+                )
             )
-            cause, hint = found or (cause, f"paceline {verb} --help")
+            cause, hint = misplaced or (cause, f"paceline {verb} --help")
             problems.append(UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint))
-        elif name in kinds and flag.startswith("--"):
-            problems += _no_number(flag, value if equals else then, kinds[name])
+        elif name in option_types and flag.startswith("--"):
+            problems += _number_problems(flag, value if equals else next_argument, option_types[name])
     raise_all(problems)
-    said = io.StringIO()
+    parser_output = io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said):
-            return tyro.cli(cls, args=words, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
+        with redirect_stdout(parser_output), redirect_stderr(parser_output):
+            return tyro.cli(cls, args=arguments, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit:
-        what = f"these arguments can't be parsed: {' '.join(words)}" if words else f"{verb} needs another argument"
-        raise UsageError(f"{what}.", cause=_in_a_line(said.getvalue()), hint=f"paceline {verb} --help") from None
+        message = (
+            f"these arguments can't be parsed: {' '.join(arguments)}" if arguments else f"{verb} needs another argument"
+        )
+        raise UsageError(
+            f"{message}.", cause=_unframed_message(parser_output.getvalue()), hint=f"paceline {verb} --help"
+        ) from None
 
 
-def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
+def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
     """Return an error if the option takes a number and its value is none."""
-    number = next((one for one in (int, float) if kind is one or one in get_args(kind)), None)
-    if number is None or not value or value.startswith("--") or value == "None":
+    number_type = next((one for one in (int, float) if option_type is one or one in get_args(option_type)), None)
+    if number_type is None or not value or value.startswith("--") or value == "None":
         return []
     try:
-        number(value)
+        number_type(value)
     except ValueError:
-        what = "an integer" if number is int else "a number"
-        return [UsageError(f"{flag} {value}: expected {what}.", hint=f"{flag} {'2' if number is int else '0.5'}")]
+        expected = "an integer" if number_type is int else "a number"
+        return [
+            UsageError(f"{flag} {value}: expected {expected}.", hint=f"{flag} {'2' if number_type is int else '0.5'}")
+        ]
     return []
 
 
-def _in_a_line(box: str) -> str:
+def _unframed_message(framed_text: str) -> str:
     """Return the argument parser's message from a framed box: its middle part, without the frame."""
-    parts = re.split(r"[─-]{5,}", box.translate(_NO_BOX))
-    told = [" ".join(part.split()) for part in parts]
-    return next((part for part in told[1:] if part), "").removesuffix(".")
+    parts = re.split(r"[─-]{5,}", framed_text.translate(_FRAME_TO_SPACES))
+    sections = [" ".join(part.split()) for part in parts]
+    return next((part for part in sections[1:] if part), "").removesuffix(".")
 
 
-def _known_flags(cls: type) -> list[str]:
+def _option_names(cls: type) -> list[str]:
     return [*getattr(cls, "__dataclass_fields__", {})]
 
 
-def _refuse(error: PacelineError, *, as_json: bool) -> int:
+def _print_error(error: PacelineError, *, as_json: bool) -> int:
     """Print an error and return its exit code; under another launcher the first failing rank prints for all ranks."""
-    from paceline.launch.failures.uncaught_exceptions import failure_sentence, report
+    from paceline.launch.failures.uncaught_exceptions import failure_sentence, report_failure
 
-    failure, turn = report(error)
-    if not turn.tells_all:
-        if turn.tells_line:
-            print_line(failure_sentence(failure, turn), sys.stderr)
+    failure, scope = report_failure(error)
+    if not scope.prints_all:
+        if scope.prints_line:
+            print_line(failure_sentence(failure, scope), sys.stderr)
     elif as_json:
         print_line(json.dumps({"exit_code": int(error.exit_code), **error.as_json()}, indent=1))
     else:
@@ -219,9 +227,9 @@ def _refuse(error: PacelineError, *, as_json: bool) -> int:
     return int(error.exit_code)
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain_value(item) for item in value]
     return value

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.commands import ckpt
-from paceline.launch.launcher import EXACT_KERNELS
+from paceline.launch.launcher import KERNELS_VARIABLE
 from tests.conftest import Shop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ WITH_SPREAD = both_ways(SPREAD, ["single", "ddp", "fsdp", "tp", "pp", "cp"])
 
 def played(folder: Path, ranks: int, cases: Sequence[Sequence[Any]], *, exact: bool = False) -> None:
     environ = {**Shop.environ({"OMP_NUM_THREADS": "1"}), "GLOO_SOCKET_IFNAME": "lo"}
-    environ |= {EXACT_KERNELS: "AVX2"} if exact else {}
+    environ |= {KERNELS_VARIABLE: "AVX2"} if exact else {}
     command = [sys.executable, "-m", "tests.trainer.layout_run_ranks", str(ranks), str(folder), json.dumps(list(cases))]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
 from paceline.errors import ResumeError
-from paceline.launch.launcher import EXACT_KERNELS
+from paceline.launch.launcher import KERNELS_VARIABLE
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
 
@@ -106,7 +106,7 @@ def test_only_what_a_forward_changed_is_written_and_the_weights_hold_none_of_it(
 
 def test_a_resume_is_no_write_by_a_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact mode refuses a buffer that a forward changes; one that a checkpoint is copied into is none."""
-    monkeypatch.setenv(EXACT_KERNELS, "AVX2")  # or the run would be started again as a script
+    monkeypatch.setenv(KERNELS_VARIABLE, "AVX2")  # or the run would be started again as a script
 
     class Fixed(nn.Linear):
         def __init__(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.commands.common.devices import choose_ranks
 from paceline.errors import PacelineError
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.planner.layout import host_resources as machine
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.profiling.backends import available_backends
@@ -58,11 +58,11 @@ def test_where_there_is_no_home_there_is_a_cache_all_the_same(monkeypatch: pytes
 def test_numbers_that_a_shell_has_left_over_are_said_with_what_takes_them_away() -> None:
     left = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     problems: list[PacelineError] = []
-    choose_ranks(2, detect(left), "cpu", problems)
+    choose_ranks(2, detect_world(left), "cpu", problems)
     (problem,) = problems
     assert "RANK=0 WORLD_SIZE=1" in str(problem) and "unset RANK WORLD_SIZE" in str(problem)
     problems.clear()
-    choose_ranks(2, detect({**left, "TORCHELASTIC_RUN_ID": "x"}), "cpu", problems)
+    choose_ranks(2, detect_world({**left, "TORCHELASTIC_RUN_ID": "x"}), "cpu", problems)
     assert "unset" not in str(problems[0]) and "torchrun started 1" in str(problems[0])
 
 

@@ -21,7 +21,7 @@ from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError
 from paceline.faults import Fault, parse_faults
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.mesh import ORDER, Mesh, layout_label, mesh_of, nearest_meshes
 
@@ -371,18 +371,18 @@ WORLDS = {
 
 @pytest.mark.parametrize("kind", WORLDS)
 def test_worlds_of_others_are_found(kind: str) -> None:
-    found = detect(WORLDS[kind])
+    found = detect_world(WORLDS[kind])
     assert found is not None
     assert (found.kind, found.rank, found.world_size, found.local_rank, found.local_world_size) == (kind, 1, 4, 1, 2)
     assert not found.is_one_node
 
 
 def test_contradicting_worlds_are_refused() -> None:
-    assert detect({}) is None
+    assert detect_world({}) is None
     with pytest.raises(UsageError, match="contradict"):
-        detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "4", "WORLD_SIZE": "4"})
+        detect_world({"TORCHELASTIC_RUN_ID": "x", "RANK": "4", "WORLD_SIZE": "4"})
     with pytest.raises(UsageError, match="can't be read"):
-        detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "a", "WORLD_SIZE": "4"})
+        detect_world({"TORCHELASTIC_RUN_ID": "x", "RANK": "a", "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.agent.shared_status import make_status_buffer
-from paceline.launch.failures.failure_record import failure_of, read_failure, write_failure
+from paceline.launch.failures.failure_record import failure_from_exception, read_failure, write_failure
 from tests.conftest import SMALL_JOB, Shop
 from tests.end_to_end.test_interrupted_runs import wait_for
 
@@ -58,11 +58,11 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["", "pulse-0"])
 def test_a_limit_on_the_size_of_files_has_its_cause_wherever_it_is_met(name: str) -> None:
     """A log, as of a print, has no name."""
-    failure = failure_of(OSError(errno.EFBIG, "File too large", *([name] if name else [])), rank=0, step=3)
+    failure = failure_from_exception(OSError(errno.EFBIG, "File too large", *([name] if name else [])), rank=0, step=3)
     assert (failure.kind, failure.exit_code, failure.step) == ("SaveError", 3, 3)
     assert failure.said["where"] == name and "`ulimit -f`" in failure.said["cause"]
     assert failure.said["hint"] == "ulimit -f unlimited"
-    assert failure_of(OSError(errno.ENOENT, "no"), rank=0).exit_code == 1
+    assert failure_from_exception(OSError(errno.ENOENT, "no"), rank=0).exit_code == 1
 
 
 @pytest.mark.parametrize("name", ["consolidated", "checkpoints/best", "weights.json"])

@@ -21,7 +21,7 @@ SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM
 
 
 def found(environ: dict[str, str]) -> tuple[Any, ...]:
-    joined = detect(environ)
+    joined = detect_world(environ)
     assert joined is not None
     return joined.kind, joined.rank, joined.world_size, joined.local_rank, joined.local_world_size, joined.is_one_node
 
@@ -65,7 +65,7 @@ def test_each_mpiexec_says_the_place_on_the_node_in_its_own_words(names: tuple[s
 )
 def test_a_local_rank_that_nobody_says_is_not_the_global_one(environ: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="does not give the local rank of rank 3 of 4"):
-        detect(environ)
+        detect_world(environ)
     one = {name: value for name, value in environ.items() if name != "MASTER_ADDR"} | {"MASTER_ADDR": "127.0.0.1"}
     assert found(one)[3:] == (3, 4, True)  # no other machine can be meant
 
@@ -108,8 +108,8 @@ MET = {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "n
 )  # fmt: skip
 def test_the_line_that_resumes_starts_the_whole_world(environ: dict[str, str], line: str) -> None:
     """A line without how the nodes meet would start a world of one node that resumes alone."""
-    joined = detect(environ)
-    assert joined is not None and joined.command_again(["-m", "x"]) == line
+    joined = detect_world(environ)
+    assert joined is not None and joined.launch_command(["-m", "x"]) == line
     layout = "single" if joined.world_size == 1 else "ddp"
     task = Task(verb="train", job="job.py", run="runs/a", ranks=joined.world_size, layout=layout)
     words = "paceline train job.py --run-dir runs/a"
@@ -120,7 +120,7 @@ def test_the_line_that_resumes_starts_the_whole_world(environ: dict[str, str], l
 
 def world(rank: int, **more: Any) -> JoinedWorld:
     told = {"RANK": str(rank), "WORLD_SIZE": "3"}
-    joined = detect(told | more)
+    joined = detect_world(told | more)
     assert joined is not None
     return joined
 
@@ -143,7 +143,7 @@ def test_a_world_finds_no_word_of_the_one_before_it(tmp_path: Path, monkeypatch:
 def test_the_word_of_a_process_that_is_gone_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meet.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(meet, "_WAIT_SECONDS", 0.1)
-    folder = meet._meeting_folder(world(1))
+    folder = meet._rendezvous_folder(world(1))
     folder.mkdir()
     for holder in ({**this_process(), "born": "1"}, {**this_process(), "pid": 2**22 + 1}, {}, None, 7):
         (folder / "invitation.json").write_text(json.dumps({"port": 9, "holder": holder}))
@@ -166,14 +166,14 @@ def test_the_word_of_a_process_that_is_gone_is_not_believed(tmp_path: Path, monk
 def test_ranks_meet_whatever_wraps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper around each rank is its parent, and each has its own."""
     named = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-1@1"}
-    joined = [detect(named), detect({"RANK": "1", "WORLD_SIZE": "2"})]
+    joined = [detect_world(named), detect_world({"RANK": "1", "WORLD_SIZE": "2"})]
     folders = []
     for parent in (100, 200):
         monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        folders.append([meet._meeting_folder(one) for one in joined if one is not None])
+        folders.append([meet._rendezvous_folder(one) for one in joined if one is not None])
     assert folders[0] == folders[1] and len(set(folders[0])) == 2
-    other = detect({**named, "PMIX_NAMESPACE": "prterun-1@2"})
-    assert other is not None and meet._meeting_folder(other) != folders[0][0]
+    other = detect_world({**named, "PMIX_NAMESPACE": "prterun-1@2"})
+    assert other is not None and meet._rendezvous_folder(other) != folders[0][0]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_ranks_meet_whatever_wraps_them(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_ranks_of_one_machine_listen_on_loopback_alone(environ: dict[str, str], lo: bool) -> None:
-    joined = detect({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", **environ})
+    joined = detect_world({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", **environ})
     assert joined is not None
     found: dict[str, str] = {}
     meet.adopt_launcher_variables(joined, found)

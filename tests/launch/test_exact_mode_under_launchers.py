@@ -11,7 +11,7 @@ import pytest
 
 from paceline.checkpoint.resume_checks import check_identity
 from paceline.errors import ResumeError
-from paceline.launch.launcher import EXACT_KERNELS
+from paceline.launch.launcher import KERNELS_VARIABLE
 from tests.conftest import SMALL_JOB, Ended, Shop
 
 WORDS = ("--train.exact", "--train.micro_batch_size", "3", "--watch.to", "jsonl")
@@ -22,7 +22,7 @@ SCRIPT = f"""
 import os, sys
 {SMALL_JOB}
 with open(f"starts-{{os.environ.get('RANK', 'x')}}", "a") as file:
-    file.write(f"{{os.getpid()}} {{os.environ.get('{EXACT_KERNELS}', 'none')}}\\n")
+    file.write(f"{{os.getpid()}} {{os.environ.get('{KERNELS_VARIABLE}', 'none')}}\\n")
     os.set_inheritable(file.fileno(), False)
 BEFORE
 if __name__ == "__main__":
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 def launch(shop: Shop, *words: str, **environ: str) -> Ended:
     """Run a command line here in an environment that has chosen no kernels but these."""
-    found = {name: value for name, value in shop.environ().items() if name != EXACT_KERNELS}
+    found = {name: value for name, value in shop.environ().items() if name != KERNELS_VARIABLE}
     done = subprocess.run(
         words, cwd=shop.path, env={**found, **environ}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -133,7 +133,7 @@ def test_exact_mode_that_only_the_job_asks_for_is_refused_by_the_command(shop: S
 
 @pytest.mark.soak
 def test_other_kernels_are_told_and_no_silent_change_on_a_resume(shop: Shop) -> None:
-    other = {EXACT_KERNELS: "COMPATIBLE"}
+    other = {KERNELS_VARIABLE: "COMPATIBLE"}
     assert train(shop, "run", steps=4, **other).code == 0
     assert condition(shop, "run")[1] == "COMPATIBLE"
     refused = train(shop, "run", steps=6)

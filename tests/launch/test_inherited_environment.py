@@ -7,8 +7,14 @@ import sys
 import pytest
 
 from paceline.comm.process_group import LaunchInfo
-from paceline.launch.environments import detect
-from paceline.launch.inherited_environment import OWNER, attempt_folder, drop_inherited, mark_owner, own_environ
+from paceline.launch.environments import detect_world
+from paceline.launch.inherited_environment import (
+    OWNER_VARIABLE,
+    attempt_folder,
+    drop_inherited,
+    mark_owner,
+    own_environ,
+)
 from paceline.launch.rendezvous import adopt_launcher_variables
 
 OURS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
@@ -27,7 +33,7 @@ def of_a_child(environ: dict[str, str]) -> dict[str, str]:
     """The same where another process is the rank."""
     found = {**environ, "HOME": "/home/me"}
     mark_owner(found)
-    found[OWNER] = f"{os.getppid()}:{found[OWNER].partition(':')[2]}"
+    found[OWNER_VARIABLE] = f"{os.getppid()}:{found[OWNER_VARIABLE].partition(':')[2]}"
     return found
 
 
@@ -35,10 +41,10 @@ def of_a_child(environ: dict[str, str]) -> dict[str, str]:
 def test_a_child_of_a_rank_is_in_no_world(kind: str) -> None:
     environ = {**WORLDS[kind], "HOME": "/home/me"}
     mark_owner(environ)
-    mine = detect(environ)
+    mine = detect_world(environ)
     assert mine is not None and (mine.rank, mine.world_size) == (1, 2)
     child = of_a_child(WORLDS[kind])
-    assert detect(child) is None and attempt_folder(child) is None
+    assert detect_world(child) is None and attempt_folder(child) is None
     assert LaunchInfo.read(child) == LaunchInfo()
     drop_inherited(child)
     assert set(child) - {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"} == {"HOME"}
@@ -48,12 +54,12 @@ def test_a_child_of_a_rank_is_in_no_world(kind: str) -> None:
 def test_what_another_launcher_has_set_since_is_believed(kind: str) -> None:
     child = {**of_a_child(WORLDS[kind]), "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0",
              "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "inner"}  # fmt: skip
-    joined = detect(child)
+    joined = detect_world(child)
     assert joined is not None and (joined.rank, joined.world_size, joined.kind) == (0, 4, "torchrun")
     assert attempt_folder(child) is None and LaunchInfo.read(child).listen_fd is None
     adopt_launcher_variables(joined, child)
     assert "PACELINE_LISTEN_FD" not in child and "PACELINE_ATTEMPT_FOLDER" not in child
-    assert child[OWNER].startswith(f"{os.getpid()}:") and own_environ(child) is child
+    assert child[OWNER_VARIABLE].startswith(f"{os.getpid()}:") and own_environ(child) is child
 
 
 def test_an_environment_without_a_mark_is_as_it_is() -> None:
@@ -69,14 +75,14 @@ def test_it_is_asked_in_the_process_itself(how: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     mark_owner(os.environ)  # monkeypatch takes it out below
     try:
-        assert detect(os.environ) is not None
+        assert detect_world(os.environ) is not None
         if how == "fork":
             pid = os.fork()
             if pid == 0:
-                os._exit(detect(os.environ) is not None)
+                os._exit(detect_world(os.environ) is not None)
             assert os.waitpid(pid, 0)[1] == 0
         else:
-            code = "import os, sys; from paceline.launch.environments import detect; sys.exit(detect(os.environ) is not None)"
+            code = "import os, sys; from paceline.launch.environments import detect_world; sys.exit(detect_world(os.environ) is not None)"
             assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     finally:
-        del os.environ[OWNER]
+        del os.environ[OWNER_VARIABLE]

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.launcher import choose_kernels
+from paceline.launch.launcher import choose_exact_kernels
 
-choose_kernels()  # before torch, for exact mode
+choose_exact_kernels()  # before torch, for exact mode
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -14,7 +14,7 @@ from paceline.commands.report import report
 from paceline.config.task import Task
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import write_json
-from paceline.launch.failures.failure_record import without_log
+from paceline.launch.failures.failure_record import missing_log_failure
 from paceline.run_folder.run_folder import (
     RunFolder,
     find_run,
@@ -186,12 +186,12 @@ def test_a_run_folder_of_before_that_can_not_be_written_now_is_refused_before_a_
 
 def test_a_rank_that_could_not_make_its_log_has_the_disk_s_reason(tmp_path: Path) -> None:
     """A folder that was removed, or a disk without inodes, where nothing that the rank says is written anywhere."""
-    found = without_log(1, log=tmp_path / "gone" / "rank-1.log")
+    found = missing_log_failure(1, log=tmp_path / "gone" / "rank-1.log")
     assert found is not None
     assert (found.rank, found.exit_code) == (1, 3)
     assert "the log rank-1.log can't be created: No such file" in found.screen and "moved or removed" in found.screen
-    assert without_log(1, log=tmp_path / "rank-1.log") is None
+    assert missing_log_failure(1, log=tmp_path / "rank-1.log") is None
     assert not (tmp_path / "rank-1.log").exists()  # nothing of ours in the place of the rank's
     (tmp_path / "rank-1.log").write_text("said")
-    assert without_log(1, log=tmp_path / "rank-1.log") is None
+    assert missing_log_failure(1, log=tmp_path / "rank-1.log") is None
     assert (tmp_path / "rank-1.log").read_text() == "said"

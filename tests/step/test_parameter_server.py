@@ -20,7 +20,7 @@ from paceline.comm.process_group import LaunchInfo, WorkerEntrance
 from paceline.data.leased_loader import RandomAccessLoader
 from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import Order
-from paceline.launch.agent.shared_status import read_pulse
+from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
 from paceline.step.parameter_server.state import ServedWeights, ServerState
@@ -329,7 +329,7 @@ def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
     )  # fmt: skip
     try:
         until = time.monotonic() + 90
-        while (beat := read_pulse(shop.path / "run/logs/attempt-1/pulse-1")) is None or not beat.step:
+        while (beat := read_heartbeat(shop.path / "run/logs/attempt-1/pulse-1")) is None or not beat.step:
             assert time.monotonic() < until, "it has had no share"
             time.sleep(0.05)
         pid = pid_of(shop, rank=1)

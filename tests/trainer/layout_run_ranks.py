@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.comm.process_group import World
 from paceline.config.task import Task
-from paceline.launch.launcher import EXACT_KERNELS
+from paceline.launch.launcher import KERNELS_VARIABLE
 from paceline.trainer.run import Run
 from paceline.trainer.session import open_session
 
@@ -41,7 +41,7 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
         device="cpu",
         run=str(folder / name),
         resume=start or None,
-        settings={**settings, "train.exact": EXACT_KERNELS in os.environ},
+        settings={**settings, "train.exact": KERNELS_VARIABLE in os.environ},
         origins=dict.fromkeys([*settings, "train.exact"], "test"),
     )
     run = Run.worker(task)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.launcher import choose_kernels
+from paceline.launch.launcher import choose_exact_kernels
 
-choose_kernels()  # before torch, for exact mode
+choose_exact_kernels()  # before torch, for exact mode
 
 from paceline.comm.process_group import World  # noqa: E402
 from paceline.config.task import Task  # noqa: E402

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.launch.agent.supervisor import FORKSERVER_COMMAND
-from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
+from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
 from tests.quick import is_quick
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def mother(pytestconfig: pytest.Config) -> Iterator[str]:
     told = getattr(pytestconfig, "workerinput", {}).get(_SHARED)
     with ExitStack() as stack:
         name = told or stack.enter_context(started())
-        for kernels in ("", CHOSEN_KERNELS):
+        for kernels in ("", DEFAULT_EXACT_KERNELS):
             _wait(f"{name}{kernels}")
         yield shlex.join([sys.executable, "-S", "-E", str(Path(__file__).with_name("starter.py")), name])
 
@@ -85,9 +85,9 @@ def started() -> Iterator[str]:
     name = f"paceline-warm-{os.getpid()}"
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1"), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
     with ExitStack() as stack:
-        for kernels in ("", CHOSEN_KERNELS):
+        for kernels in ("", DEFAULT_EXACT_KERNELS):
             words = [sys.executable, "-W", "ignore", "-m", "tests.warm.mother", name + kernels, str(os.getpid())]
-            own = {**environ, **({EXACT_KERNELS: kernels} if kernels else {})}
+            own = {**environ, **({KERNELS_VARIABLE: kernels} if kernels else {})}
             process = stack.enter_context(subprocess.Popen(words, env=own, cwd=_ROOT, stdin=subprocess.PIPE))
             stack.callback(process.kill)
         yield name

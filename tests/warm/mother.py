@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from paceline.launch.agent import forkserver
-from paceline.launch.agent.signals import die_with
+from paceline.launch.agent.signals import die_with_parent
 
 ENTRIES = (
     "paceline.trainer.entrypoints:train",
@@ -41,7 +41,7 @@ class Mother:
         self._listener = listener
         before = dict(os.environ)
         for entry in ENTRIES:
-            forkserver.prepare(entry)
+            forkserver.preload_worker(entry)
         for module in USED:
             with suppress(ImportError):
                 importlib.import_module(module)
@@ -114,7 +114,7 @@ class Mother:
         os.chdir(told["folder"])
         sys.path[0] = told["folder"]
         agent = int(told["words"][1])
-        forkserver.die_with = lambda parent: die_with(mother if parent == agent else parent)  # type: ignore[attr-defined]
+        forkserver.die_with_parent = lambda parent: die_with_parent(mother if parent == agent else parent)  # type: ignore[attr-defined]
         status = 1
         try:
             status = forkserver.main(told["words"])
@@ -145,7 +145,7 @@ def received(starter: socket.socket, files: list[int]) -> dict[str, Any] | None:
 
 def main(path: str, parent: str) -> None:
     """Never returns."""
-    die_with(int(parent))
+    die_with_parent(int(parent))
     with socket.socket(socket.AF_UNIX) as listener:
         mother = Mother(listener)
         listener.bind(f"\0{path}")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from paceline.launch.agent.supervisor import FORKSERVER_COMMAND
-from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS
+from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
 from tests.conftest import Shop
 
 
@@ -30,10 +30,10 @@ def test_it_is_forked_where_the_numbers_would_be_the_same_and_else_begun(shop: S
     assert shop.run(*words).code == 0
     assert "tests.warm.mother" in (shop.path / "line").read_text()
     assert shop.run(*words, "--train.exact", "true").code == 0
-    assert f"{CHOSEN_KERNELS} " in (shop.path / "line").read_text()
+    assert f"{DEFAULT_EXACT_KERNELS} " in (shop.path / "line").read_text()
     assert shop.run(*words, environ={"KMP_DUPLICATE_LIB_OK": "True"}).code == 0  # as where a test imported sklearn
     assert "tests.warm.mother" in (shop.path / "line").read_text()
-    assert shop.run(*words, environ={EXACT_KERNELS: "COMPATIBLE"}).code == 0
+    assert shop.run(*words, environ={KERNELS_VARIABLE: "COMPATIBLE"}).code == 0
     line = (shop.path / "line").read_text()
     assert "tests.warm.mother" not in line and "paceline.launch.agent.forkserver" in line
 

@@ -10,7 +10,7 @@ from paceline.config.resume_allowances import TOLD_SETTINGS
 from paceline.config.secret_settings import mask_value
 from paceline.config.settings import Settings
 from paceline.errors import ResumeError
-from paceline.launch.launcher import EXACT_KERNELS
+from paceline.launch.launcher import KERNELS_VARIABLE
 
 _BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
 _LATER = frozenset(
@@ -39,8 +39,8 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
         lines = [f"{name}: {differing[name]}" for name in changed]
         cause, hint = _CAUSE, f"--allow {','.join(changed)} to resume anyway"
         if changed == ["kernels"]:
-            cause = f"a different {EXACT_KERNELS} in the environment, which changes the last bits"
-            hint = f"{EXACT_KERNELS}={saved['kernels']} before the same command, or {hint}"
+            cause = f"a different {KERNELS_VARIABLE} in the environment, which changes the last bits"
+            hint = f"{KERNELS_VARIABLE}={saved['kernels']} before the same command, or {hint}"
         raise ResumeError(f"this run differs from the one that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
 
 

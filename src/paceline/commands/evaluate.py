@@ -17,7 +17,7 @@ from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.temporary_folders import scratch_folder
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import mesh_of
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_or_tell, read_task
@@ -45,7 +45,7 @@ def evaluate(
         if checkpoint is None:
             raise UsageError(f"{folder.path} has no best checkpoint.", hint=f"paceline ckpt ls {folder.path}")
     how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
         given = common.job_handle is not None

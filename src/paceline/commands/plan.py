@@ -31,7 +31,7 @@ from paceline.config.task import Task
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import refuse_place, writing
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.planner.advice.plan_file_diff import diff_plan_files
 from paceline.planner.hardware.cluster import Cluster, fleet_of
 from paceline.planner.hardware.local_cluster import node_memory
@@ -246,7 +246,7 @@ def _refuse_seconds(seconds: float | None) -> None:
 
 def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
     """Return the benchmark of this machine; under another launcher, the request with which the ranks measure it."""
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     if joined is not None:
         local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
         own = {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}

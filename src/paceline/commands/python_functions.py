@@ -24,7 +24,7 @@ from paceline.commands.compare_layouts import LayoutComparison, compare_layouts
 from paceline.config.job_reference import GIVEN
 from paceline.config.loading import JOB, RequestedSettings, as_typed, flatten
 from paceline.errors import ExitCode, PacelineError, RunError, UsageError
-from paceline.launch.failures.uncaught_exceptions import told_while_open, watch_uncaught
+from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook, remove_hook_at_end
 from paceline.planner.simulation.failure_forecast import Checkpoints
 from paceline.plugins import resolve
 
@@ -320,13 +320,13 @@ def _common(
     **options: Any,
 ) -> Iterator[tuple[str, RunOptions]]:
     """Yield the job's reference and the options of a verb; the file of a `Job` object stays open for the ranks."""
-    hook = watch_uncaught()
+    hook = install_uncaught_hook()
     own: dict[str, Any] = {
         **options,
         "run_dir": None if run_dir is None else str(run_dir),
         "config": None if config is None else Path(config),
     }
-    with told_while_open(hook):
+    with remove_hook_at_end(hook):
         if isinstance(job, str | Path):
             yield str(job), RunOptions(**own)
         else:

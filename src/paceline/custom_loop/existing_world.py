@@ -9,7 +9,7 @@ import torch.distributed as dist
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.settings import Settings
 from paceline.errors import PacelineError, raise_all
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
 from paceline.planner.layout.host_resources import visible_gpus
@@ -28,7 +28,7 @@ def found_world(*, device: str, settings: Settings) -> World:
         atexit.register(theirs.let_go)
         return theirs
     kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     if joined is not None:
         adopt_launcher_variables(joined, os.environ)
     ranks = 1 if joined is None else joined.world_size

@@ -19,7 +19,7 @@ from paceline.console.output import print_line
 from paceline.custom_loop.existing_world import found_world
 from paceline.custom_loop.parallel_model import PlacedModel
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
-from paceline.launch.failures.uncaught_exceptions import watch_uncaught
+from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook
 from paceline.parallel.initialization.meta_model import tensor_bytes
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial
@@ -65,12 +65,12 @@ def place(
     Raises:
         LayoutError, UsageError, Problems: a layout, setting or model that can't be combined.
     """
-    hook = watch_uncaught()
+    hook = install_uncaught_hook()
     try:
         placed = _place(build, layout=layout, world=world, settings=settings, example=example, device=device)
     except BaseException as error:
         if hook is not None:
-            hook.remove_but_for(error)
+            hook.restrict_to_error(error)
         raise
     if hook is not None:
         weakref.finalize(placed.model, hook.remove)

@@ -15,8 +15,8 @@ from paceline.data.sample_seeds import seed_sample
 from paceline.data.source import Source
 from paceline.data.types import DatasetSummary
 from paceline.errors import DataError, on_a_screen, user_line
-from paceline.launch.agent.signals import STOP_SIGNALS, die_with
-from paceline.launch.failures.oom_detection import explain_lack
+from paceline.launch.agent.signals import STOP_SIGNALS, die_with_parent
+from paceline.launch.failures.oom_detection import explain_data_worker_error
 from paceline.torch_internals.private_api import introduce_worker
 from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
 
@@ -135,7 +135,7 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
     said = on_a_screen(str(error))
-    cause, hint = explain_lack(said) or ("", hint)
+    cause, hint = explain_data_worker_error(said) or ("", hint)
     return WorkerError(
         what=f"{doing} failed: {type(error).__name__}: {said}", where=where, cause=cause, hint=hint,
         full=_full_text(error),
@@ -186,7 +186,7 @@ def obey_rank(parent: int) -> None:
 
     Signals get a handler instead of SIG_IGN, because a program that the dataset starts would inherit SIG_IGN.
     """
-    die_with(parent)
+    die_with_parent(parent)
     for name in STOP_SIGNALS:
         signal.signal(name, _passed_over)
 

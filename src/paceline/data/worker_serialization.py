@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.data.fetch import WorkerError, worker_error
 from paceline.errors import DataError
-from paceline.launch.failures.oom_detection import explain_lack
+from paceline.launch.failures.oom_detection import explain_data_worker_error
 from paceline.torch_internals.private_api import pin_memory
 
 
@@ -71,7 +71,7 @@ def load(content: bytes) -> Any:
     except (OSError, EOFError):
         raise
     except Exception as error:
-        cause, hint = explain_lack(str(error)) or ("a class in it can be pickled but not unpickled", _HINT)
+        cause, hint = explain_data_worker_error(str(error)) or ("a class in it can be pickled but not unpickled", _HINT)
         raise DataError(
             f"the rank can't unpickle what a data worker sent: {type(error).__name__}: {error}",
             cause=cause,

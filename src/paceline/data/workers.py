@@ -18,7 +18,7 @@ from paceline.data.source import Source
 from paceline.data.worker_serialization import pack, unpack
 from paceline.errors import DataError
 from paceline.launch.agent.socket_paths import short_temporary_folder
-from paceline.launch.failures.oom_detection import explain_failed_start, explain_lack
+from paceline.launch.failures.oom_detection import explain_data_worker_error, explain_lock_error
 from paceline.torch_internals.private_api import abandon_data_workers, stop_data_workers
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -110,8 +110,8 @@ def start_workers(workers: int) -> Iterator[None]:
             process.kill()
             process.join()
         cause, hint = (
-            explain_lack(str(error))
-            or explain_failed_start(error)
+            explain_data_worker_error(str(error))
+            or explain_lock_error(error)
             or (
                 "a limit on this user's processes or memory: `ulimit -u`, or the limits of the container",
                 f"fewer than --data.workers {workers} per rank, or fewer ranks",

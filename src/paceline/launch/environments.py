@@ -28,9 +28,9 @@ class JoinedWorld:
     address: str | None
     port: int | None
     job_id: str
-    is_named: bool
+    has_unique_job_id: bool
     """True if no other world has this `job_id`."""
-    counts_node: bool
+    has_local_ranks: bool
     """True if the launcher says how many ranks are on this machine."""
     nodes: int = 1
     node_rank: int | None = None
@@ -41,81 +41,85 @@ class JoinedWorld:
         """Return whether all ranks are on this machine."""
         return self.local_world_size == self.world_size
 
-    def command_again(self, words: Sequence[str]) -> str:
+    def launch_command(self, command: Sequence[str]) -> str:
         """Return the command line that starts `command` on the same number of processes.
 
         If one command does not start the whole world, or the launcher's rendezvous is not known, the line begins with
         what to do.
         """
         launcher = _LAUNCHERS.get(self.kind, "")
-        here = launcher.format(local=self.local_world_size, world=self.world_size, meeting=self._meeting())
-        line = shlex.join([*here.split(), *words])
+        launcher_command = launcher.format(
+            local=self.local_world_size, world=self.world_size, meeting=self._rendezvous_options()
+        )
+        line = shlex.join([*launcher_command.split(), *command])
         if not launcher:
-            own = f"in each of the {self.world_size} processes, with its variables (RANK, ...): "
-            return f"{own}{line}" if self.world_size > 1 else line
+            instruction = f"in each of the {self.world_size} processes, with its variables (RANK, ...): "
+            return f"{instruction}{line}" if self.world_size > 1 else line
         if self.is_one_node or self.kind == "srun":  # the allocation determines the machines
             return line
         if self.kind != "torchrun":
             return f"with the same hosts: {line}"
         if self._is_static:
             return f"on each node, with its own --node-rank: {line}"
-        return f"the same torchrun command on each node, with: {shlex.join(words)}"
+        return f"the same torchrun command on each node, with: {shlex.join(command)}"
 
     @property
     def _is_static(self) -> bool:
         """Return whether the nodes of torchrun use a static rendezvous: MASTER_ADDR, without --rdzv-id."""
         return self.job_id == "none" and None not in (self.node_rank, self.address, self.port)
 
-    def _meeting(self) -> str:
+    def _rendezvous_options(self) -> str:
         """Return torchrun's rendezvous options, as far as its variables contain them."""
         if self.is_one_node:
             return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # torchrun generates this id
-        where = f"--master-addr {self.address} --master-port {self.port}"
-        return f"--nnodes {self.nodes} --node-rank {self.node_rank} {where}"
+        address = f"--master-addr {self.address} --master-port {self.port}"
+        return f"--nnodes {self.nodes} --node-rank {self.node_rank} {address}"
 
 
-def detect(environ: Mapping[str, str]) -> JoinedWorld | None:
+def detect_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     """Return the world of which this process is a rank, or None, also if the variables are inherited from a rank.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.
     """
     environ = own_environ(environ)
-    for read in (_torchrun, _open_mpi, _slurm, _pmi, _plain):
-        found = read(environ)
-        if found is not None:
-            return _checked(found)
+    for read in (_torchrun, _open_mpi, _slurm, _pmi, _plain_environment):
+        world = read(environ)
+        if world is not None:
+            return _check_world(world)
     return None
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
     """Return the world size if this process is a rank of another launcher, else None."""
-    joined = detect(environ)
+    joined = detect_world(environ)
     return joined.world_size if joined else None
 
 
 def _torchrun(environ: Mapping[str, str]) -> JoinedWorld | None:
-    return _from(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH)
+    return _read_world(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH_NAMES)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> JoinedWorld | None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "mpi"
-    marked = "OMPI_COMM_WORLD_RANK" in environ
-    return _from(environ, "mpirun", job if marked else None, tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
+    is_open_mpi = "OMPI_COMM_WORLD_RANK" in environ
+    return _read_world(
+        environ, "mpirun", job if is_open_mpi else None, tuple(f"OMPI_COMM_WORLD_{name}" for name in names)
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> JoinedWorld | None:
-    inside = environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None
-    if not inside or not _is_slurms_own(environ):
+    is_step = environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None
+    if not is_step or not _is_srun_task(environ):
         return None
-    filled = {**environ, "_LOCAL_SIZE": _tasks_here(environ)}
+    variables = {**environ, "_LOCAL_SIZE": _tasks_on_node(environ)}
     names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "_LOCAL_SIZE")
     job = f"{environ.get('SLURM_JOB_ID', 'slurm')}-{environ['SLURM_STEP_ID']}"
-    return _from(filled, "srun", job, names)
+    return _read_world(variables, "srun", job, names)
 
 
-def _is_slurms_own(environ: Mapping[str, str]) -> bool:
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
     """Return whether this process is a task of `srun` itself.
 
     `srun --mpi=pmi2` sets each number twice. An `mpiexec` in an allocation starts one helper on each node by `srun`,
@@ -125,46 +129,48 @@ def _is_slurms_own(environ: Mapping[str, str]) -> bool:
     return all(environ.get(own, environ.get(theirs)) == environ.get(theirs) for own, theirs in pairs)
 
 
-def _tasks_here(environ: Mapping[str, str]) -> str:
+def _tasks_on_node(environ: Mapping[str, str]) -> str:
     """Return the number of tasks of the step on this node: `2(x3),1` means 2 on three nodes and 1 on the next."""
-    told = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
-    each = [(count, int(times or 1)) for count, times in _TASKS.findall(told)]
-    counts = [count for count, times in each for _ in range(times)]
+    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
+    groups = [(count, int(times or 1)) for count, times in _TASK_COUNTS.findall(tasks_per_node)]
+    counts = [count for count, times in groups for _ in range(times)]
     node = environ.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else told.partition("(")[0]
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else tasks_per_node.partition("(")[0]
 
 
 def _pmi(environ: Mapping[str, str]) -> JoinedWorld | None:
     """Read the world of Hydra (MPICH, Intel MPI) or PALS, which use different names for the local rank."""
     if "PMI_RANK" not in environ:
         return None
-    local = next((name for name in _PMI_LOCAL if name[0] in environ), _PMI_LOCAL[0])
-    return _from(
+    local = next((name for name in _PMI_LOCAL_NAMES if name[0] in environ), _PMI_LOCAL_NAMES[0])
+    return _read_world(
         environ, "mpiexec", environ.get("PMI_JOBID") or environ.get("PMI_ID", "pmi"), ("PMI_RANK", "PMI_SIZE", *local)
     )
 
 
-def _plain(environ: Mapping[str, str]) -> JoinedWorld | None:
-    whole = "RANK" in environ and "WORLD_SIZE" in environ
-    return _from(environ, "environment", "env" if whole else None, _TORCH)
+def _plain_environment(environ: Mapping[str, str]) -> JoinedWorld | None:
+    is_complete = "RANK" in environ and "WORLD_SIZE" in environ
+    return _read_world(environ, "environment", "env" if is_complete else None, _TORCH_NAMES)
 
 
-_PMI_LOCAL = (
+_PMI_LOCAL_NAMES = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_TASK_COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tuple[str, ...]) -> JoinedWorld | None:
+def _read_world(
+    environ: Mapping[str, str], kind: str, job_id: str | None, names: tuple[str, ...]
+) -> JoinedWorld | None:
     if job_id is None:
         return None
     try:
         rank, world = (int(environ[name]) for name in names[:2])
-        local_rank, local_world = _local(environ, kind, names[2:], rank=rank, world=world)
+        local_rank, local_world = _local_ranks(environ, kind, names[2:], rank=rank, world=world)
         port = int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None
         nodes = int(environ.get("GROUP_WORLD_SIZE") or -(-world // max(local_world, 1)))
         node_rank = environ.get("GROUP_RANK") or environ.get("NODE_RANK")
@@ -181,14 +187,18 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
         address=environ.get("MASTER_ADDR"),
         port=port,
         job_id=job_id,
-        is_named=kind in ("torchrun", "srun") or "PMIX_NAMESPACE" in environ or "OMPI_MCA_ess_base_jobid" in environ,
-        counts_node=any(name in environ for name in (names[3], _TORCH[3])),
+        has_unique_job_id=kind in ("torchrun", "srun")
+        or "PMIX_NAMESPACE" in environ
+        or "OMPI_MCA_ess_base_jobid" in environ,
+        has_local_ranks=any(name in environ for name in (names[3], _TORCH_NAMES[3])),
         nodes=nodes,
         node_rank=int(node_rank) if node_rank and node_rank.isdecimal() else None,
     )
 
 
-def _local(environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, world: int) -> tuple[int, int]:
+def _local_ranks(
+    environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, world: int
+) -> tuple[int, int]:
     """Return the rank and the number of ranks on this machine.
 
     If no other machine can be reached, they are those of the whole world.
@@ -196,9 +206,9 @@ def _local(environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, ran
     Raises:
         UsageError: the launcher does not set them, and ranks may be on several machines.
     """
-    for here in (names, _TORCH[2:]):
-        if here[0] in environ:
-            return int(environ[here[0]]), int(environ.get(here[1], world))
+    for local_names in (names, _TORCH_NAMES[2:]):
+        if local_names[0] in environ:
+            return int(environ[local_names[0]]), int(environ.get(local_names[1], world))
     if world == 1 or is_loopback(environ.get("MASTER_ADDR") or "127.0.0.1"):
         return rank, world
     raise UsageError(
@@ -213,11 +223,11 @@ def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def _checked(found: JoinedWorld) -> JoinedWorld:
-    if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < max(found.local_world_size, 1):
+def _check_world(world: JoinedWorld) -> JoinedWorld:
+    if not 0 <= world.rank < world.world_size or not 0 <= world.local_rank < max(world.local_world_size, 1):
         raise UsageError(
-            f"{found.kind}: rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
-            f"{found.local_world_size}: these values contradict each other.",
+            f"{world.kind}: rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
+            f"{world.local_world_size}: these values contradict each other.",
             hint="start as many tasks as ranks: --ntasks = nodes × --ntasks-per-node",
         )
-    return found
+    return world

@@ -10,11 +10,11 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-OWNER = "PACELINE_RANK_OWNER"
+OWNER_VARIABLE = "PACELINE_RANK_OWNER"
 ATTEMPT_FOLDER = "PACELINE_ATTEMPT_FOLDER"
 LISTEN_FD = "PACELINE_LISTEN_FD"
 START_NUMBER = "PACELINE_START_NUMBER"
-_OURS = (OWNER, ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER)
+_PACELINE_VARIABLES = (OWNER_VARIABLE, ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER)
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
           "SLURM_STEP_ID", "SLURM_LOCALID", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # fmt: skip
 _WORLD_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
@@ -22,28 +22,28 @@ _WORLD_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_
 
 def mark_owner(environ: MutableMapping[str, str]) -> None:
     """Record that the world in this environment belongs to this process."""
-    environ[OWNER] = f"{os.getpid()}:{_checksum(environ)}"
+    environ[OWNER_VARIABLE] = f"{os.getpid()}:{_checksum(environ)}"
 
 
 def own_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment without the variables that describe a rank in another process."""
-    pid, _, checksum = environ.get(OWNER, "").partition(":")
+    pid, _, checksum = environ.get(OWNER_VARIABLE, "").partition(":")
     if not pid or pid == str(os.getpid()):
         return environ
-    inherited = {*_OURS, *(_world(environ) if checksum == str(_checksum(environ)) else ())}
+    inherited = {*_PACELINE_VARIABLES, *(_world_variables(environ) if checksum == str(_checksum(environ)) else ())}
     return {name: value for name, value in environ.items() if name not in inherited}
 
 
 def own_rank(environ: Mapping[str, str]) -> int:
     """Return the rank that the environment gives this process; 0 if it gives none, or one that is not a number."""
-    told = own_environ(environ).get("RANK", "")
-    return int(told) if told.isdecimal() else 0
+    rank = own_environ(environ).get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def drop_inherited(environ: MutableMapping[str, str]) -> None:
     """Remove from the environment the variables that describe a rank in another process."""
-    own = own_environ(environ)
-    for name in [name for name in environ if name not in own]:
+    own_variables = own_environ(environ)
+    for name in [name for name in environ if name not in own_variables]:
         del environ[name]
 
 
@@ -53,10 +53,10 @@ def attempt_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(folder) if folder else None
 
 
-def _world(environ: Mapping[str, str]) -> list[str]:
+def _world_variables(environ: Mapping[str, str]) -> list[str]:
     return [name for name in environ if name in _WORLD or name.startswith(_WORLD_PREFIXES)]
 
 
 def _checksum(environ: Mapping[str, str]) -> int:
-    text = "\n".join(f"{name}={environ[name]}" for name in sorted(_world(environ)))
+    text = "\n".join(f"{name}={environ[name]}" for name in sorted(_world_variables(environ)))
     return zlib.crc32(text.encode(errors="surrogateescape"))

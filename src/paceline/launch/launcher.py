@@ -19,15 +19,15 @@ from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.supervisor import Agent, forkserver_command
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
-from paceline.launch.failures.hang_detection import APART, TIMEOUT
+from paceline.launch.failures.hang_detection import DIVERGED, TIMEOUT
 from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.run_folder.run_folder import RunFolder
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-EXACT_KERNELS = "MKL_CBWR"
-CHOSEN_KERNELS = "AVX2"
-_MOST_AGAIN = 3
+KERNELS_VARIABLE = "MKL_CBWR"
+DEFAULT_EXACT_KERNELS = "AVX2"
+_MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class LaunchRequest:
     script: list[str] | None = None
     threads: int = 1
     exact: bool = False
-    saves: bool = True
+    saves_checkpoints: bool = True
     servers: int = 0
-    begins_in: str = ""
+    working_folder: str = ""
     """The working folder of the ranks; empty for that of this process."""
 
 
@@ -65,10 +65,10 @@ class LaunchOutcome:
     @property
     def can_resume(self) -> bool:
         """Return whether the same command resumes the run."""
-        return can_go_on(self.attempt_folder.parents[1], self.exit_code, self.failure)
+        return can_resume_run(self.attempt_folder.parents[1], self.exit_code, self.failure)
 
 
-def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
+def can_resume_run(run: Path, exit_code: int, failure: Failure | None) -> bool:
     """Return whether the command that started a run resumes it.
 
     A refused command would be refused again. An error in the job would recur, so the command only helps if there is a
@@ -76,15 +76,15 @@ def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
     """
     if exit_code in (ExitCode.DONE, ExitCode.REFUSED):
         return False
-    if failure is None or exit_code == ExitCode.MACHINE or is_from_outside(failure):
+    if failure is None or exit_code == ExitCode.MACHINE or has_external_cause(failure):
         return True
     return was_saved(RunFolder(run).checkpoints)
 
 
-def is_from_outside(failure: Failure) -> bool:
+def has_external_cause(failure: Failure) -> bool:
     """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
-    named = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
-    return named or failure.is_short_of_memory or is_lost_connection(failure)
+    has_external_kind = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
+    return has_external_kind or failure.is_short_of_memory or is_lost_connection(failure)
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
@@ -96,24 +96,24 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     """
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
-    held = lock_run_folder(request.run.path, wait=print_line) if request.saves else None
+    run_lock = lock_run_folder(request.run.path, wait=print_line) if request.saves_checkpoints else None
     try:
-        outcome = _run(request, on_start, held)
-        for _ in range(_MOST_AGAIN):
-            if not _lost_server(outcome, request):
+        outcome = _run_attempt(request, on_start, run_lock)
+        for _ in range(_MAX_RESTARTS):
+            if not _has_lost_server(outcome, request):
                 break
-            request = _again(request, outcome)
-            outcome = _run(request, on_start, held)
+            request = _restart_request(request, outcome)
+            outcome = _run_attempt(request, on_start, run_lock)
         return outcome
     finally:
-        if held is not None:
-            held.close()
+        if run_lock is not None:
+            run_lock.close()
 
 
-def _run(
-    request: LaunchRequest, on_start: Callable[[Path], Callable[[], None]] | None, held: RunLock | None
+def _run_attempt(
+    request: LaunchRequest, on_start: Callable[[Path], Callable[[], None]] | None, run_lock: RunLock | None
 ) -> LaunchOutcome:
-    began = time.monotonic()
+    start_time = time.monotonic()
     attempt = request.run.next_attempt()
     folder = request.run.attempt_folder(attempt)
     payload = {**(request.payload or {}), "attempt": attempt}
@@ -132,60 +132,63 @@ def _run(
             },
             private=holds_secret(payload.get("settings", ())),
         )
-    tick = on_start(folder) if on_start else _nothing
+    tick = on_start(folder) if on_start else _do_nothing
     agent = Agent(
         command=forkserver_command((folder / "request.json").resolve()),
-        begins_in=request.begins_in,
+        working_folder=request.working_folder,
         environ=_environ(request),
         folder=folder,
         ranks=request.ranks,
-        saves=request.saves,
-        inherited=_inherited(held, payload),
-        patience=_patience(request),
+        saves_checkpoints=request.saves_checkpoints,
+        inherited_handles=_inherited_handles(run_lock, payload),
+        silence_timeout=_silence_timeout(request),
     )
     code, failure = agent.run(tick)
     tick()
     if failure is not None:
         with suppress(OSError):
             write_json(folder / FIRST_FAILURE, asdict(failure))
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     return LaunchOutcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
 
 
-def _inherited(held: RunLock | None, payload: Mapping[str, Any]) -> list[int]:
+def _inherited_handles(run_lock: RunLock | None, payload: Mapping[str, Any]) -> list[int]:
     """Return the file handles that the ranks inherit: the run's lock, and the file of a job passed as an object."""
-    handles = [None if held is None else held.handle, payload.get("job_handle")]
+    handles = [None if run_lock is None else run_lock.handle, payload.get("job_handle")]
     return [handle for handle in handles if handle is not None]
 
 
-def _patience(request: LaunchRequest) -> float:
+def _silence_timeout(request: LaunchRequest) -> float:
     """Return the request's timeout in seconds, or the default; a timeout that the job sets comes with heartbeats."""
-    given = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
+    timeout = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
     try:
-        return float(given)
+        return float(timeout)
     except (TypeError, ValueError):
         return DEFAULT_SECONDS
 
 
-def _lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
+def _has_lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
     """Return whether a signal killed a parameter server; it can restart, because checkpoints contain all its state."""
     failure = outcome.failure
     return failure is not None and failure.kind == "signal" and 0 <= failure.rank < request.servers
 
 
-def _again(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
+def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
     """Return the request that restarts from the newest checkpoint, and print how many steps are lost."""
     assert outcome.failure is not None
     newest, step = pointed_checkpoint(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
-    who = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
+    description = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
     if newest is None:
         print_line(
-            f"{who} after step {step}, and nothing had been saved: all {plural(step, 'step')} are repeated",
+            f"{description} after step {step}, and nothing had been saved: all {plural(step, 'step')} are repeated",
             sys.stderr,
         )
         return request
-    lost = max(0, step - step_of(newest))
-    print_line(f"{who} after step {step}. Resuming from {newest.name}: {plural(lost, 'step')} are repeated", sys.stderr)
+    num_lost = max(0, step - step_of(newest))
+    print_line(
+        f"{description} after step {step}. Resuming from {newest.name}: {plural(num_lost, 'step')} are repeated",
+        sys.stderr,
+    )
     return replace(request, payload={**(request.payload or {}), "resume": None})
 
 
@@ -193,103 +196,113 @@ def _environ(request: LaunchRequest) -> dict[str, str]:
     """Return the fork server's environment: one thread for numerical libraries; workers set their own number."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
     if request.exact:
-        environ[EXACT_KERNELS] = environ.get(EXACT_KERNELS) or CHOSEN_KERNELS
+        environ[KERNELS_VARIABLE] = environ.get(KERNELS_VARIABLE) or DEFAULT_EXACT_KERNELS
     environ["PYTHONUNBUFFERED"] = "1"
     return environ
 
 
 def kernel_fingerprint() -> str:
     """Return which numerical kernels this process uses: digests are only comparable between equal fingerprints."""
-    return os.environ.get(EXACT_KERNELS) or "default"
+    return os.environ.get(KERNELS_VARIABLE) or "default"
 
 
-def choose_kernels() -> bool:
+def choose_exact_kernels() -> bool:
     """Choose exact mode's kernels before torch is imported; return False if torch was imported without a choice."""
-    if not os.environ.get(EXACT_KERNELS) and "torch" not in sys.modules:
-        os.environ[EXACT_KERNELS] = CHOSEN_KERNELS
-    return bool(os.environ.get(EXACT_KERNELS))
+    if not os.environ.get(KERNELS_VARIABLE) and "torch" not in sys.modules:
+        os.environ[KERNELS_VARIABLE] = DEFAULT_EXACT_KERNELS
+    return bool(os.environ.get(KERNELS_VARIABLE))
 
 
-def too_late(cause: str, *, hint: str = "") -> UsageError:
+def torch_imported_error(cause: str, *, hint: str = "") -> UsageError:
     """Return the error for exact mode that is requested after torch has chosen its kernels."""
     return UsageError(
-        f"exact mode needs kernels that {EXACT_KERNELS} selects before torch is imported, but "
+        f"exact mode needs kernels that {KERNELS_VARIABLE} selects before torch is imported, but "
         "torch is already imported.",
         cause=cause,
-        hint=hint or f"export {EXACT_KERNELS}={CHOSEN_KERNELS}, then the same command",
+        hint=hint or f"export {KERNELS_VARIABLE}={DEFAULT_EXACT_KERNELS}, then the same command",
     )
 
 
-def last_words(outcome: LaunchOutcome, *, go_on: str, more: Sequence[str] = ()) -> str:
+def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: Sequence[str] = ()) -> str:
     """Return the final message of a run that failed or was stopped; empty if it completed.
 
     `resume_command` is empty if no command resumes the run.
     """
     if outcome.failure is not None:
-        return failure_screen(outcome, go_on=go_on if outcome.can_resume else "", more=more)
+        return failure_screen(
+            outcome, resume_command=resume_command if outcome.can_resume else "", extra_lines=extra_lines
+        )
     if outcome.exit_code == ExitCode.STOPPED:
-        return f"Stopped and saved. Resume: {go_on}"
+        return f"Stopped and saved. Resume: {resume_command}"
     if outcome.exit_code:
-        saved = was_saved(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
-        return "Stopped at once." + (f" Resume{' from the last save' if saved else ''}: {go_on}" if go_on else "")
+        has_checkpoint = was_saved(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
+        return "Stopped at once." + (
+            f" Resume{' from the last save' if has_checkpoint else ''}: {resume_command}" if resume_command else ""
+        )
     return ""
 
 
-def failure_keys(outcome: LaunchOutcome, *, go_on: str = "") -> dict[str, Any]:
+def failure_as_json(outcome: LaunchOutcome, *, resume_command: str = "") -> dict[str, Any]:
     """Return the failure under the keys of `--json`: the fields of an error, rank, step, log and resume command."""
     failure = outcome.failure
     if failure is None:
-        return {"go_on": go_on} if go_on else {}
-    return {**_said_by_key(failure), "log": str(_log_of(outcome, failure)), "go_on": go_on}
+        return {"go_on": resume_command} if resume_command else {}
+    return {**_failure_fields(failure), "log": str(_log_path(outcome, failure)), "go_on": resume_command}
 
 
-def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
+def joined_failure_as_json(failure: Failure, *, resume_command: str = "") -> dict[str, Any]:
     """Return the failure of a rank that another launcher started, which has no log, under the keys of `--json`."""
-    said = _said_by_key(failure)
+    fields = _failure_fields(failure)
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
-        what = (
+        message = (
             f"rank {failure.rank} could not continue because another rank failed or did not respond: {failure.message}"
         )
-        said |= {"error": PeerError.__name__, "what": what, "where": ""}
-    return {**said, "log": "", "go_on": go_on}
+        fields |= {"error": PeerError.__name__, "what": message, "where": ""}
+    return {**fields, "log": "", "go_on": resume_command}
 
 
-def _said_by_key(failure: Failure) -> dict[str, Any]:
-    said = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
-    said |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
-    return {**said, "rank": None if failure.rank == FORKSERVER_RANK else failure.rank, "step": failure.step}
+def _failure_fields(failure: Failure) -> dict[str, Any]:
+    fields = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
+    fields |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
+    return {**fields, "rank": None if failure.rank == FORKSERVER_RANK else failure.rank, "step": failure.step}
 
 
-def _log_of(outcome: LaunchOutcome, failure: Failure) -> Path:
+def _log_path(outcome: LaunchOutcome, failure: Failure) -> Path:
     """Return the log with the full text; for the fork server, the folder of the ranks' logs."""
-    teller = failure.rank if failure.told_by is None else failure.told_by
-    return outcome.attempt_folder if failure.rank == FORKSERVER_RANK else outcome.attempt_folder / f"rank-{teller}.log"
+    reporting_rank = failure.rank if failure.told_by is None else failure.told_by
+    return (
+        outcome.attempt_folder
+        if failure.rank == FORKSERVER_RANK
+        else outcome.attempt_folder / f"rank-{reporting_rank}.log"
+    )
 
 
-def failure_screen(outcome: LaunchOutcome, *, go_on: str = "", more: Sequence[str] = ()) -> str:
+def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_lines: Sequence[str] = ()) -> str:
     """Return the failure screen: the first failed rank, its error, `extra_lines`, and the command that resumes."""
     failure = outcome.failure
     if failure is None:
         return ""
-    again = [f"Resume: {go_on}"] if go_on else []
-    log = _log_of(outcome, failure)
+    resume_lines = [f"Resume: {resume_command}"] if resume_command else []
+    log = _log_path(outcome, failure)
     if failure.rank == FORKSERVER_RANK:
-        return "\n".join([f"FAILED: {failure.screen}", f"Logs of the ranks: {log}", *again])
-    at = f" at step {failure.step}" if failure.step else ""
-    place = f"{failure.where}, " if failure.where else ""
-    what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
-    lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]
-    if failure.kind in (TIMEOUT, APART):
-        lines = [f"FAILED{at}: {failure.message}"]
+        return "\n".join([f"FAILED: {failure.screen}", f"Logs of the ranks: {log}", *resume_lines])
+    step_text = f" at step {failure.step}" if failure.step else ""
+    location = f"{failure.where}, " if failure.where else ""
+    description = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
+    lines = [f"FAILED{step_text}. First error: rank {failure.rank}, {location}{description}"]
+    if failure.kind in (TIMEOUT, DIVERGED):
+        lines = [f"FAILED{step_text}: {failure.message}"]
     elif failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
-    others, left = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
-    if others and failure.kind != APART:
-        lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
-    lines += [*more, f"Full text: {log}"]
-    return "\n".join([*lines, *again])
+    num_others, reason = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
+    if num_others and failure.kind != DIVERGED:
+        lines.append(
+            f"The other {num_others} rank{'s' if num_others > 1 else ''} stopped because rank {failure.rank} {reason}."
+        )
+    lines += [*extra_lines, f"Full text: {log}"]
+    return "\n".join([*lines, *resume_lines])
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None

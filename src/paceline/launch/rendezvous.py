@@ -22,9 +22,9 @@ from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import drop_inherited, mark_owner
 
 _WAIT_SECONDS = 60.0
-_ANSWER_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
-_INVITATION = "invitation.json"
+_INVITATION_FILE = "invitation.json"
 
 
 def adopt_launcher_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
@@ -35,17 +35,17 @@ def adopt_launcher_variables(joined: JoinedWorld, environ: MutableMapping[str, s
         MachineError: rank 0 did not publish its port.
     """
     drop_inherited(environ)
-    _put(joined, environ)
+    _set_variables(joined, environ)
     mark_owner(environ)
 
 
-def _put(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
+def _set_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
     environ["RANK"] = str(joined.rank)
     environ["WORLD_SIZE"] = str(joined.world_size)
     environ["LOCAL_RANK"] = str(joined.local_rank)
     environ["LOCAL_WORLD_SIZE"] = str(joined.local_world_size)
-    if joined.is_one_node and (joined.counts_node or is_loopback(joined.address or "127.0.0.1")):
-        _listen_here(environ)
+    if joined.is_one_node and (joined.has_local_ranks or is_loopback(joined.address or "127.0.0.1")):
+        _use_loopback(environ)
     if joined.world_size == 1 or (joined.address and joined.port):
         return
     if not joined.is_one_node:
@@ -54,18 +54,18 @@ def _put(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
             hint="export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>",
         )
     environ["MASTER_ADDR"] = "127.0.0.1"
-    folder = _meeting_folder(joined)
+    folder = _rendezvous_folder(joined)
     if joined.rank == 0:
         listener = listen_on_free_port()
         environ["MASTER_PORT"] = str(listener.getsockname()[1])
         environ["PACELINE_LISTEN_FD"] = str(listener.detach())
-        _invite(folder, port=int(environ["MASTER_PORT"]))
+        _publish_port(folder, port=int(environ["MASTER_PORT"]))
     else:
         environ["PACELINE_LISTEN_FD"] = ""
-        environ["MASTER_PORT"] = str(_wait_for(folder, joined))
+        environ["MASTER_PORT"] = str(_wait_for_port(folder, joined))
 
 
-def _listen_here(environ: MutableMapping[str, str]) -> None:
+def _use_loopback(environ: MutableMapping[str, str]) -> None:
     """Make gloo use the loopback interface: all ranks are on this machine, and no other host needs to reach them."""
     if Path("/sys/class/net/lo").exists():
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -82,84 +82,84 @@ def listen_on_free_port() -> socket.socket:
             listener = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             listener.bind(("127.0.0.1", 0))
             listener.listen(1024)
-            with socket.create_connection(listener.getsockname(), timeout=_ANSWER_SECONDS):
+            with socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS):
                 listener.accept()[0].close()
             listener.set_inheritable(True)
             opened.pop_all()
             return listener
     except OSError as error:
-        raise _unreachable(error) from None
+        raise _loopback_error(error) from None
 
 
-def _unreachable(error: OSError) -> MachineError:
-    what = f"127.0.0.1 can't be reached: {error.strerror or error}."
+def _loopback_error(error: OSError) -> MachineError:
+    message = f"127.0.0.1 can't be reached: {error.strerror or error}."
     cause, hint = "is the loopback interface up?", "ip link set lo up; or --ranks 1, which needs no network"
     if error.errno == errno.EADDRNOTAVAIL:
         cause = "the loopback interface has no IPv4 address"
         hint = "ip link set lo up; ip addr add 127.0.0.1/8 dev lo; or --ranks 1, which needs no network"
     cause, hint = explain_open_files(str(error)) or (cause, hint)
-    return MachineError(what, cause=cause, hint=hint)
+    return MachineError(message, cause=cause, hint=hint)
 
 
-def _meeting_folder(joined: JoinedWorld) -> Path:
+def _rendezvous_folder(joined: JoinedWorld) -> Path:
     """Return a folder that only one world's ranks share, named by the launcher's job id or by session and command.
 
     The parent process can't identify the world, because each rank may have a wrapper process of its own.
     """
     session = os.getsid(0)
-    told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
-    words = [joined.kind, *told, socket.gethostname(), joined.world_size, str(Path.cwd()), *sys.argv]
-    return home_folder() / f"meet-{sha256(json.dumps(words).encode()).hexdigest()[:24]}"
+    identity = [joined.job_id] if joined.has_unique_job_id else [session if session != os.getpid() else os.getppid()]
+    parts = [joined.kind, *identity, socket.gethostname(), joined.world_size, str(Path.cwd()), *sys.argv]
+    return user_folder() / f"meet-{sha256(json.dumps(parts).encode()).hexdigest()[:24]}"
 
 
-def home_folder() -> Path:
+def user_folder() -> Path:
     """Return this user's folder on this machine for files by which ranks find each other.
 
     Raises:
         MachineError: the folder belongs to another user.
     """
-    home = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
-    if home.lstat().st_uid != os.getuid() or home.is_symlink():
-        raise MachineError(f"{home} belongs to another user.", hint="export MASTER_ADDR and MASTER_PORT")
-    return home
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise MachineError(f"{folder} belongs to another user.", hint="export MASTER_ADDR and MASTER_PORT")
+    return folder
 
 
-def _invite(folder: Path, *, port: int) -> None:
+def _publish_port(folder: Path, *, port: int) -> None:
     """Write the port of rank 0. Files of an earlier world are removed, unless its rank 0 is still alive."""
-    found = _invitation(folder)
-    if found is not None and found["holder"]["pid"] != os.getpid():
+    invitation = _read_invitation(folder)
+    if invitation is not None and invitation["holder"]["pid"] != os.getpid():
         raise UsageError(
-            f"process {found['holder']['pid']} is waiting for the other ranks of the same command.",
+            f"process {invitation['holder']['pid']} is waiting for the other ranks of the same command.",
             where=str(folder),
             cause="the same command was started twice at the same time, or ranks of an earlier start are missing",
-            hint=f"export MASTER_ADDR=127.0.0.1 MASTER_PORT=<free port>, or kill {found['holder']['pid']}",
+            hint=f"export MASTER_ADDR=127.0.0.1 MASTER_PORT=<free port>, or kill {invitation['holder']['pid']}",
         )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-    write_json(folder / _INVITATION, {"port": port, "holder": this_process()})
+    write_json(folder / _INVITATION_FILE, {"port": port, "holder": this_process()})
 
 
-def _invitation(folder: Path) -> dict[str, Any] | None:
+def _read_invitation(folder: Path) -> dict[str, Any] | None:
     """Return the invitation of a living rank 0, or None."""
     try:
-        found = read_json(folder / _INVITATION)
-        return found if is_holder_alive(found["holder"]) and isinstance(found["port"], int) else None
+        invitation = read_json(folder / _INVITATION_FILE)
+        return invitation if is_holder_alive(invitation["holder"]) and isinstance(invitation["port"], int) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _wait_for(folder: Path, joined: JoinedWorld) -> int:
+def _wait_for_port(folder: Path, joined: JoinedWorld) -> int:
     """Return the port of rank 0. The last rank to read it removes the folder, so that the next world finds none."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
-        found = _invitation(folder)
-        if found is not None:
+        invitation = _read_invitation(folder)
+        if invitation is not None:
             with suppress(OSError):
                 (folder / f"heard-{joined.rank}").touch()
                 if len(list(folder.glob("heard-*"))) == joined.world_size - 1:
                     shutil.rmtree(folder, ignore_errors=True)
-            return int(found["port"])
+            return int(invitation["port"])
         time.sleep(_POLL_SECONDS)
     raise MachineError(
         f"rank 0 did not publish its address within {_WAIT_SECONDS:.0f} s.",

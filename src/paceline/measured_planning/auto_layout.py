@@ -21,7 +21,7 @@ from paceline.console.formatting import format_duration, format_size
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
@@ -52,7 +52,7 @@ def refuse_auto(*, update: str, compress: str) -> None:
     if str(parse_compress(compress)) != "none":
         what = f"--layout auto with --compress {compress}: compression needs ddp."
         problems.append(LayoutError(what, hint=f"--layout ddp --compress {compress}"))
-    joined = None if attempt_folder(os.environ) else detect(os.environ)
+    joined = None if attempt_folder(os.environ) else detect_world(os.environ)
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(
@@ -79,7 +79,7 @@ def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, Launc
         print_line("auto: planning: profiling the model, searching, replaying the best layout", sys.stderr)
     own = replace(to_plan(task), run=str(folder.path), options={"fleet": here.fleet.as_json(), "seconds": SECONDS})
     outcome = start(LaunchRequest(
-        ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves=False
+        ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves_checkpoints=False
     ))  # fmt: skip
     if outcome.exit_code:
         return task, outcome

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import LayoutError
-from paceline.launch.failures.oom_detection import only_new
+from paceline.launch.failures.oom_detection import freeze_existing_objects
 from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
 from paceline.planner.advice.named_layouts import NamedLayouts, judge_asked_layouts
 from paceline.planner.advice.recommendations import Advice, PlanRow, advice_of, advise
@@ -37,7 +37,7 @@ class ChosenLayout:
         return self.seen.get(str(self.advice.recommended.candidate))
 
 
-@only_new()
+@freeze_existing_objects()
 def decide(
     rehearsal: CandidateChecker,
     forecast: CostModel,

@@ -80,7 +80,11 @@ def model_profile_of_run(task: Task) -> Mapping[str, Any]:
     folder.path.mkdir(parents=True, exist_ok=True)
     print_line("out of memory: searching for layouts that need less", sys.stderr)
     own = replace(to_plan(task), run=str(folder.path), options={"most_ranks": task.ranks})
-    start(LaunchRequest(ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves=False))
+    start(
+        LaunchRequest(
+            ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves_checkpoints=False
+        )
+    )
     return dict(read_json(folder.path / ANSWER))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import JobError, PacelineError, as_refused, user_line
-from paceline.launch.failures.oom_detection import is_out_of_memory, only_new
+from paceline.launch.failures.oom_detection import freeze_existing_objects, is_out_of_memory
 from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import truncate_depth
@@ -73,7 +73,7 @@ class PlannedLayouts:
     others: float = 0.0
 
 
-@only_new()
+@freeze_existing_objects()
 def profile_for_plan(ready: PreparedJob, *, most_ranks: int) -> ProfiledJob:
     """Return the job's profile, found without a device and without the model's memory.
 

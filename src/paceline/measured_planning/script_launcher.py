@@ -57,7 +57,7 @@ def _started(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
         ranks=count_processes(task),
         run=RunFolder(Path(task.run)),
         script=script,
-        begins_in=START_FOLDER,
+        working_folder=START_FOLDER,
         payload=task.as_json(),
         threads=count_threads(task, exact=exact),
         exact=exact,

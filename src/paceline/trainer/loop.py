@@ -13,9 +13,9 @@ from paceline.data.types import StepInput
 from paceline.errors import ExitCode, NonFiniteError, UsageError
 from paceline.events import EvalDone, EventBus, Note, Staleness
 from paceline.faults import Faults
-from paceline.launch.agent.shared_status import Pulse
+from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.agent.signals import StopFlag
-from paceline.launch.failures.failure_record import at_step
+from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.step_totals import StepResult
 from paceline.step.update_rules import step_rule
 from paceline.trainer.batch_guard import BatchGuard
@@ -44,7 +44,7 @@ class Loop:
         loader: BatchLoader,
         checkpointer: Checkpointer,
         event_bus: EventBus,
-        pulse: Pulse | None,
+        pulse: HeartbeatWriter | None,
         faults: Faults,
         stop: StopFlag,
         length: Length,
@@ -96,7 +96,7 @@ class Loop:
         if self._is_exhausted and not self.is_stopping:
             raise self._no_more_batches()
         self.setup.refuse_training()
-        self._stop.renew()
+        self._stop.reinstall()
         self.progress.unjudged = self.progress.unjudged and self.setup.job.eval_data is not None
         if self.progress.unjudged and not self.is_stopping:
             self._record_outcome(self._judge_evaluation(self.evaluate()))
@@ -137,13 +137,13 @@ class Loop:
 
     def _raise_with_context(self, *, step: int) -> NoReturn:
         """Re-raise the current exception with the step's number and, if memory ran out, the memory by purpose."""
-        with at_step(step), explain_out_of_memory(self.setup, self._memory_baseline):
+        with annotate_step(step), explain_out_of_memory(self.setup, self._memory_baseline):
             raise
 
     def _train_step(self, step_batch: StepInput) -> StepResult:
         if step_batch is None or step_batch is not self._batch_guard.pending_batch:
             self._batch_guard.check(step_batch)
-        self._stop.renew()
+        self._stop.reinstall()
         for faults in self._faults_before_step:
             faults.fire("step", step=self.cursor.step + 1)
         self.setup.step.steps_done = self.cursor.step
@@ -194,7 +194,7 @@ class Loop:
     def _run_step(self, step_batch: StepInput) -> StepResult:
         self._recent_inputs.append(step_batch)
         with self._explain_nonfinite():
-            return self.setup.step.run(step_batch, stop=self._stop.requested)
+            return self.setup.step.run(step_batch, stop=self._stop.is_requested)
 
     @contextmanager
     def _explain_nonfinite(self) -> Iterator[None]:
@@ -287,7 +287,7 @@ class Loop:
 
     def finish(self) -> ExitCode:
         """Save the last step if it is not saved yet, and return the exit code."""
-        if any(self.setup.world.gather_json(self._stop.requested)):  # a signal may also come between two steps
+        if any(self.setup.world.gather_json(self._stop.is_requested)):  # a signal may also come between two steps
             self.stop_reason = "signal"
         if self._checkpointer.last_saved != self.cursor.step:
             self.save()
@@ -330,7 +330,7 @@ class Loop:
     def _evaluate_due(self) -> None:
         """Evaluate, unless a stop is requested before or during the evaluation; the resumed run then starts with it."""
         self._faults.fire("eval", step=self.cursor.step)
-        event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.requested)
+        event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.is_requested)
         if event is None:
             self.progress.unjudged = True
             self.is_stopping, self.stop_reason = True, self.stop_reason or "signal"
@@ -370,7 +370,7 @@ class Loop:
         if self._pulse is not None:
             last_result = self._logger.last_result
             loss = last_result.loss if last_result is not None and self._is_on_cpu else 0.0
-            self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
+            self._pulse.write(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
 
 
 def num_retained_batches(setup: TrainingSetup) -> int:

@@ -18,9 +18,9 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import DatasetSummary, StepInput
 from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
-from paceline.launch.agent.shared_status import Pulse
+from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.agent.signals import stop_flag
-from paceline.launch.failures.failure_record import at_step
+from paceline.launch.failures.failure_record import annotate_step
 from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
 from paceline.step.forward_backward import backward, forward, loss_for_backward
 from paceline.step.parameter_server.flat_buffers import flat_of, kinds_of, pack_gradients
@@ -132,7 +132,7 @@ class ParameterServerWorker:
         self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
         folder = attempt_folder(os.environ)
         launch_info, patience = LaunchInfo.read(os.environ), settings.train.timeout_seconds
-        self._pulse = Pulse(folder / f"pulse-{launch_info.rank}", patience=patience) if folder else None
+        self._pulse = HeartbeatWriter(folder / f"pulse-{launch_info.rank}", silence_timeout=patience) if folder else None
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:
         """Compute the leases of the first server one after another. Each server holds a part of the weights.
@@ -165,7 +165,7 @@ class ParameterServerWorker:
         for other in other_servers:
             other.connection.send(Message(kind=MessageKind.PULL, words={"version": lease["version"]}))
             versions.append(other.load(other.connection.receive(row=other.row)))
-        with at_step(int(lease["cursor"]["step"]) + 1):
+        with annotate_step(int(lease["cursor"]["step"]) + 1):
             share_report = self._compute_share(lease)
         for server in [*other_servers, first_server]:
             gradients = [_coalesce(weight.grad) for weight in server.weights]
@@ -188,7 +188,7 @@ class ParameterServerWorker:
     def _compute_share(self, lease: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the gradient of a share into every `.grad`, and return its loss terms."""
         cursor = Cursor.from_json(lease["cursor"])
-        stop_flag.renew()
+        stop_flag.reinstall()
         self._fire_faults(cursor.step + 1)
         read = partial(self._loader.share, cursor, micro_batch_size=int(lease["micro_batch_size"]))
         if "summary" in lease:
@@ -203,13 +203,13 @@ class ParameterServerWorker:
         counts = self._count_targets(step_batch, read_batch=read)
         terms = self._compute_gradients(step_batch, step=cursor.step, counts=counts)
         if self._pulse is not None:
-            self._pulse.beat(step=cursor.step + 1)
+            self._pulse.write(step=cursor.step + 1)
         data_report = {
             "epoch": step_batch.batch.after.epoch,
             "order": self._loader.order_of(step_batch.batch.after.epoch),
         }
         divisors = None if counts is None else {name: float(count) for name, count in counts.items()}
-        return {**data_report, "terms": terms, "divided_by": divisors, "stop": stop_flag.requested}
+        return {**data_report, "terms": terms, "divided_by": divisors, "stop": stop_flag.is_requested}
 
     def _fire_faults(self, step: int) -> None:
         """Fire the injected faults up to this step, even if another worker gets the share of that step."""

@@ -32,10 +32,10 @@ from paceline.launch.agent.launcher_death import die_with_launcher, outlive_laun
 from paceline.launch.agent.malloc_settings import configure_malloc
 from paceline.launch.agent.process_exit import run_finish
 from paceline.launch.agent.signals import is_main_thread, stop_flag
-from paceline.launch.environments import detect, world_size
-from paceline.launch.failures.uncaught_exceptions import UncaughtHook, report_exit, watch_uncaught
+from paceline.launch.environments import detect_world, world_size
+from paceline.launch.failures.uncaught_exceptions import UncaughtHook, install_uncaught_hook, report_exit
 from paceline.launch.inherited_environment import attempt_folder
-from paceline.launch.launcher import choose_kernels, last_words, too_late
+from paceline.launch.launcher import choose_exact_kernels, final_message, torch_imported_error
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.planner.layout.host_resources import visible_gpus
@@ -120,7 +120,7 @@ class Run:
         allow: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._hook = watch_uncaught()
+        self._hook = install_uncaught_hook()
         if not isinstance(job, Job):
             raise JobError(
                 f"pl.Run({job!r}) got a {type(job).__name__}, expected a pl.Job.",
@@ -175,9 +175,9 @@ class Run:
         run._session = None
         run.exit_code = int(ExitCode.DONE)
         run._prepared_job = prepare(task)
-        if run._prepared_job.settings.train.exact and not choose_kernels():
+        if run._prepared_job.settings.train.exact and not choose_exact_kernels():
             cause = "Job(settings=) requests it, but torch is already imported when that is read"
-            raise too_late(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
+            raise torch_imported_error(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
         run.job = run._prepared_job.job
         return run
 
@@ -244,7 +244,7 @@ class Run:
         if self._hook is not None and error is None:
             self._hook.remove()
         elif self._hook is not None and error is not None:
-            self._hook.remove_but_for(error)
+            self._hook.restrict_to_error(error)
 
     def _return_to_script(self, session: Session) -> None:
         """Return control to the script, or exit if a signal stopped the run."""
@@ -260,7 +260,7 @@ class Run:
 
     def _resume_command(self, folder: Path) -> str:
         change = resume_arguments(folder, resume=self._task.resume, has_run_dir=self._has_run_dir)
-        launcher = None if self._script_command else detect(os.environ)
+        launcher = None if self._script_command else detect_world(os.environ)
         return script_command(launcher, command=self._script_command or sys.orig_argv, change=change)
 
     def batches(self) -> Iterator[StepInput]:
@@ -365,8 +365,8 @@ class Run:
             inherited_fields = (*INHERITED_FIELDS, *(AUTO_LAYOUT_FIELDS if self._is_auto_layout else ()))
             self._task = Task.from_json({**self._task.as_json(), **{name: payload[name] for name in inherited_fields}})
             return
-        needs_restart = self._exact and not choose_kernels()
-        if (launcher := detect(os.environ)) is not None:
+        needs_restart = self._exact and not choose_exact_kernels()
+        if (launcher := detect_world(os.environ)) is not None:
             if needs_restart:
                 restart_in_exact_mode(had_run=Run._has_opened)
             adopt_launcher_variables(launcher, os.environ)
@@ -410,7 +410,7 @@ class Run:
         )  # imports the planner, which the ranks do not need
         outcome, details = start_scripts(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
-            print_line(last_words(outcome, go_on=self._resume_command(folder), more=details), sys.stderr)
+            print_line(final_message(outcome, resume_command=self._resume_command(folder), extra_lines=details), sys.stderr)
         return int(outcome.exit_code)
 
 

@@ -15,7 +15,7 @@ from paceline.config.task import Task
 from paceline.console.output import flush
 from paceline.errors import UsageError
 from paceline.launch.environments import JoinedWorld
-from paceline.launch.launcher import CHOSEN_KERNELS, EXACT_KERNELS, too_late
+from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE, torch_imported_error
 from paceline.planner.layout.execution_plan import Resources, settle_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.run_folder.run_folder import run_of
@@ -55,13 +55,15 @@ def restart_in_exact_mode(*, had_run: bool) -> NoReturn:
     """
     script = sys.argv[0]
     if had_run or (dist.is_available() and dist.is_initialized()):
-        raise too_late("this process already had a run or a process group")
+        raise torch_imported_error("this process already had a run or a process group")
     if not sys.executable or not script or (script != "-c" and not Path(script).exists()):
-        raise too_late("the program can't be restarted: it was read from a pipe, or its folder has changed")
+        raise torch_imported_error("the program can't be restarted: it was read from a pipe, or its folder has changed")
     if "mpi4py.MPI" in sys.modules:
-        raise too_late("mpi4py has initialised MPI in this process, so it can't be restarted")
+        raise torch_imported_error("mpi4py has initialised MPI in this process, so it can't be restarted")
     flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, EXACT_KERNELS: CHOSEN_KERNELS})
+    os.execve(
+        sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, KERNELS_VARIABLE: DEFAULT_EXACT_KERNELS}
+    )
 
 
 def resume_arguments(folder: Path, *, resume: str | None, has_run_dir: bool) -> str:

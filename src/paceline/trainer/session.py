@@ -26,7 +26,7 @@ from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json, write_json, write_text
 from paceline.filesystem.disk_full import as_checkpoint_error
-from paceline.launch.agent.shared_status import Pulse
+from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
@@ -346,10 +346,10 @@ class _SessionBuilder:
         batch, drop_last = self.prepared_job.plan.global_batch_size, self.prepared_job.settings.data.drop_last
         return length.total_steps(batch=batch, drop_last=drop_last)
 
-    def _make_pulse(self) -> Pulse | None:
+    def _make_pulse(self) -> HeartbeatWriter | None:
         folder = attempt_folder(os.environ)
         patience = self.prepared_job.settings.train.timeout_seconds
-        return Pulse(folder / f"pulse-{self.world.rank}", patience=patience) if folder else None
+        return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=patience) if folder else None
 
     def _announce(
         self,

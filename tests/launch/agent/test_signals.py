@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.agent.signals import GENTLE, STOP_SIGNALS, StopFlag
+from paceline.launch.agent.signals import IGNORED_WHEN_REPEATED, STOP_SIGNALS, StopFlag
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def flag() -> Iterator[StopFlag]:
 def test_each_of_them_asks_once_and_is_as_before_afterwards(flag: StopFlag, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     flag.install(ends_process=False)
-    assert not flag.requested
+    assert not flag.is_requested
     os.kill(os.getpid(), number)
-    assert flag.requested and flag.signal == number
+    assert flag.is_requested and flag.signal == number
     flag.remove()
-    assert not flag.requested and signal.getsignal(number) is before
+    assert not flag.is_requested and signal.getsignal(number) is before
 
 
 def test_what_the_job_installs_before_or_meanwhile_hears_it_too_and_stays(flag: StopFlag) -> None:
@@ -46,9 +46,9 @@ def test_what_the_job_installs_before_or_meanwhile_hears_it_too_and_stays(flag: 
     signal.signal(signal.SIGTERM, early)
     flag.install(ends_process=False)
     signal.signal(signal.SIGUSR1, late)
-    flag.renew()
+    flag.reinstall()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert flag.requested and heard == [signal.SIGTERM]
+    assert flag.is_requested and heard == [signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGUSR1)  # what it raises would end the program before all is saved
     assert heard == [signal.SIGTERM, -signal.SIGUSR1]
     flag.remove()
@@ -59,9 +59,9 @@ def test_what_the_job_installs_before_or_meanwhile_hears_it_too_and_stays(flag: 
 def test_a_library_that_puts_back_the_default_does_not_take_the_stop_away(flag: StopFlag, theirs: Any) -> None:
     flag.install(ends_process=False)
     signal.signal(signal.SIGTERM, theirs)
-    flag.renew()
+    flag.reinstall()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert flag.requested
+    assert flag.is_requested
 
 
 def test_a_second_one_does_what_it_did_before_in_a_process_that_is_the_user_s(flag: StopFlag) -> None:
@@ -71,7 +71,7 @@ def test_a_second_one_does_what_it_did_before_in_a_process_that_is_the_user_s(fl
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", GENTLE)
+@pytest.mark.parametrize("number", IGNORED_WHEN_REPEATED)
 def test_what_comes_twice_by_itself_is_one_wish(flag: StopFlag, number: signal.Signals) -> None:
     flag.install()
     for _ in range(3):
@@ -92,16 +92,16 @@ def status_of_child(body: Any) -> int:
 def test_a_fork_of_the_job_s_ends_by_a_signal_as_any_process(flag: StopFlag) -> None:
     """As `Pool.terminate` needs it, which waits for its processes."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    flag.install(passes_on=True)
+    flag.install(listens_in_forks=True)
     assert status_of_child(lambda: None) == 0  # a rank that is born: a stop that comes now is not lost
     flag.install()
     assert status_of_child(lambda: None) == -signal.SIGTERM
-    assert status_of_child(flag.renew) == -signal.SIGTERM
+    assert status_of_child(flag.reinstall) == -signal.SIGTERM
 
 
 def test_the_starter_s_word_needs_no_handler(flag: StopFlag) -> None:
     asked: list[int] = []
-    flag.install(asked=lambda: bool(asked))
-    assert not flag.requested
+    flag.install(poll_stop_request=lambda: bool(asked))
+    assert not flag.is_requested
     asked.append(1)
-    assert flag.requested and flag.signal is None
+    assert flag.is_requested and flag.signal is None

@@ -42,7 +42,7 @@ def end(pid, rank):
 def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
     """Run a starter of which `text` is the rest; nothing has torch."""
     command = [sys.executable, "-c", FORKSERVER + text]
-    agent = Agent(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves=saves)
+    agent = Agent(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves_checkpoints=saves)
     return agent.run(lambda: None)
 
 

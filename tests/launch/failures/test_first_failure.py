@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures.failure_record import Failure, from_status, read_failure, write_failure
+from paceline.launch.failures.failure_record import Failure, failure_from_status, read_failure, write_failure
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
 from paceline.launch.failures.hang_detection import SilentRank, hang_failure
 
@@ -112,9 +112,11 @@ def test_a_torn_file_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_signals_are_told_by_name() -> None:
-    assert "SIGKILL" in from_status(0, status=-9).message and "memory" in from_status(0, status=-9).message
-    assert from_status(0, status=-64).kind == "signal" and from_status(0, status=3).kind == "exit"
+    assert (
+        "SIGKILL" in failure_from_status(0, status=-9).message and "memory" in failure_from_status(0, status=-9).message
+    )
+    assert failure_from_status(0, status=-64).kind == "signal" and failure_from_status(0, status=3).kind == "exit"
 
 
 def test_a_rank_that_gave_up_in_native_code_is_explained() -> None:
-    assert "ranks do different things" in from_status(1, status=-int(signal.SIGABRT)).message
+    assert "ranks do different things" in failure_from_status(1, status=-int(signal.SIGABRT)).message

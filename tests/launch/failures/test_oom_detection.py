@@ -12,13 +12,13 @@ from torch import nn
 import paceline.launch.failures.oom_detection as short_memory
 from paceline.data.fetch import worker_error
 from paceline.errors import DataError, OutOfMemory
-from paceline.launch.failures.failure_record import failure_of, from_status
+from paceline.launch.failures.failure_record import failure_from_exception, failure_from_status
 from paceline.launch.failures.oom_detection import (
     MemoryLimit,
-    explain_lack,
+    explain_data_worker_error,
     is_out_of_memory,
     oom_kill_count,
-    out_of_memory,
+    out_of_memory_error,
     phase_of,
     process_memory,
     release_freed_memory,
@@ -55,7 +55,7 @@ def test_what_torch_says_of_an_allocation_that_fails_is_known() -> None:
 )
 def test_only_memory_is_a_shortage(error: BaseException, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
-    assert failure_of(error, rank=1).is_short_of_memory is is_one
+    assert failure_from_exception(error, rank=1).is_short_of_memory is is_one
 
 
 def test_how_much_was_asked_for() -> None:
@@ -104,8 +104,10 @@ def in_the_update() -> None:
 def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
     error = raised(call)
     assert phase_of(error.__traceback__) == part
-    told = out_of_memory(
-        error, held={"parameters": 3 << 20}, room=MemoryLimit(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20)
+    told = out_of_memory_error(
+        error,
+        held={"parameters": 3 << 20},
+        limit=MemoryLimit(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20),
     )
     assert told.part == part and ("in " + part in told.what if part else " in " not in told.what)
     assert "this room is limited to 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
@@ -113,21 +115,21 @@ def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
 
 
 def test_a_kill_is_for_memory_only_where_the_kernel_has_counted_one(tmp_path: Path) -> None:
-    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") is None
+    assert oom_kill_count(cgroup_root=tmp_path, machine=tmp_path / "vmstat") is None
     (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
-    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") == 7
+    assert oom_kill_count(cgroup_root=tmp_path, machine=tmp_path / "vmstat") == 7
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") == 2
+    assert oom_kill_count(cgroup_root=tmp_path, machine=tmp_path / "vmstat") == 2
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\n")
-    assert oom_kill_count(group=tmp_path, machine=tmp_path / "vmstat") == 1
+    assert oom_kill_count(cgroup_root=tmp_path, machine=tmp_path / "vmstat") == 1
 
 
 def test_only_a_kill_that_was_for_memory_falls_back() -> None:
-    assert from_status(0, status=-signal.SIGKILL, for_memory=True).is_short_of_memory
-    assert not from_status(0, status=-signal.SIGKILL).is_short_of_memory
-    assert not from_status(0, status=-signal.SIGSEGV, for_memory=True).is_short_of_memory
-    assert from_status(0, status=-signal.SIGKILL, for_memory=True).said["error"] == OutOfMemory.__name__
+    assert failure_from_status(0, status=-signal.SIGKILL, is_oom_kill=True).is_short_of_memory
+    assert not failure_from_status(0, status=-signal.SIGKILL).is_short_of_memory
+    assert not failure_from_status(0, status=-signal.SIGSEGV, is_oom_kill=True).is_short_of_memory
+    assert failure_from_status(0, status=-signal.SIGKILL, is_oom_kill=True).said["error"] == OutOfMemory.__name__
 
 
 def test_what_was_freed_goes_back_and_the_most_begins_anew() -> None:
@@ -147,7 +149,7 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
     for place, kills in (("memory", 0), ("memory/slurm", 0), ("memory/slurm/job_7", 3)):
         (tmp_path / place).mkdir()
         (tmp_path / place / "memory.oom_control").write_text(f"under_oom 0\noom_kill {kills}\n")
-    assert oom_kill_count(group=tmp_path, machine=tmp_path / "none", own=own) == 3
+    assert oom_kill_count(cgroup_root=tmp_path, machine=tmp_path / "none", process_cgroups=own) == 3
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,11 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_data_workers_lack_is_named(said: str, words: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_memory, "_shared_memory", lambda: (1 << 20, 64 << 20))
-    found = explain_lack(said)
+    found = explain_data_worker_error(said)
     assert found is not None and words in found[0] and hint in found[1] and "--data.workers 0" in found[1]
     told = worker_error(RuntimeError(said), doing="collating samples 1, 2", hint="collate=...")
     assert (told.cause, told.hint) == found
-    died = failure_of(RuntimeError(f"DataLoader worker (pid 7) exited unexpectedly: {said}"), rank=0)
+    died = failure_from_exception(RuntimeError(f"DataLoader worker (pid 7) exited unexpectedly: {said}"), rank=0)
     assert (died.said["cause"], died.said["hint"]) == found
 
 
@@ -186,13 +188,13 @@ def test_shared_memory_with_room_is_no_reason(
     said: str, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(short_memory, "_shared_memory", lambda: room)
-    assert explain_lack(said) is None
-    full = explain_lack("unable to write to file </torch_71_1_0>: No space left on device (28)")
+    assert explain_data_worker_error(said) is None
+    full = explain_data_worker_error("unable to write to file </torch_71_1_0>: No space left on device (28)")
     assert full is not None and full[0].startswith("/dev/shm was full")
 
 
 def test_other_troubles_of_data_workers_keep_their_hint() -> None:
-    assert explain_lack("stack expects each tensor to be equal size") is None
+    assert explain_data_worker_error("stack expects each tensor to be equal size") is None
     assert worker_error(RuntimeError("stack expects"), doing="collating", hint="collate=...").hint == "collate=..."
-    died = failure_of(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), rank=0)
+    died = failure_from_exception(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), rank=0)
     assert "--data.workers 0 shows" in died.said["hint"]

@@ -24,16 +24,20 @@ from paceline.commands.common.execution import CommandOutcome
 from paceline.console.output import with_no_reader
 from paceline.errors import PeerError, UsageError
 from paceline.launch.agent import worker_process as child
-from paceline.launch.failures.single_reporter import ReportTurn, claim_turn
+from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.failures.uncaught_exceptions import (
     ERROR_FILE,
     UncaughtHook,
-    report,
-    told_while_open,
-    watch_uncaught,
+    install_uncaught_hook,
+    remove_hook_at_end,
+    report_failure,
 )
 
-ALL, LINE, NOTHING = ReportTurn(tells_all=True), ReportTurn(tells_line=True, is_told=True), ReportTurn(is_told=True)
+ALL, LINE, NOTHING = (
+    ReportScope(prints_all=True),
+    ReportScope(prints_line=True, is_already_reported=True),
+    ReportScope(is_already_reported=True),
+)
 
 
 def world(rank: int, *, size: int = 4, restart: int = 0, kind: str = "torchrun") -> dict[str, str]:
@@ -73,15 +77,15 @@ def own_hook() -> Iterator[None]:
 
 
 def test_the_first_rank_tells_all_and_the_others_what_they_alone_know(process: Process) -> None:
-    said = [claim_turn("E: no", environ=process.be(rank)) for rank in (2, 0, 1)]
+    said = [claim_report("E: no", environ=process.be(rank)) for rank in (2, 0, 1)]
     assert said == [ALL, NOTHING, NOTHING]
-    assert claim_turn("E: no", environ=process.be(2)) == ALL  # the same process asks twice
-    assert claim_turn("E: something else", environ=process.be(3)) == LINE
+    assert claim_report("E: no", environ=process.be(2)) == ALL  # the same process asks twice
+    assert claim_report("E: something else", environ=process.be(3)) == LINE
 
 
 def test_of_the_ranks_that_only_lost_another_one_speaks(process: Process) -> None:
-    claim_turn("E: no", environ=process.be(2))
-    assert [claim_turn("lost", environ=process.be(rank), is_echo=True) for rank in (0, 1, 3)] == [
+    claim_report("E: no", environ=process.be(2))
+    assert [claim_report("lost", environ=process.be(rank), is_echo=True) for rank in (0, 1, 3)] == [
         LINE,
         NOTHING,
         NOTHING,
@@ -89,22 +93,22 @@ def test_of_the_ranks_that_only_lost_another_one_speaks(process: Process) -> Non
 
 
 def test_where_the_rank_that_failed_is_mute_an_echo_tells_all(process: Process) -> None:
-    said = [claim_turn("lost", environ=process.be(rank), is_echo=True) for rank in (3, 0)]
-    assert said == [ReportTurn(tells_all=True, tells_line=True), ReportTurn()]
+    said = [claim_report("lost", environ=process.be(rank), is_echo=True) for rank in (3, 0)]
+    assert said == [ReportScope(prints_all=True, prints_line=True), ReportScope()]
 
 
 def test_a_restart_a_wrapper_and_a_world_without_a_launcher_tell_their_own(
     process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert claim_turn("E: no", environ=process.be(0)) == ALL
-    assert claim_turn("E: no", environ=process.be(1, restart=1)) == ALL  # torchrun has started all ranks again
+    assert claim_report("E: no", environ=process.be(0)) == ALL
+    assert claim_report("E: no", environ=process.be(1, restart=1)) == ALL  # torchrun has started all ranks again
     environ = process.be(0)
     monkeypatch.setattr(claim.os, "getpid", lambda: 77)  # a wrapper of this rank has started one more program
-    assert claim_turn("E: no", environ=environ) == ALL
-    assert [claim_turn("E: no", environ=process.be(rank, kind="environment")) for rank in (0, 1)] == [ALL, ALL]
-    assert claim_turn("E: no", environ={}) == ALL
+    assert claim_report("E: no", environ=environ) == ALL
+    assert [claim_report("E: no", environ=process.be(rank, kind="environment")) for rank in (0, 1)] == [ALL, ALL]
+    assert claim_report("E: no", environ={}) == ALL
     (tmp_path / "told-1-0-0-cause").write_text("{}")  # of a launcher that is gone
-    claim_turn("E: no", environ=process.be(2, restart=2))
+    claim_report("E: no", environ=process.be(2, restart=2))
     assert not (tmp_path / "told-1-0-0-cause").exists()
 
 
@@ -156,17 +160,17 @@ def test_an_error_of_ours_is_a_sentence_and_one_of_the_users_a_traceback(monkeyp
 
 def test_it_is_there_once_and_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.excepthook
-    first = watch_uncaught()
-    assert first is not None and watch_uncaught() is None and sys.excepthook is first
+    first = install_uncaught_hook()
+    assert first is not None and install_uncaught_hook() is None and sys.excepthook is first
     heard: list[object] = []
     sys.excepthook = lambda *what: (heard.append(what), first(*what))  # as torch's, which a process group brings
     first.remove()
-    assert sys.excepthook is not before and not first.is_on
+    assert sys.excepthook is not before and not first.is_active
     monkeypatch.setattr(first, "_before", lambda *what: heard.append("passed on"))
     sys.excepthook(ValueError, ValueError("x"), None)
     assert heard[-1] == "passed on"
     sys.excepthook = before
-    second = watch_uncaught()
+    second = install_uncaught_hook()
     assert second is not None
     second.remove()
     assert sys.excepthook is before
@@ -207,24 +211,24 @@ def test_only_the_error_that_left_is_told_once_it_is_over(monkeypatch: pytest.Mo
     """Whether the script catches it shows later: until then it is told, and no other error is."""
     passed: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda *what: passed.append(what[1]))
-    hook = watch_uncaught()
+    hook = install_uncaught_hook()
     assert hook is not None
     left, other, of_it = ValueError("left"), ValueError("other"), ValueError("of it")
-    with pytest.raises(ValueError, match="left"), told_while_open(hook):
+    with pytest.raises(ValueError, match="left"), remove_hook_at_end(hook):
         raise left
     of_it.__context__ = left
     told: list[BaseException] = []
 
     def note(error: BaseException) -> Any:
         told.append(error)
-        return report(error)
+        return report_failure(error)
 
     monkeypatch.setattr(uncaught_module, "report", note)
     for error in (left, other, of_it):
         sys.excepthook(type(error), error, None)
     assert told == [left, of_it] and passed == [left, other, of_it]
-    assert watch_uncaught() is hook and hook.is_on, "it stands there once"
-    with told_while_open(hook):
+    assert install_uncaught_hook() is hook and hook.is_active, "it stands there once"
+    with remove_hook_at_end(hook):
         pass
     assert sys.excepthook is not hook
 
@@ -238,7 +242,7 @@ def test_the_hook_of_a_placed_model_goes_with_the_model() -> None:
     assert sys.excepthook is before
     with pytest.raises(ZeroDivisionError) as failed:
         pl.place(lambda: torch.nn.Linear(1 // 0, 1))
-    assert not sys.excepthook.is_on  # type: ignore[attr-defined]
+    assert not sys.excepthook.is_active  # type: ignore[attr-defined]
     assert "_paceline_left" in vars(failed.value)
 
 
@@ -259,7 +263,7 @@ def test_who_tells_it_is_the_root_cause(process: Process, tmp_path: Path, monkey
     for rank in (1, 0):
         process.be(rank)
         monkeypatch.setenv(ERROR_FILE, str(tmp_path / f"error-{rank}.json"))
-        report(ValueError("the same on both"))
+        report_failure(ValueError("the same on both"))
         seconds[rank] = json.loads((tmp_path / f"error-{rank}.json").read_text())["message"]["extraInfo"]["timestamp"]
     assert seconds == {1: "1000", 0: "1002"}
 
@@ -267,7 +271,7 @@ def test_who_tells_it_is_the_root_cause(process: Process, tmp_path: Path, monkey
 def test_a_file_that_is_none_of_ours_is_passed_over(process: Process, tmp_path: Path) -> None:
     for name in ("told-x", "told-1-0", "told-"):
         (tmp_path / name).touch()
-    assert claim_turn("E: no", environ=process.be(0)) == ALL
+    assert claim_report("E: no", environ=process.be(0)) == ALL
     assert all((tmp_path / name).exists() for name in ("told-x", "told-1-0", "told-"))
 
 

@@ -12,7 +12,7 @@ import paceline as pl
 from paceline.comm.process_group import World
 from paceline.config.loading import read_asked
 from paceline.config.task import Task
-from paceline.launch.failures.failure_record import annotate_progress, failure_of
+from paceline.launch.failures.failure_record import annotate_progress, failure_from_exception
 from paceline.launch.failures.hang_detection import divergence_failure
 from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
 from tests.end_to_end.forked_job_ranks import Told, try_pair
@@ -280,7 +280,9 @@ def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:
         order.saw(rank, backward=bool(rank))
         error = RuntimeError(f"gloo: {said}")
         annotate_progress(error, order.told())
-        failures.append(replace(failure_of(error, rank=rank, step=3), is_users_own=False))  # gloo has raised it
+        failures.append(
+            replace(failure_from_exception(error, rank=rank, step=3), is_users_own=False)
+        )  # gloo has raised it
     found = divergence_failure(failures)
     assert found.screen.startswith(
         "the ranks waited for each other in different places: rank 0 has gathered units 1 times"

@@ -10,7 +10,7 @@ from paceline.config.loading import RequestedSettings, merge
 from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, raise_all
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.reporting.sinks.sink_registry import refuse_missing_sinks
 from paceline.run_folder.run_folder import ROOT, choose_run
 
@@ -24,7 +24,7 @@ def check_start(task: Task, *, resume: str | None = None) -> str:
         PacelineError, Problems: the start would be refused.
     """
     problems: list[PacelineError] = []
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     tells_place = joined is None or joined.rank == 0
     place = collect(problems, lambda: _check_run(task, resume=resume)) if tells_place else ""
     if task.verb == "train":

@@ -28,19 +28,19 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, problems_of, raise_all
 from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json
-from paceline.launch.environments import JoinedWorld, detect
-from paceline.launch.failures.failure_record import Failure, failure_of
-from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, report
+from paceline.launch.environments import JoinedWorld, detect_world
+from paceline.launch.failures.failure_record import Failure, failure_from_exception
+from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, report_failure
 from paceline.launch.launcher import (
     LaunchOutcome,
     LaunchRequest,
-    can_go_on,
-    choose_kernels,
-    failure_keys,
-    joined_keys,
-    last_words,
+    can_resume_run,
+    choose_exact_kernels,
+    failure_as_json,
+    final_message,
+    joined_failure_as_json,
     start,
-    too_late,
+    torch_imported_error,
 )
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.axis_products import check_axis_products
@@ -131,7 +131,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     settings = collect(problems, lambda: merge(asked))
     if settings is not None:
         collect(problems, lambda: check_names(settings.watch.to))
-    joined = collect(problems, lambda: detect(os.environ))
+    joined = collect(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     text = common.layout
     asked_layout = None if text is None else collect(problems, lambda: parse_layout(text))
@@ -196,7 +196,7 @@ def _misfits(
 
 def with_run(task: Task, *, resume: str | None) -> Task:
     """Return the task with its run folder: a new one, the newest, or the named one. Only rank 0 of a world chooses."""
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     if joined is not None and joined.rank != 0:
         return task
     name = task.short_job
@@ -214,7 +214,7 @@ def execute(
 
     With `logs`, the ranks' logs are written there and the run folder does not change.
     """
-    joined = detect(os.environ)
+    joined = detect_world(os.environ)
     if task.run and logs is None and (joined is None or joined.rank == 0):
         RunFolder(Path(task.run)).answer(task.verb).unlink(missing_ok=True)
     if joined is not None:
@@ -243,7 +243,7 @@ def execute(
             cluster=Resources(ranks=task.ranks, cores=usable_cores()), one=exact, asked=settings.train.threads
         ),
         exact=exact,
-        saves=task.verb == "train",
+        saves_checkpoints=task.verb == "train",
         servers=parse_update(task.update).servers,
     )
     launched = start(request, on_start=follow)
@@ -270,8 +270,8 @@ def command_outcome(task: Task, launched: LaunchOutcome) -> CommandOutcome:
             task, launched.failure, learn=model_profile_of_run, typed=lambda rung: command_with(on_rung(task, [rung]))
         )
         more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
-    screen = last_words(launched, go_on=go_on, more=more)
-    keys = failure_keys(launched, go_on=go_on) | ({"changes": list(more)} if more else {})
+    screen = final_message(launched, resume_command=go_on, extra_lines=more)
+    keys = failure_as_json(launched, resume_command=go_on) | ({"changes": list(more)} if more else {})
     return CommandOutcome(
         exit_code=launched.exit_code, run=Path(task.run), seconds=launched.seconds, screen=screen, keys=keys,
         launched=launched,
@@ -281,8 +281,10 @@ def command_outcome(task: Task, launched: LaunchOutcome) -> CommandOutcome:
 def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_named: bool) -> CommandOutcome:
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
-    if exact and not choose_kernels() and settings.train.exact:
-        raise too_late(f"`{task.verb}` was called by a program that imports torch, in a process of {joined.kind}")
+    if exact and not choose_exact_kernels() and settings.train.exact:
+        raise torch_imported_error(
+            f"`{task.verb}` was called by a program that imports torch, in a process of {joined.kind}"
+        )
     child = resolve("paceline.launch.agent.worker_process:run_joined")  # imports torch
     payload = task.as_json()
     replicas = task.ranks // joined.world_size
@@ -299,10 +301,10 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
         error=ended.error,
     )  # fmt: skip
     if ended.error is not None:
-        failure = failure_of(ended.error, rank=joined.rank)
-        go_on = go_on if can_go_on(outcome.run, outcome.exit_code, failure) else ""
+        failure = failure_from_exception(ended.error, rank=joined.rank)
+        go_on = go_on if can_resume_run(outcome.run, outcome.exit_code, failure) else ""
         last = f"Resume: {go_on}" if go_on and joined.rank == 0 else ""
-        return replace(outcome, screen=last, keys=joined_keys(failure, go_on=go_on))
+        return replace(outcome, screen=last, keys=joined_failure_as_json(failure, resume_command=go_on))
     stopped = f"Stopped and saved. Resume: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
     return replace(outcome, screen=stopped)
 
@@ -311,18 +313,18 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
     """Return the outcome with the text that this rank prints about its failure; unchanged if there is no failure."""
     if outcome.error is None:
         return outcome
-    failure, turn = report(outcome.error)
+    failure, turn = report_failure(outcome.error)
     text = failure_sentence(failure, turn)
-    if turn.tells_all and not failure.said and not is_echo(failure):
+    if turn.prints_all and not failure.said and not is_echo(failure):
         hide_own_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
-    lines = [text] if turn.tells_all or turn.tells_line else []
-    is_only_echo = turn.is_told and is_echo(failure)  # only a checkpoint shows that resuming helps
+    lines = [text] if turn.prints_all or turn.prints_line else []
+    is_only_echo = turn.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps
     shows_resume = outcome.screen and not (is_only_echo and not was_saved(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
-    if screen and not turn.tells_all:
+    if screen and not turn.prints_all:
         print_line(screen, sys.stderr)
-    return replace(outcome, tells=turn.tells_all, screen=screen)
+    return replace(outcome, tells=turn.prints_all, screen=screen)
 
 
 def make_folder(path: Path) -> None:

@@ -36,7 +36,7 @@ def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             words += [f"--{name}", mask_value(name, as_typed(value))]
-    return shlex.join(words) if joined is None else joined.command_again(words)
+    return shlex.join(words) if joined is None else joined.launch_command(words)
 
 
 def command_with(task: Task) -> str:

@@ -9,48 +9,48 @@ from contextlib import suppress
 
 from paceline.launch.agent.signals import STOP_SIGNALS
 
-_MOST_FILES = 65536
-_ENDING_SECONDS = 30.0
+_MAX_FILES = 65536
+_GROUP_END_SECONDS = 30.0
 
 
-def start_cleanup_process(agent: int, *, scratch: str = "") -> None:
+def start_cleanup_process(agent_pid: int, *, scratch: str = "") -> None:
     """Fork a process that waits until `agent` or this process has ended, and then kills this process group.
 
     Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
     the same process group and would keep running. `scratch`, a folder of the group, is removed too. Nothing is forked
     if the kernel does not support pidfds.
     """
-    leader = os.getpid()
-    if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:
+    leader_pid = os.getpid()
+    if not hasattr(os, "pidfd_open") or os.getpgrp() != leader_pid:
         return
     if os.fork() == 0:
         try:
-            _wait_and_end(agent, leader)
-            _remove(scratch, leader)
+            _wait_and_kill_group(agent_pid, leader_pid)
+            _remove_scratch_folder(scratch, leader_pid)
         finally:
             os._exit(0)
 
 
-def _wait_and_end(agent: int, leader: int) -> None:
+def _wait_and_kill_group(agent_pid: int, leader_pid: int) -> None:
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    os.closerange(0, _MOST_FILES)
-    watched = select.poll()
+    os.closerange(0, _MAX_FILES)
+    poller = select.poll()
     with suppress(ProcessLookupError):
-        for pid in (agent, leader):
-            watched.register(os.pidfd_open(pid), select.POLLIN)
-        watched.poll()
+        for pid in (agent_pid, leader_pid):
+            poller.register(os.pidfd_open(pid), select.POLLIN)
+        poller.poll()
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(leader_pid, signal.SIGKILL)
 
 
-def _remove(scratch: str, leader: int) -> None:
+def _remove_scratch_folder(scratch: str, leader_pid: int) -> None:
     """Remove `scratch` once no process of the group is left to write to it."""
-    until = time.monotonic() + _ENDING_SECONDS
+    deadline = time.monotonic() + _GROUP_END_SECONDS
     with suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < until:
-            os.killpg(leader, 0)
+        while time.monotonic() < deadline:
+            os.killpg(leader_pid, 0)
             time.sleep(0.01)
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -22,9 +22,9 @@ from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import start_cleanup_process
 from paceline.launch.agent.respawn import RespawningWorkers
 from paceline.launch.agent.shared_status import STATUS_FD
-from paceline.launch.agent.signals import die_with, stop_flag
+from paceline.launch.agent.signals import die_with_parent, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder
-from paceline.launch.agent.supervisor import INHERITED
+from paceline.launch.agent.supervisor import INHERITED_HANDLES
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_owner
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
@@ -32,27 +32,27 @@ from paceline.plugins import resolve
 
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
-    die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
-    stop_flag.install(passes_on=True)  # a stop signal during a fork is not lost and kills no process
-    scratch = _scratch()
+    die_with_parent(int(argv[1]))  # before torch is imported: on a busy machine that takes long
+    stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
+    scratch = _create_scratch_folder()
     start_cleanup_process(int(argv[1]), scratch=scratch)
-    held = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED, "").split(","))]
-    for lock in held:
+    run_locks = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED_HANDLES, "").split(","))]
+    for lock in run_locks:
         os.set_inheritable(lock.handle, False)  # forked workers inherit it; programs that they start do not
     status_fd = int(os.environ.pop(STATUS_FD))
     os.set_inheritable(status_fd, False)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    worker_main = prepare(request["entry"])
+    worker_main = preload_worker(request["entry"])
     folder = Path(request["folder"])
-    listener = _listener(ranks=request["ranks"])
-    port, fd = (listener.getsockname()[1], listener.fileno()) if listener else (0, None)
+    listener = _open_listener(ranks=request["ranks"])
+    port, listen_fd = (listener.getsockname()[1], listener.fileno()) if listener else (0, None)
     pids = {}
     parent = os.getpid()
     for rank in range(request["ranks"]):
         pid = os.fork()
         if pid == 0:
-            die_with(parent)
-            _set_up_rank(rank, request, folder, port=port, fd=fd, held=held)
+            die_with_parent(parent)
+            _set_up_rank(rank, request, folder, port=port, listen_fd=listen_fd, run_locks=run_locks)
             worker_main(request, failures=folder, status_fd=status_fd)
         pids[pid] = rank
     if listener:
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
     def restart(rank: int, start_number: int) -> int:
         pid = os.fork()
         if pid == 0:
-            die_with(parent)
+            die_with_parent(parent)
             os.environ[START_NUMBER] = str(start_number)
-            _set_up_rank(rank, request, folder, port=port, fd=None, held=held)
+            _set_up_rank(rank, request, folder, port=port, listen_fd=None, run_locks=run_locks)
             worker_main(request, failures=folder, status_fd=status_fd)
         return pid
 
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _listener(*, ranks: int) -> socket.socket | None:
+def _open_listener(*, ranks: int) -> socket.socket | None:
     """Return the socket on which rank 0 listens; None for a single rank if the machine has no loopback interface.
 
     Raises:
@@ -93,7 +93,7 @@ def _listener(*, ranks: int) -> socket.socket | None:
         return None
 
 
-def _scratch() -> str:
+def _create_scratch_folder() -> str:
     """Create the one folder in which multiprocessing of all ranks and their data workers puts its sockets.
 
     A data worker with a folder of its own would leave it behind when it is killed.
@@ -103,7 +103,7 @@ def _scratch() -> str:
     return ""
 
 
-def prepare(entry: str = "") -> Callable[..., NoReturn]:
+def preload_worker(entry: str = "") -> Callable[..., NoReturn]:
     """Import what every worker would otherwise import after the fork. Return the function that runs a worker."""
     gc.disable()  # imports create no garbage
     with _stdout_to_stderr():
@@ -126,31 +126,31 @@ def _stdout_to_stderr() -> Iterator[None]:
 
     A user's file may shadow an imported module.
     """
-    telling = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(telling, 1)
-        os.close(telling)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def _set_up_rank(
-    rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None, held: Sequence[RunLock]
+    rank: int, request: dict[str, Any], folder: Path, *, port: int, listen_fd: int | None, run_locks: Sequence[RunLock]
 ) -> None:
     """Turn the forked process into the given rank: log file, environment variables and locks.
 
     The child itself reports its PID, because Python drops signals that reach a child before it returns from fork.
     """
     _report(f"born {rank} {os.getpid()}")
-    for lock in held:
+    for lock in run_locks:
         lock.close_in_forks()
-    _redirect(folder / f"rank-{rank}.log")
+    _redirect_output(folder / f"rank-{rank}.log")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")  # whatever the terminal's encoding, logs are read as UTF-8
-    if rank != 0 and fd is not None:
-        os.close(fd)
+    if rank != 0 and listen_fd is not None:
+        os.close(listen_fd)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -159,7 +159,7 @@ def _set_up_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
-        **{LISTEN_FD: str(fd) if rank == 0 and fd is not None else "", ATTEMPT_FOLDER: str(folder)},
+        **{LISTEN_FD: str(listen_fd) if rank == 0 and listen_fd is not None else "", ATTEMPT_FOLDER: str(folder)},
     )
     mark_owner(os.environ)
     threads = int(request["threads"])
@@ -167,7 +167,7 @@ def _set_up_rank(
         os.environ[name] = str(threads)
 
 
-def _redirect(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     """Redirect everything that a worker and its children print to the rank's own log."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)

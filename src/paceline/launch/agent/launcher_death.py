@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.launch.agent.signals import die_with
+from paceline.launch.agent.signals import die_with_parent
 
-_PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "mpiexec.hydra", "hydra_pmi_proxy"}
+_MPI_PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "mpiexec.hydra", "hydra_pmi_proxy"}
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
@@ -22,20 +22,20 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
         The signal that was set before, 0 if none, for `outlive_launcher`; None if nothing was changed.
     """
     parent = os.getppid()
-    if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program(parent) not in _PROGRAMS):
+    if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program_name(parent) not in _MPI_PROGRAMS):
         return None
-    before = ctypes.c_int(0)
-    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(before))
-    die_with(parent)
-    return before.value
+    previous_signal = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(previous_signal))
+    die_with_parent(parent)
+    return previous_signal.value
 
 
-def outlive_launcher(before: int) -> None:
+def outlive_launcher(previous_signal: int) -> None:
     """Undo `die_with_launcher`: what this process does after the run no longer belongs to the run."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, before)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, previous_signal)
 
 
-def _program(pid: int) -> str:
+def _program_name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-_KEPT = ((-3, 32 << 20), (-2, 64 << 20), (-1, -1))  # mallopt(3): M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD
+_MALLOPT_VALUES = (
+    (-3, 32 << 20),
+    (-2, 64 << 20),
+    (-1, -1),
+)  # mallopt(3): M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
@@ -19,11 +23,11 @@ def configure_malloc(environ: Mapping[str, str]) -> bool:
     limited (`ulimit`: each thread now takes 64 MiB of it, used or not), with another C library, and with a GPU, whose
     memory malloc does not manage.
     """
-    told = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
-    limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)
-    if told or limited or torch.accelerator.is_available():
+    is_configured = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
+    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)
+    if is_configured or is_limited or torch.accelerator.is_available():
         return False
     try:
-        return all(ctypes.CDLL(None).mallopt(name, value) == 1 for name, value in _KEPT)
+        return all(ctypes.CDLL(None).mallopt(name, value) == 1 for name, value in _MALLOPT_VALUES)
     except (OSError, AttributeError):
         return False

@@ -19,7 +19,7 @@ from paceline.console.output import flush
 from paceline.user_code import is_users
 
 LIMIT_SECONDS = 60.0
-_TELLING_SECONDS = 5.0
+_NOTICE_SECONDS = 5.0
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
@@ -37,10 +37,10 @@ def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
 
     After `limit_seconds` the process exits anyway and first writes its stacks to standard error.
     """
-    threading.Thread(target=_leave_late, args=(code, limit_seconds), daemon=True).start()
+    threading.Thread(target=_force_exit, args=(code, limit_seconds), daemon=True).start()
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
     atexit._run_exitfuncs()
-    _drop_users_modules()
+    _drop_user_modules()
     with suppress(Exception):
         gc.collect()
     exit_now(code)
@@ -48,32 +48,36 @@ def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
 
 def exit_now(code: int) -> NoReturn:
     """Exit at once, after flushing the files that the job still has open."""
-    for found in gc.get_objects():
-        if type(found) in _WRITERS:
+    for candidate in gc.get_objects():
+        if type(candidate) in _WRITERS:
             with suppress(Exception):
-                found.flush()
+                candidate.flush()
     flush()
     os._exit(code)
 
 
-def _leave_late(code: int, limit_seconds: float) -> None:
-    time.sleep(min(_TELLING_SECONDS, limit_seconds / 2))
-    rest = limit_seconds - min(_TELLING_SECONDS, limit_seconds / 2)
-    own = (threading.current_thread(), threading.main_thread())
-    names = [one.name for one in threading.enumerate() if not one.daemon and one not in own]
-    what = (
+def _force_exit(code: int, limit_seconds: float) -> None:
+    time.sleep(min(_NOTICE_SECONDS, limit_seconds / 2))
+    remaining = limit_seconds - min(_NOTICE_SECONDS, limit_seconds / 2)
+    own_threads = (threading.current_thread(), threading.main_thread())
+    names = [one.name for one in threading.enumerate() if not one.daemon and one not in own_threads]
+    description = (
         f"threads of the job that are still running: {', '.join(names[:8])}" if names else "exit functions of the job"
     )
     with suppress(Exception):
-        print(f"training is done and saved; waiting at most {rest:.0f} s for {what}", file=sys.stderr, flush=True)
-    time.sleep(rest)
+        print(
+            f"training is done and saved; waiting at most {remaining:.0f} s for {description}",
+            file=sys.stderr,
+            flush=True,
+        )
+    time.sleep(remaining)
     with suppress(Exception):
         print(f"the job did not exit within {limit_seconds:.0f} s and is abandoned here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
     os._exit(code)
 
 
-def _drop_users_modules() -> None:
+def _drop_user_modules() -> None:
     """Drop the job's modules from `sys.modules`, so that files they left open are closed, as when any program ends."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 MAX_STARTS = 3
 _POLL_SECONDS = 0.02
-_LEAVING_SECONDS = 10.0
-_CLEAN = (0, 75)
+_EXIT_SECONDS = 10.0
+_CLEAN_EXIT_CODES = (0, 75)
 
 
 class RespawningWorkers:
@@ -28,8 +28,8 @@ class RespawningWorkers:
         self._restart = restart
         self._report = report
         self._starts: dict[int, int] = {}
-        self._ended: dict[int, int] = {}
-        self._over_at: float | None = None
+        self._server_statuses: dict[int, int] = {}
+        self._servers_end_time: float | None = None
 
     def wait(self) -> None:
         """Wait until all processes have ended."""
@@ -37,23 +37,23 @@ class RespawningWorkers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             rank = self._pids.pop(pid, None)
             if rank is not None:
-                self._gone(rank, os.waitstatus_to_exitcode(status))
+                self._handle_exit(rank, os.waitstatus_to_exitcode(status))
             elif not pid:
                 time.sleep(_POLL_SECONDS)
-            self._end_late()
+            self._kill_overdue_workers()
 
-    def _gone(self, rank: int, status: int) -> None:
+    def _handle_exit(self, rank: int, status: int) -> None:
         if rank < self._servers:
-            self._ended[rank] = status
+            self._server_statuses[rank] = status
             self._report(f"gone {rank} {status}")
-        elif self._ends_well:
+        elif self._have_servers_succeeded:
             self._report(f"over {rank} {status}")
-        elif status >= 0 or self._ended:  # a server has failed, and the agent may have killed this worker
+        elif status >= 0 or self._server_statuses:  # a server has failed, and the agent may have killed this worker
             self._report(f"gone {rank} {status}")
         else:
-            self._lost(rank, status)
+            self._handle_killed_worker(rank, status)
 
-    def _lost(self, rank: int, status: int) -> None:
+    def _handle_killed_worker(self, rank: int, status: int) -> None:
         start_number = self._starts.get(rank, 1) + 1
         if start_number <= MAX_STARTS:
             self._report(f"again {rank} {status}")
@@ -65,16 +65,18 @@ class RespawningWorkers:
             self._report(f"gone {rank} {status}")
 
     @property
-    def _ends_well(self) -> bool:
+    def _have_servers_succeeded(self) -> bool:
         """Return whether a server has ended and no server has failed: then a worker's exit status does not matter."""
-        return bool(self._ended) and all(status in _CLEAN for status in self._ended.values())
+        return bool(self._server_statuses) and all(
+            status in _CLEAN_EXIT_CODES for status in self._server_statuses.values()
+        )
 
-    def _end_late(self) -> None:
+    def _kill_overdue_workers(self) -> None:
         """Kill workers that still run 10 s after all servers ended: a stopped worker does not notice the end."""
-        if not self._ends_well or len(self._ended) < self._servers:
+        if not self._have_servers_succeeded or len(self._server_statuses) < self._servers:
             return
-        self._over_at = self._over_at or time.monotonic()
-        if time.monotonic() - self._over_at > _LEAVING_SECONDS:
+        self._servers_end_time = self._servers_end_time or time.monotonic()
+        if time.monotonic() - self._servers_end_time > _EXIT_SECONDS:
             for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

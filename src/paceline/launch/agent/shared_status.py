@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STATUS_FD = "PACELINE_STATUS_FD"
-_BYTES = 1 << 15
-_WORD_BYTES, _STOP_BYTES = 15, 1
-_TEXT_BYTES = _BYTES - _WORD_BYTES - _STOP_BYTES
+_SLOT_BYTES = 1 << 15
+_END_BYTES, _STOP_BYTES = 15, 1
+_TEXT_BYTES = _SLOT_BYTES - _END_BYTES - _STOP_BYTES
 _LAYOUT = struct.Struct("<qqqd16sd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """The last heartbeat of a rank."""
 
     monotonic_ns: int
@@ -28,29 +28,29 @@ class Beat:
     total: int
     loss: float
     phase: str
-    patience: float = 0.0
+    silence_timeout: float = 0.0
     """Seconds without a new beat after which the agent reports this rank as silent; 0 if the rank sets no value."""
 
 
-class Pulse:
+class HeartbeatWriter:
     """The writer of one rank's heartbeat page."""
 
-    def __init__(self, path: Path, *, patience: float = 0.0) -> None:
-        self._patience = patience
+    def __init__(self, path: Path, *, silence_timeout: float = 0.0) -> None:
+        self._silence_timeout = silence_timeout
         path.write_bytes(bytes(_LAYOUT.size))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
 
-    def beat(self, *, step: int, total: int = 0, loss: float = 0.0, phase: str = "step") -> None:
+    def write(self, *, step: int, total: int = 0, loss: float = 0.0, phase: str = "step") -> None:
         """Write this rank's current step, phase and time to the page."""
-        self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], self._patience)
+        self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], self._silence_timeout)
 
     def close(self) -> None:
         """Unmap the page."""
         self._page.close()
 
 
-def read_pulse(path: Path) -> Beat | None:
+def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return the last beat on a rank's page, or None if there is no page yet."""
     try:
         data = path.read_bytes()
@@ -58,22 +58,22 @@ def read_pulse(path: Path) -> Beat | None:
         return None
     if len(data) != _LAYOUT.size:
         return None
-    when, step, total, loss, phase, patience = _LAYOUT.unpack(data)
-    return Beat(
-        monotonic_ns=when,
+    monotonic_ns, step, total, loss, phase, silence_timeout = _LAYOUT.unpack(data)
+    return Heartbeat(
+        monotonic_ns=monotonic_ns,
         step=step,
         total=total,
         loss=loss,
         phase=phase.rstrip(b"\0").decode(errors="replace"),
-        patience=patience,
+        silence_timeout=silence_timeout,
     )
 
 
 def make_status_buffer() -> int:
     """Return the handle of a buffer that all ranks inherit by fork; it is freed with the last of them."""
-    in_memory = getattr(os, "memfd_create", None)
-    if in_memory is not None:
-        return int(in_memory("paceline-last-words"))
+    memfd_create = getattr(os, "memfd_create", None)
+    if memfd_create is not None:
+        return int(memfd_create("paceline-last-words"))
     handle, path = tempfile.mkstemp(prefix="paceline-last-words-")
     os.unlink(path)  # noqa: PTH108  only the handle is needed
     return handle
@@ -84,31 +84,31 @@ def write_failure_text(status_fd: int, *, rank: int, text: str) -> bool:
     data = text.encode()
     if len(data) > _TEXT_BYTES:
         return False
-    return os.pwrite(status_fd, data.ljust(_TEXT_BYTES, b"\0"), rank * _BYTES) == _TEXT_BYTES
+    return os.pwrite(status_fd, data.ljust(_TEXT_BYTES, b"\0"), rank * _SLOT_BYTES) == _TEXT_BYTES
 
 
 def read_failure_text(status_fd: int, *, rank: int) -> str:
     """Return the text in a rank's slot; an empty string if there is none."""
-    return os.pread(status_fd, _TEXT_BYTES, rank * _BYTES).rstrip(b"\0").decode(errors="replace")
+    return os.pread(status_fd, _TEXT_BYTES, rank * _SLOT_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
 def write_end(status_fd: int, *, rank: int, code: int) -> None:
     """Record that this rank's entry returned with this exit code. Exits by other ways are not recorded."""
-    os.pwrite(status_fd, f"ended {code}".encode().ljust(_WORD_BYTES, b"\0"), rank * _BYTES + _TEXT_BYTES)
+    os.pwrite(status_fd, f"ended {code}".encode().ljust(_END_BYTES, b"\0"), rank * _SLOT_BYTES + _TEXT_BYTES)
 
 
 def read_end(status_fd: int, *, rank: int) -> int | None:
     """Return the exit code with which a rank's entry returned, or None if it did not return."""
-    word = os.pread(status_fd, _WORD_BYTES, rank * _BYTES + _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
-    code = word.removeprefix("ended ")
-    return int(code) if word.startswith("ended ") and code.isdecimal() else None
+    record = os.pread(status_fd, _END_BYTES, rank * _SLOT_BYTES + _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
+    code = record.removeprefix("ended ")
+    return int(code) if record.startswith("ended ") and code.isdecimal() else None
 
 
 def write_stop(status_fd: int, *, rank: int) -> None:
     """Ask this rank to stop, independent of its signal handlers."""
-    os.pwrite(status_fd, b"s", (rank + 1) * _BYTES - _STOP_BYTES)
+    os.pwrite(status_fd, b"s", (rank + 1) * _SLOT_BYTES - _STOP_BYTES)
 
 
 def read_stop(status_fd: int, *, rank: int) -> bool:
     """Return whether this rank was asked to stop."""
-    return os.pread(status_fd, _STOP_BYTES, (rank + 1) * _BYTES - _STOP_BYTES) == b"s"
+    return os.pread(status_fd, _STOP_BYTES, (rank + 1) * _SLOT_BYTES - _STOP_BYTES) == b"s"

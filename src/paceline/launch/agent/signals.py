@@ -18,13 +18,13 @@ STOP_SIGNALS = (
     signal.SIGHUP,
     signal.SIGXCPU,  # the CPU time limit of a scheduler or `ulimit -t`
 )
-GENTLE = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
+IGNORED_WHEN_REPEATED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 """Signals that are ignored after the first request: a closing terminal or a scheduler may send several."""
 
 _PR_SET_PDEATHSIG = 1
 
 
-def stops_here() -> list[signal.Signals]:
+def active_stop_signals() -> list[signal.Signals]:
     """Return the signals to listen for; SIGHUP is excluded if `nohup` made this process ignore it."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
@@ -34,7 +34,7 @@ def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies; exit at once if the parent has died already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -52,86 +52,90 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._asked: Callable[[], bool] | None = None
-        self._before: dict[int, Any] = {}
-        self._theirs: dict[int, Any] = {}
+        self._poll_stop_request: Callable[[], bool] | None = None
+        self._original_handlers: dict[int, Any] = {}
+        self._job_handlers: dict[int, Any] = {}
         self._ends_process = False
-        self._passes_on = False
+        self._listens_in_forks = False
         self._pid = 0
-        self._is_known_to_forks = False
+        self._has_fork_hook = False
 
     @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Return whether a signal arrived, or the agent asked this rank to stop."""
-        return self.signal is not None or (self._asked is not None and self._asked())
+        return self.signal is not None or (self._poll_stop_request is not None and self._poll_stop_request())
 
     def install(
-        self, *, ends_process: bool = True, passes_on: bool = False, asked: Callable[[], bool] | None = None
+        self,
+        *,
+        ends_process: bool = True,
+        listens_in_forks: bool = False,
+        poll_stop_request: Callable[[], bool] | None = None,
     ) -> None:
         """Install the handlers; do nothing outside the main thread, where Python runs no signal handlers.
 
         A second signal ends the process if `ends_process`, else it reaches the previous handler. Forked processes
         remove the handlers, unless `listens_in_forks`.
         """
-        self._asked = asked or self._asked
+        self._poll_stop_request = poll_stop_request or self._poll_stop_request
         if not is_main_thread():
             return
-        self._ends_process, self._passes_on, self._pid = ends_process, passes_on, os.getpid()
-        if not self._is_known_to_forks:
-            os.register_at_fork(after_in_child=self._forked)
-            self._is_known_to_forks = True
-        for number in stops_here():
-            before = signal.getsignal(number)
-            if before is None or before == self._handle:  # None: set by native code, can't be restored
+        self._ends_process, self._listens_in_forks, self._pid = ends_process, listens_in_forks, os.getpid()
+        if not self._has_fork_hook:
+            os.register_at_fork(after_in_child=self._on_fork)
+            self._has_fork_hook = True
+        for number in active_stop_signals():
+            handler = signal.getsignal(number)
+            if handler is None or handler == self._on_signal:  # None: set by native code, can't be restored
                 continue
-            signal.signal(number, self._handle)
-            self._before[number] = before
-            self._theirs[number] = before
+            signal.signal(number, self._on_signal)
+            self._original_handlers[number] = handler
+            self._job_handlers[number] = handler
 
-    def renew(self) -> None:
+    def reinstall(self) -> None:
         """Put this handler in front of those that the job installed since: a signal sets the flag and reaches both."""
         if not is_main_thread() or self._pid != os.getpid():
             return
-        for number in self._before:
-            now = signal.getsignal(number)
-            if now != self._handle:
-                self._theirs[number] = now
-                signal.signal(number, self._handle)
+        for number in self._original_handlers:
+            handler = signal.getsignal(number)
+            if handler != self._on_signal:
+                self._job_handlers[number] = handler
+                signal.signal(number, self._on_signal)
 
     def remove(self) -> None:
         """Stop listening, clear the request, and restore the previous handlers, or those installed since."""
         self.signal = None
         if not is_main_thread():
             return
-        while self._before:
-            number, before = self._before.popitem()
-            if signal.getsignal(number) == self._handle:
-                theirs = self._theirs.pop(number, before)
-                signal.signal(number, signal.SIG_DFL if theirs is None else theirs)
-        self._theirs.clear()
+        while self._original_handlers:
+            number, original_handler = self._original_handlers.popitem()
+            if signal.getsignal(number) == self._on_signal:
+                handler = self._job_handlers.pop(number, original_handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._job_handlers.clear()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        theirs = self._theirs.get(number)
-        if self.signal is not None and number not in GENTLE:
-            self._end(number, frame, theirs)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        job_handler = self._job_handlers.get(number)
+        if self.signal is not None and number not in IGNORED_WHEN_REPEATED:
+            self._on_repeated_signal(number, frame, job_handler)
         self.signal = number
-        if callable(theirs) and theirs is not signal.default_int_handler:
+        if callable(job_handler) and job_handler is not signal.default_int_handler:
             with suppress(BaseException):  # it may raise to end the program; the run ends after saving instead
-                theirs(number, frame)
+                job_handler(number, frame)
 
-    def _end(self, number: int, frame: FrameType | None, theirs: Any) -> None:
+    def _on_repeated_signal(self, number: int, frame: FrameType | None, job_handler: Any) -> None:
         if self._ends_process:
             os._exit(128 + number)
-        signal.signal(number, signal.SIG_DFL if theirs is None else theirs)
-        if callable(theirs):
-            theirs(number, frame)
+        signal.signal(number, signal.SIG_DFL if job_handler is None else job_handler)
+        if callable(job_handler):
+            job_handler(number, frame)
         else:
             os.kill(os.getpid(), number)
 
-    def _forked(self) -> None:
+    def _on_fork(self) -> None:
         """Remove the handlers in a forked child, so that a signal ends it: terminating a pool relies on that."""
-        if not self._passes_on and self._pid != os.getpid():
-            self._asked = None
+        if not self._listens_in_forks and self._pid != os.getpid():
+            self._poll_stop_request = None
             self.remove()
 
 

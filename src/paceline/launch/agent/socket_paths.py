@@ -4,8 +4,8 @@ import os
 import tempfile
 from multiprocessing.util import get_temp_dir
 
-_MOST_CHARACTERS = 107 - len("/pymp-01234567/listener-01234567")
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_MAX_CHARACTERS = 107 - len("/pymp-01234567/listener-01234567")
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def short_temporary_folder() -> str:
@@ -16,11 +16,13 @@ def short_temporary_folder() -> str:
     Raises:
         OSError: no folder can be made anywhere.
     """
-    before = tempfile.tempdir
-    usual = tempfile.gettempdir()
+    previous_folder = tempfile.tempdir
+    default_folder = tempfile.gettempdir()
     try:
-        if len(os.fsencode(usual)) > _MOST_CHARACTERS:
-            tempfile.tempdir = next((place for place in _SHORT if os.access(place, os.W_OK | os.X_OK)), usual)
+        if len(os.fsencode(default_folder)) > _MAX_CHARACTERS:
+            tempfile.tempdir = next(
+                (place for place in _SHORT_FOLDERS if os.access(place, os.W_OK | os.X_OK)), default_folder
+            )
         return str(get_temp_dir())
     finally:
-        tempfile.tempdir = before
+        tempfile.tempdir = previous_folder

@@ -15,42 +15,42 @@ from typing import Any
 
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError
-from paceline.launch.agent.shared_status import STATUS_FD, make_status_buffer, read_end, read_pulse, write_stop
-from paceline.launch.agent.signals import GENTLE, is_main_thread, stops_here
+from paceline.launch.agent.shared_status import STATUS_FD, make_status_buffer, read_end, read_heartbeat, write_stop
+from paceline.launch.agent.signals import IGNORED_WHEN_REPEATED, active_stop_signals, is_main_thread
 from paceline.launch.failures.failure_record import (
     Failure,
-    exited_early,
-    forkserver_ended,
-    from_status,
+    failure_from_status,
+    forkserver_failure,
+    missing_log_failure,
+    missing_peer_failure,
     read_failure,
-    without_log,
 )
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
 from paceline.launch.failures.hang_detection import (
     SilentRank,
     divergence_failure,
-    find_silent,
+    find_silent_ranks,
     hang_failure,
     is_timeout,
-    still_waiting,
+    stop_waiting_message,
 )
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS, Watcher
-from paceline.launch.failures.stack_dumps import begin_stacks, has_signal_handler, process_state
+from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS, SilenceWatcher
+from paceline.launch.failures.stack_dumps import has_signal_handler, process_state, seek_stack_area
 
 _POLL_SECONDS = 0.05
-_NAMING_SECONDS = 0.1
-_ANSWER_SECONDS = 1.0
-_KILLING_SECONDS = 2.0
-_WAKING_SECONDS = 2.0
-_PATIENCE_SECONDS = (5.0, 30.0)
-_CLEAN = (0, 75)
-INHERITED = "PACELINE_INHERITED"
+_RECORD_SECONDS = 0.1
+_TIMEOUT_RECORD_SECONDS = 1.0
+_KILL_WAIT_SECONDS = 2.0
+_WAKE_INTERVAL_SECONDS = 2.0
+_STOP_MESSAGE_SECONDS = (5.0, 30.0)
+_CLEAN_EXIT_CODES = (0, 75)
+INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
 
 @dataclass
-class Attempt:
+class AttemptState:
     """The state of one attempt's workers as the agent sees it."""
 
     folder: Path
@@ -58,13 +58,13 @@ class Attempt:
     pids: dict[int, int] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    silent: list[SilentRank] = field(default_factory=list)
-    killed_at: float | None = None
+    silent_ranks: list[SilentRank] = field(default_factory=list)
+    kill_time: float | None = None
 
     @property
-    def killed_by_us(self) -> bool:
+    def was_killed_by_agent(self) -> bool:
         """Return whether the agent killed the workers."""
-        return self.killed_at is not None
+        return self.kill_time is not None
 
 
 class Agent:
@@ -77,86 +77,92 @@ class Agent:
         environ: dict[str, str],
         folder: Path,
         ranks: int,
-        saves: bool = True,
-        inherited: Sequence[int] = (),
-        patience: float = DEFAULT_SECONDS,
-        begins_in: str = "",
+        saves_checkpoints: bool = True,
+        inherited_handles: Sequence[int] = (),
+        silence_timeout: float = DEFAULT_SECONDS,
+        working_folder: str = "",
     ) -> None:
-        self._begins_in = begins_in
+        self._working_folder = working_folder
         self._command = command
         self._environ = environ
-        self._attempt = Attempt(folder=folder, ranks=ranks)
-        self._saves = saves
-        self._inherited = tuple(inherited)
-        self._stops = 0
-        self._stopped_at: float | None = None
-        self._next_word = 0.0
+        self._attempt = AttemptState(folder=folder, ranks=ranks)
+        self._saves_checkpoints = saves_checkpoints
+        self._inherited_handles = tuple(inherited_handles)
+        self._num_stop_requests = 0
+        self._stop_time: float | None = None
+        self._next_message_time = 0.0
         self._forkserver_pid = 0
         self._status_fd = make_status_buffer()
-        begin_stacks(self._status_fd)
-        self._watcher = Watcher(folder, status_fd=self._status_fd, seconds=patience) if saves else None
-        self._forkserver_checked_at = 0.0
-        self._failed_at: float | None = None
-        self._killed_for_memory = oom_kill_count()
+        seek_stack_area(self._status_fd)
+        self._watcher = (
+            SilenceWatcher(folder, status_fd=self._status_fd, seconds=silence_timeout) if saves_checkpoints else None
+        )
+        self._forkserver_check_time = 0.0
+        self._failure_time: float | None = None
+        self._initial_oom_kills = oom_kill_count()
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
-        numbers = stops_here() if is_main_thread() else []  # handlers run in no other thread
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        read, write = os.pipe()
+        signal_numbers = active_stop_signals() if is_main_thread() else []  # handlers run in no other thread
+        previous_handlers = {number: signal.signal(number, self._on_signal) for number in signal_numbers}
+        read_fd, write_fd = os.pipe()
         process = subprocess.Popen(
             self._command,
-            env={**self._environ, INHERITED: ",".join(map(str, self._inherited)), STATUS_FD: str(self._status_fd)},
+            env={
+                **self._environ,
+                INHERITED_HANDLES: ",".join(map(str, self._inherited_handles)),
+                STATUS_FD: str(self._status_fd),
+            },
             stdin=subprocess.DEVNULL,
-            stdout=write,
+            stdout=write_fd,
             stderr=self._forkserver_log(),
             start_new_session=True,
-            cwd=self._begins_in or None,
-            pass_fds=(*self._inherited, self._status_fd),
+            cwd=self._working_folder or None,
+            pass_fds=(*self._inherited_handles, self._status_fd),
         )
-        os.close(write)
+        os.close(write_fd)
         self._forkserver_pid = process.pid
         try:
-            self._listen(read, on_tick)
+            self._read_events(read_fd, on_tick)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0 if self._is_late() else 30)
+                process.wait(timeout=0 if self._is_kill_overdue() else 30)
         finally:
             self._kill_all(process)
-            os.close(read)
-            for number, handler in before.items():
-                signal.signal(number, self._after(number, signal.SIG_DFL if handler is None else handler))
+            os.close(read_fd)
+            for number, handler in previous_handlers.items():
+                signal.signal(number, self._handler_to_restore(number, signal.SIG_DFL if handler is None else handler))
         try:
-            return self._verdict(process.returncode)
+            return self._find_result(process.returncode)
         finally:
             os.close(self._status_fd)
 
-    def _listen(self, read: int, on_tick: Callable[[], None]) -> None:
-        os.set_blocking(read, False)
-        rest = b""
+    def _read_events(self, read_fd: int, on_tick: Callable[[], None]) -> None:
+        os.set_blocking(read_fd, False)
+        partial_line = b""
         with selectors.DefaultSelector() as selector:
-            selector.register(read, selectors.EVENT_READ)
+            selector.register(read_fd, selectors.EVENT_READ)
             while True:
                 ready = selector.select(timeout=_POLL_SECONDS)
-                data = os.read(read, 65536) if ready else None
+                data = os.read(read_fd, 65536) if ready else None
                 if data == b"":
                     return
-                *lines, rest = (rest + (data or b"")).split(b"\n")
+                *lines, partial_line = (partial_line + (data or b"")).split(b"\n")
                 for line in lines:
-                    self._heard(line.decode().split())
+                    self._handle_event(line.decode().split())
                 on_tick()
-                self._after_failure()
-                self._after_signal()
-                self._after_silence()
-                if self._is_late():
+                self._kill_after_failure()
+                self._report_stop_progress()
+                self._check_silent_ranks()
+                if self._is_kill_overdue():
                     return
 
-    def _heard(self, words: list[str]) -> None:
-        kind, rank, number = words[0], int(words[1]), int(words[2])
+    def _handle_event(self, event: list[str]) -> None:
+        kind, rank, pid_or_status = event[0], int(event[1]), int(event[2])
         if kind == "born":
-            self._attempt.pids[rank] = number
-            if self._attempt.killed_by_us:
-                self._send(signal.SIGKILL, only=number)
-            elif self._stops:
+            self._attempt.pids[rank] = pid_or_status
+            if self._attempt.was_killed_by_agent:
+                self._send(signal.SIGKILL, only_pid=pid_or_status)
+            elif self._num_stop_requests:
                 self._ask_to_stop(rank)  # only this rank: the others were asked when the signal arrived
             return
         self._attempt.pids.pop(rank, None)
@@ -167,49 +173,56 @@ class Agent:
         if kind in ("lost", "over"):
             self._attempt.statuses[rank] = 0
             return
-        end = read_end(self._status_fd, rank=rank)
-        if end is not None and (number <= 0 or number in _CLEAN):
-            self._attempt.statuses[rank] = end  # a crash in Python's shutdown after that does not count
+        own_exit_code = read_end(self._status_fd, rank=rank)
+        if own_exit_code is not None and (pid_or_status <= 0 or pid_or_status in _CLEAN_EXIT_CODES):
+            self._attempt.statuses[rank] = own_exit_code  # a crash in Python's shutdown after that does not count
             return
-        self._attempt.statuses[rank] = number
-        if not self._attempt.killed_by_us:
-            self._attempt.failures.append(self._failure(rank, number))
-            self._failed_at = self._failed_at or time.monotonic()
+        self._attempt.statuses[rank] = pid_or_status
+        if not self._attempt.was_killed_by_agent:
+            self._attempt.failures.append(self._worker_failure(rank, pid_or_status))
+            self._failure_time = self._failure_time or time.monotonic()
 
-    def _failure(self, rank: int, status: int) -> Failure:
-        written = read_failure(self._attempt.folder, rank, status_fd=self._status_fd)
-        step, kills = self._step_of(rank), oom_kill_count()
-        for_memory = kills is not None and kills > (self._killed_for_memory or 0)
-        written = written or (without_log(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None)
-        return written or from_status(rank, status=status, step=step, for_memory=for_memory)
+    def _worker_failure(self, rank: int, status: int) -> Failure:
+        recorded = read_failure(self._attempt.folder, rank, status_fd=self._status_fd)
+        step, kills = self._current_step(rank), oom_kill_count()
+        is_oom_kill = kills is not None and kills > (self._initial_oom_kills or 0)
+        recorded = recorded or (
+            missing_log_failure(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None
+        )
+        return recorded or failure_from_status(rank, status=status, step=step, is_oom_kill=is_oom_kill)
 
-    def _step_of(self, rank: int) -> int:
+    def _current_step(self, rank: int) -> int:
         """Return the step that a rank was executing; 0 before its first heartbeat."""
-        beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
+        beat = read_heartbeat(self._attempt.folder / f"pulse-{rank}")
         return beat.step + 1 if beat and beat.monotonic_ns else 0
 
-    def _after_failure(self) -> None:
+    def _kill_after_failure(self) -> None:
         """Kill the other ranks, which wait for a dead peer, once they had time to record failures of their own."""
-        if self._failed_at is None or self._attempt.killed_by_us:
+        if self._failure_time is None or self._attempt.was_killed_by_agent:
             return
-        waited = any(is_timeout(failure) for failure in self._attempt.failures)
-        if time.monotonic() - self._failed_at < (_ANSWER_SECONDS if waited else _NAMING_SECONDS):
+        has_timeout = any(is_timeout(failure) for failure in self._attempt.failures)
+        if time.monotonic() - self._failure_time < (_TIMEOUT_RECORD_SECONDS if has_timeout else _RECORD_SECONDS):
             return
-        if waited:  # all ranks that timed out as well have recorded it by now
+        if has_timeout:  # all ranks that timed out as well have recorded it by now
             folder, pids = self._attempt.folder, self._attempt.pids
-            mute = {
+            unrecorded = {
                 rank: pid for rank, pid in pids.items() if read_failure(folder, rank, status_fd=self._status_fd) is None
             }
-            self._attempt.silent = find_silent(folder, mute, status_fd=self._status_fd)
+            self._attempt.silent_ranks = find_silent_ranks(folder, unrecorded, status_fd=self._status_fd)
         self._kill()
 
-    def _after_silence(self) -> None:
+    def _check_silent_ranks(self) -> None:
         """Report silent ranks if no rank has failed; end the run if all ranks hang."""
-        if self._watcher is None or self._failed_at is not None or self._stops or self._attempt.killed_by_us:
+        if (
+            self._watcher is None
+            or self._failure_time is not None
+            or self._num_stop_requests
+            or self._attempt.was_killed_by_agent
+        ):
             return
-        told, failure = self._watcher.look(self._attempt.pids)
-        if told:
-            print_line(told, sys.stderr)
+        notice, failure = self._watcher.check(self._attempt.pids)
+        if notice:
+            print_line(notice, sys.stderr)
         if failure is not None:
             self._attempt.failures.append(failure)
             self._kill()
@@ -218,18 +231,18 @@ class Agent:
     def _wake_forkserver(self) -> None:
         """Resume a stopped fork server once all ranks have ended, because it alone reports their exit."""
         now, pids = time.monotonic(), self._attempt.pids.values()
-        if now - self._forkserver_checked_at < _WAKING_SECONDS or process_state(self._forkserver_pid) != "T":
+        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._forkserver_pid) != "T":
             return
-        self._forkserver_checked_at = now
+        self._forkserver_check_time = now
         if pids and all(process_state(pid) in ("Z", "") for pid in pids):
             with suppress(ProcessLookupError):
                 os.kill(self._forkserver_pid, signal.SIGCONT)
 
     def _on_signal(self, number: int, _: object) -> None:
-        if self._stops and number in GENTLE:
+        if self._num_stop_requests and number in IGNORED_WHEN_REPEATED:
             return
-        self._stops += 1
-        if self._stops == 1 and (self._saves or number == signal.SIGUSR1):
+        self._num_stop_requests += 1
+        if self._num_stop_requests == 1 and (self._saves_checkpoints or number == signal.SIGUSR1):
             for rank in list(self._attempt.pids):
                 self._ask_to_stop(rank)
         else:
@@ -239,47 +252,47 @@ class Agent:
         """Ask a rank to stop through shared memory, which no handler can block, and by SIGTERM if it handles that."""
         write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
-            self._send(signal.SIGTERM, only=self._attempt.pids[rank])
+            self._send(signal.SIGTERM, only_pid=self._attempt.pids[rank])
 
-    def _after(self, number: int, before: Any) -> Any:
+    def _handler_to_restore(self, number: int, previous_handler: Any) -> Any:
         """Return the handler to restore, or SIG_IGN if a late repeat of the signal could still kill the process."""
-        is_late = self._stops and number in GENTLE and before == signal.SIG_DFL
-        return signal.SIG_IGN if is_late else before
+        is_late = self._num_stop_requests and number in IGNORED_WHEN_REPEATED and previous_handler == signal.SIG_DFL
+        return signal.SIG_IGN if is_late else previous_handler
 
-    def _after_signal(self) -> None:
+    def _report_stop_progress(self) -> None:
         """Print the progress of a requested stop, which the signal handler can't do: it may interrupt a print."""
         now = time.monotonic()
-        if not self._stops or self._attempt.killed_by_us:
+        if not self._num_stop_requests or self._attempt.was_killed_by_agent:
             return
-        if self._stopped_at is None:
-            self._stopped_at, self._next_word = now, now + _PATIENCE_SECONDS[0]
+        if self._stop_time is None:
+            self._stop_time, self._next_message_time = now, now + _STOP_MESSAGE_SECONDS[0]
             print_line("stopping: finishing the step, then saving; Ctrl-C again stops at once", sys.stderr)
-        elif now >= self._next_word:
-            self._next_word = now + _PATIENCE_SECONDS[1]
-            print_line(self._waiting(seconds=now - self._stopped_at), sys.stderr)
+        elif now >= self._next_message_time:
+            self._next_message_time = now + _STOP_MESSAGE_SECONDS[1]
+            print_line(self._waiting_message(seconds=now - self._stop_time), sys.stderr)
 
-    def _waiting(self, *, seconds: float) -> str:
+    def _waiting_message(self, *, seconds: float) -> str:
         pid = self._forkserver_pid
         if process_state(pid) in ("T", "t"):
             return (
                 f"the process {pid} that starts the ranks is stopped: kill -CONT {pid} lets it continue; "
                 "Ctrl-C again stops at once"
             )
-        return still_waiting(
-            find_silent(self._attempt.folder, self._attempt.pids, status_fd=self._status_fd), seconds=seconds
+        return stop_waiting_message(
+            find_silent_ranks(self._attempt.folder, self._attempt.pids, status_fd=self._status_fd), seconds=seconds
         )
 
     def _kill(self) -> None:
-        self._attempt.killed_at = self._attempt.killed_at or time.monotonic()
+        self._attempt.kill_time = self._attempt.kill_time or time.monotonic()
         self._send(signal.SIGKILL)
 
-    def _is_late(self) -> bool:
+    def _is_kill_overdue(self) -> bool:
         """Return whether the ranks were killed over 2 s ago; a fork server that is stuck does not report their exit."""
-        killed = self._attempt.killed_at
-        return killed is not None and time.monotonic() - killed > _KILLING_SECONDS
+        killed = self._attempt.kill_time
+        return killed is not None and time.monotonic() - killed > _KILL_WAIT_SECONDS
 
-    def _send(self, number: int, *, only: int | None = None) -> None:
-        for pid in [only] if only is not None else list(self._attempt.pids.values()):
+    def _send(self, number: int, *, only_pid: int | None = None) -> None:
+        for pid in [only_pid] if only_pid is not None else list(self._attempt.pids.values()):
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -295,25 +308,28 @@ class Agent:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         return os.open(self._attempt.folder / "forkserver.log", flags, 0o644)
 
-    def _verdict(self, forkserver_status: int) -> tuple[int, Failure | None]:
+    def _find_result(self, forkserver_status: int) -> tuple[int, Failure | None]:
         attempt = self._attempt
-        extra = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in range(attempt.ranks)]
-        known = {failure.rank for failure in attempt.failures}
-        attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
+        records = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in range(attempt.ranks)]
+        failed_ranks = {failure.rank for failure in attempt.failures}
+        attempt.failures += [f for f in records if f is not None and f.rank not in failed_ranks and attempt.failures]
         first = first_failure(attempt.failures)
-        if first is not None and is_lost_connection(first) and attempt.silent:
-            return 1, hang_failure(attempt.failures, attempt.silent)
-        done = [rank for rank, status in attempt.statuses.items() if status == 0]
-        if first is not None and is_lost_connection(first) and done:
-            return 1, exited_early(done[0], waiter=first)
-        have_met = first is not None and first.kind != MachineError.__name__
-        if first is not None and have_met and is_timeout(first) and len(attempt.failures) == attempt.ranks > 1:
+        if first is not None and is_lost_connection(first) and attempt.silent_ranks:
+            return 1, hang_failure(attempt.failures, attempt.silent_ranks)
+        finished_ranks = [rank for rank, status in attempt.statuses.items() if status == 0]
+        if first is not None and is_lost_connection(first) and finished_ranks:
+            return 1, missing_peer_failure(finished_ranks[0], waiter=first)
+        have_connected = first is not None and first.kind != MachineError.__name__
+        if first is not None and have_connected and is_timeout(first) and len(attempt.failures) == attempt.ranks > 1:
             return 1, divergence_failure(sorted(attempt.failures, key=lambda failure: failure.rank))
-        if first is None and self._stops > int(self._saves):
+        if first is None and self._num_stop_requests > int(self._saves_checkpoints):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
-            step, said = max(map(self._step_of, range(attempt.ranks))), _tail(attempt.folder / "forkserver.log")
-            return 1, forkserver_ended(forkserver_status, pid=self._forkserver_pid, step=step, said=said)
+            step, log_tail = (
+                max(map(self._current_step, range(attempt.ranks))),
+                _tail(attempt.folder / "forkserver.log"),
+            )
+            return 1, forkserver_failure(forkserver_status, pid=self._forkserver_pid, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first
 
 
@@ -324,7 +340,7 @@ def _tail(path: Path, *, lines: int = 8) -> str:
         return ""
 
 
-def _apart() -> list[str]:
+def _module_path_options() -> list[str]:
     """Return the Python option that keeps the working folder off the module path, where it could shadow our modules."""
     is_here = Path(__file__).resolve().parents[3] == Path.cwd()
     return [] if is_here else ["-P"]
@@ -335,10 +351,10 @@ def forkserver_command(request: Path) -> list[str]:
 
     `PACELINE_FORKSERVER_COMMAND` overrides it, for example to use a process that has imported torch already.
     """
-    words = shlex.split(os.environ.get(FORKSERVER_COMMAND, "")) or [
+    command = shlex.split(os.environ.get(FORKSERVER_COMMAND, "")) or [
         sys.executable,
-        *_apart(),
+        *_module_path_options(),
         "-m",
         "paceline.launch.agent.forkserver",
     ]
-    return [*words, str(request), str(os.getpid())]
+    return [*command, str(request), str(os.getpid())]

@@ -21,11 +21,11 @@ from paceline.launch.agent.process_exit import end_python, exit_now, run_finish
 from paceline.launch.agent.shared_status import read_stop, write_end
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
-from paceline.launch.failures.stack_dumps import answer_with_stack
+from paceline.launch.failures.stack_dumps import install_stack_handler
 from paceline.plugins import resolve
 from paceline.user_code import script_words
 
-_LOOPING = ("train", "compare")
+_VERBS_WITH_LOOP = ("train", "compare")
 
 
 def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | None) -> NoReturn:
@@ -39,16 +39,18 @@ def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | 
     rank, pid = current_rank(), os.getpid()
 
     def body() -> int:
-        return _script(argv) if argv else _entered(request["entry"], request["payload"])
+        return _run_script(argv) if argv else _run_entry(request["entry"], request["payload"])
 
-    def tell(error: BaseException) -> None:
+    def record_failure(error: BaseException) -> None:
         if os.getpid() == pid:
             write_failure(failures, rank=rank, error=error, status_fd=status_fd)
 
     if status_fd is not None:
-        answer_with_stack(status_fd)
-    asked = None if status_fd is None else partial(read_stop, status_fd, rank=rank)
-    code, is_own_end = _guarded(body, threads=int(request["threads"]), tell=tell, asked=asked)
+        install_stack_handler(status_fd)
+    poll_stop_request = None if status_fd is None else partial(read_stop, status_fd, rank=rank)
+    code, is_own_end = _run_guarded(
+        body, threads=int(request["threads"]), record_failure=record_failure, poll_stop_request=poll_stop_request
+    )
     if not is_own_end:
         exit_now(code)
     if status_fd is not None and os.getpid() == pid:
@@ -56,7 +58,7 @@ def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | 
     end_python(code)
 
 
-def _entered(entry: str, payload: Mapping[str, Any]) -> int:
+def _run_entry(entry: str, payload: Mapping[str, Any]) -> int:
     """Return the entry's result. A `sys.exit` in an entry is the job's error; only a script may exit with any code."""
     job = payload.get("job")
     try:
@@ -66,7 +68,7 @@ def _entered(entry: str, payload: Mapping[str, Any]) -> int:
         raise called_exit(error) from error
 
 
-def _script(argv: list[str]) -> int:
+def _run_script(argv: list[str]) -> int:
     """Run the user's script or module as `__main__`."""
     is_module = argv[0] == "-m"
     sys.argv = list(argv[1:] if is_module else argv)
@@ -78,65 +80,65 @@ def _script(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _guarded(
+def _run_guarded(
     body: Callable[[], int],
     *,
     threads: int,
-    tell: Callable[[BaseException], None],
-    asked: Callable[[], bool] | None = None,
+    record_failure: Callable[[BaseException], None],
+    poll_stop_request: Callable[[], bool] | None = None,
 ) -> tuple[int, bool]:
     """Return the exit code, and whether the body completed: it returned, or a script exited with a code for success."""
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
-    stop_flag.install(asked=asked)
-    _watch_threads(tell)
+    stop_flag.install(poll_stop_request=poll_stop_request)
+    _install_thread_hook(record_failure)
     try:
         return body(), True
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         if code in (int(ExitCode.DONE), run_finish.code):
             return code, True
-        tell(called_exit(error) if code == ExitCode.STOPPED else error)
+        record_failure(called_exit(error) if code == ExitCode.STOPPED else error)
         return code, False
     except BaseException as error:
-        tell(error)
+        record_failure(error)
         print_traceback(error)
         return int(getattr(error, "exit_code", ExitCode.FAILED)), False
 
 
-def _watch_threads(tell: Callable[[BaseException], None]) -> None:
+def _install_thread_hook(record_failure: Callable[[BaseException], None]) -> None:
     """Install an excepthook for threads that records and prints the exception; the process continues."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value or args.exc_type()
-        error.__traceback__ = _or_none(args.exc_traceback)
-        tell(error)
+        error.__traceback__ = _as_optional(args.exc_traceback)
+        record_failure(error)
         print_traceback(error)
 
     threading.excepthook = hook
 
 
-def _or_none(trace: TracebackType | None) -> TracebackType | None:
+def _as_optional(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedEnd:
+class JoinedOutcome:
     """The result of an entry in a process that another launcher started; `error` is the exception that ended it."""
 
     code: int
     error: BaseException | None = None
 
 
-def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> JoinedEnd:
+def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> JoinedOutcome:
     """Run `entry` in a process that another launcher started."""
     die_with_launcher(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
-    if payload.get("verb") in _LOOPING:  # other verbs do not read the flag: a signal ends them at once
+    if payload.get("verb") in _VERBS_WITH_LOOP:  # other verbs do not read the flag: a signal ends them at once
         stop_flag.install()
     try:
-        return JoinedEnd(code=_entered(entry, payload))
+        return JoinedOutcome(code=_run_entry(entry, payload))
     except BaseException as error:
-        return JoinedEnd(code=int(getattr(error, "exit_code", ExitCode.FAILED)), error=error)
+        return JoinedOutcome(code=int(getattr(error, "exit_code", ExitCode.FAILED)), error=error)

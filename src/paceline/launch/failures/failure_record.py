@@ -31,18 +31,24 @@ from paceline.errors import (
 from paceline.filesystem.atomic_files import write_text
 from paceline.filesystem.disk_full import explain_refusal, is_full
 from paceline.launch.agent.shared_status import read_failure_text, write_failure_text
-from paceline.launch.failures.oom_detection import explain_lack, is_out_of_memory, out_of_memory, own_of, tightest_room
+from paceline.launch.failures.oom_detection import (
+    explain_data_worker_error,
+    is_out_of_memory,
+    out_of_memory_error,
+    process_bytes_under,
+    tightest_memory_limit,
+)
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, own_rank
 from paceline.user_code import is_users_own
 
-_FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_FULL_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that accepts no more data; any other error may have its cause in the user's code."""
-END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
+TRACEBACK_MARKER = "\x1epaceline: a traceback follows\x1e"
 """A marker line in a rank's log; the console shows the log up to it, and no job prints it by chance."""
 FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
-_WIDTH = 400
-_DOING = "this rank "
+_MAX_MESSAGE_CHARACTERS = 400
+_PROGRESS_PREFIX = "this rank "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +89,23 @@ def write_failure(
     folder: Path, *, rank: int, error: BaseException, step: int = 0, status_fd: int | None = None
 ) -> None:
     """Write this rank's failure to its file, or to the shared status buffer if the disk is full."""
-    failure = failure_of(error, rank=rank, step=step)
+    failure = failure_from_exception(error, rank=rank, step=step)
     try:
-        write_text(_path(folder, rank), json.dumps(asdict(failure)))
+        write_text(_failure_path(folder, rank), json.dumps(asdict(failure)))
     except OSError:
         if status_fd is None:
             return
-        short = replace(failure, message=failure.message[:_WIDTH], screen="", source="", said={})
+        short = replace(failure, message=failure.message[:_MAX_MESSAGE_CHARACTERS], screen="", source="", said={})
         with suppress(OSError):
             if not write_failure_text(status_fd, rank=rank, text=json.dumps(asdict(failure))):
                 write_failure_text(status_fd, rank=rank, text=json.dumps(asdict(short)))
 
 
-def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
+def failure_from_exception(error: BaseException, *, rank: int, step: int = 0) -> Failure:
     """Return the failure record of an exception on this rank."""
-    step = step or step_of(error)
+    step = step or step_from_notes(error)
     notes = [str(note) for note in getattr(error, "__notes__", ())]
-    error = _in_our_words(error)
+    error = _translate_error(error)
     line = user_line(error)
     return Failure(
         rank=rank,
@@ -107,18 +113,18 @@ def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
         message=_message(error),
         where=str(line) if line else "",
         source=line.text if line else "",
-        screen=_screen(error) if isinstance(error, PacelineError) else "",
+        screen=_screen_text(error) if isinstance(error, PacelineError) else "",
         exit_code=int(error.exit_code) if isinstance(error, PacelineError) else 1,
         monotonic_ns=time.monotonic_ns(),
         step=step,
         said=error.as_json() if isinstance(error, PacelineError) else {},
         is_users_own=is_users_own(error),
-        doing=next((note.removeprefix(_DOING) for note in notes if note.startswith(_DOING)), ""),
+        doing=next((note.removeprefix(_PROGRESS_PREFIX) for note in notes if note.startswith(_PROGRESS_PREFIX)), ""),
     )
 
 
 @contextmanager
-def at_step(number: int) -> Iterator[None]:
+def annotate_step(number: int) -> Iterator[None]:
     """Add the step's number to an exception that leaves this block, for the failure screen and the traceback."""
     try:
         yield
@@ -127,26 +133,26 @@ def at_step(number: int) -> Iterator[None]:
         raise
 
 
-def annotate_progress(error: BaseException, told: str) -> None:
+def annotate_progress(error: BaseException, progress: str) -> None:
     """Add this rank's progress to an exception, for failures in which ranks wait at different places."""
-    if told:
-        error.add_note(f"{_DOING}{told}")
+    if progress:
+        error.add_note(f"{_PROGRESS_PREFIX}{progress}")
 
 
-def step_of(error: BaseException) -> int:
+def step_from_notes(error: BaseException) -> int:
     """Return the step in which an exception was raised, from its notes; 0 if they name none."""
-    found = [re.fullmatch(r"at step (\d+)", str(note)) for note in getattr(error, "__notes__", ())]
-    return next((int(match[1]) for match in found if match), 0)
+    matches = [re.fullmatch(r"at step (\d+)", str(note)) for note in getattr(error, "__notes__", ())]
+    return next((int(match[1]) for match in matches if match), 0)
 
 
 def _message(error: BaseException) -> str:
     """Return the error's message, with the replica it came from if a process has several."""
-    text = error.what if isinstance(error, PacelineError) else _text(error)
-    where = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
-    return f"{text} ({where[0]})" if where else text
+    text = error.what if isinstance(error, PacelineError) else _exception_text(error)
+    replica_notes = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
+    return f"{text} ({replica_notes[0]})" if replica_notes else text
 
 
-def _screen(error: PacelineError) -> str:
+def _screen_text(error: PacelineError) -> str:
     """Return the error's full text, beginning with a one-line summary."""
     return f"{error.what}.\n{error}" if isinstance(error, Problems) else str(error)
 
@@ -154,7 +160,7 @@ def _screen(error: PacelineError) -> str:
 def read_failure(folder: Path, rank: int, *, status_fd: int | None = None) -> Failure | None:
     """Return the failure that a rank recorded, or None if there is no complete record."""
     try:
-        return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
+        return Failure(**json.loads(_failure_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
     try:
@@ -163,18 +169,20 @@ def read_failure(folder: Path, rank: int, *, status_fd: int | None = None) -> Fa
         return None
 
 
-def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = False) -> Failure:
+def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: bool = False) -> Failure:
     """Return the failure of a rank that left no exception, from its signal or exit code.
 
     `for_memory`: the kernel has killed a process because memory ran out.
     """
-    if for_memory and status == -signal.SIGKILL:
-        room = tightest_room()
+    if is_oom_kill and status == -signal.SIGKILL:
+        memory_limit = tightest_memory_limit()
         error = OutOfMemory(
             "SIGKILL (killed by the kernel: out of memory).",
-            cause="" if room is None else f"{room.name} ends at {format_size(room.limit_bytes)}",
+            cause=""
+            if memory_limit is None
+            else f"{memory_limit.name} ends at {format_size(memory_limit.limit_bytes)}",
             held={},
-            limit_bytes=None if room is None else room.limit_bytes,
+            limit_bytes=None if memory_limit is None else memory_limit.limit_bytes,
         )
         return Failure(
             rank=rank, kind="signal", message=error.what.rstrip("."), screen=str(error), said=error.as_json(),
@@ -193,7 +201,7 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
             rank=rank, kind="signal", message=f"{name} ({cause})", monotonic_ns=time.monotonic_ns(), step=step
         )
     if status in (int(ExitCode.DONE), int(ExitCode.STOPPED)):
-        return left_early(rank, status=status, step=step)
+        return early_exit_failure(rank, status=status, step=step)
     return Failure(
         rank=rank,
         kind="exit",
@@ -203,7 +211,7 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
     )
 
 
-def without_log(rank: int, *, log: Path) -> Failure | None:
+def missing_log_failure(rank: int, *, log: Path) -> Failure | None:
     """Return the failure of a rank that could not create its log, which it does first; else None."""
     try:
         log.open("x").close()
@@ -211,14 +219,14 @@ def without_log(rank: int, *, log: Path) -> Failure | None:
         return None
     except OSError as error:
         cause, hint = explain_refusal(error, log.parent)
-        what = f"the log {log.name} can't be created: {error.strerror}."
-        lost = MachineError(what, where=str(log.parent), cause=cause, hint=hint)
-        return failure_of(lost, rank=rank)
+        message = f"the log {log.name} can't be created: {error.strerror}."
+        log_error = MachineError(message, where=str(log.parent), cause=cause, hint=hint)
+        return failure_from_exception(log_error, rank=rank)
     log.unlink()
     return None
 
 
-def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
+def early_exit_failure(rank: int, *, status: int, step: int = 0) -> Failure:
     """Return the failure of a rank that exited with the code for done or saved before the run was over."""
     error = RunError(
         f"the process exited with code {status} before the run was finished.",
@@ -232,7 +240,7 @@ def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
     )  # fmt: skip
 
 
-def exited_early(rank: int, *, waiter: Failure) -> Failure:
+def missing_peer_failure(rank: int, *, waiter: Failure) -> Failure:
     """Return the failure of a rank that exited with code 0 while another rank still waited for it."""
     error = RunError(
         f"the process exited with code 0 while rank {waiter.rank} was still waiting for it.",
@@ -245,14 +253,21 @@ def exited_early(rank: int, *, waiter: Failure) -> Failure:
     )  # fmt: skip
 
 
-def forkserver_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
+def forkserver_failure(status: int, *, pid: int, step: int = 0, log_tail: str) -> Failure:
     """Return the failure of a fork server that died before the ranks, which ended with it."""
-    how = from_status(FORKSERVER_RANK, status=status)
-    end = f"was ended by {how.message}" if how.kind == "signal" else f"exited with code {status}"
-    what = f"the process that starts the ranks (PID {pid}) {end}, which ended the ranks too."
-    screen = "\n".join([what, *(f"  {line}" for line in said.splitlines())])
+    exit_failure = failure_from_status(FORKSERVER_RANK, status=status)
+    exit_text = (
+        f"was ended by {exit_failure.message}" if exit_failure.kind == "signal" else f"exited with code {status}"
+    )
+    message = f"the process that starts the ranks (PID {pid}) {exit_text}, which ended the ranks too."
+    screen = "\n".join([message, *(f"  {line}" for line in log_tail.splitlines())])
     return Failure(
-        rank=FORKSERVER_RANK, kind=how.kind, message=what, screen=screen, step=step, monotonic_ns=how.monotonic_ns
+        rank=FORKSERVER_RANK,
+        kind=exit_failure.kind,
+        message=message,
+        screen=screen,
+        step=step,
+        monotonic_ns=exit_failure.monotonic_ns,
     )
 
 
@@ -263,7 +278,7 @@ def print_traceback(error: BaseException) -> None:
     """
     flush()
     with suppress(OSError):  # the disk may be full
-        os.write(1, f"\n{END_OF_TALK}\n".encode())
+        os.write(1, f"\n{TRACEBACK_MARKER}\n".encode())
         try:
             traceback.print_exception(error)
         except OSError:
@@ -272,7 +287,7 @@ def print_traceback(error: BaseException) -> None:
             traceback.print_tb(error.__traceback__)
 
 
-def _text(error: BaseException) -> str:
+def _exception_text(error: BaseException) -> str:
     """Return the exception's text, at most a screen of it; the `str()` of some exceptions itself fails."""
     try:
         text = str(error)
@@ -281,7 +296,7 @@ def _text(error: BaseException) -> str:
     return on_a_screen(text)
 
 
-def _place_of(error: OSError) -> tuple[Path, str]:
+def _full_folder(error: OSError) -> tuple[Path, str]:
     """Return the folder that has no more space, and its name as printed.
 
     An error of an open file names no path: then it is the first full one of the run's and the temporary folders.
@@ -291,48 +306,50 @@ def _place_of(error: OSError) -> tuple[Path, str]:
         return path.parent, str(path)
     if error.errno == errno.EFBIG:
         return Path(), ""
-    places = [Path(found) for found in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if found]
-    for place in places:
+    candidates = [Path(found) for found in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if found]
+    for folder in candidates:
         with suppress(OSError):
-            if is_full(place):
-                return place, str(place)
+            if is_full(folder):
+                return folder, str(folder)
     return Path(), ""
 
 
-def _in_our_words(error: BaseException) -> BaseException:
+def _translate_error(error: BaseException) -> BaseException:
     """Return the error as a `PacelineError` if it needs an explanation, else unchanged.
 
     torch reports a dead data worker from a signal handler, at any line of the rank; out-of-memory errors differ by
     source; a limit on file size stops whatever is written first, such as a log.
     """
-    if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
-        cause, hint = explain_lack(_text(error)) or (
+    if isinstance(error, RuntimeError) and "DataLoader worker" in _exception_text(error):
+        cause, hint = explain_data_worker_error(_exception_text(error)) or (
             "it was killed, perhaps for memory, or a library in it crashed",
             "--data.workers 0 shows the error in the rank itself",
         )
         return DataError(f"a data worker died: {error}", cause=cause, hint=hint)
-    if type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in _text(error)):
-        asked = "input()" if isinstance(error, EOFError) else "a debugger, pdb or breakpoint(),"
-        wants = RunError(
-            f"{asked} waits for terminal input, but a rank has no terminal.",
+    if type(error).__name__ == "BdbQuit" or (
+        isinstance(error, EOFError) and "reading a line" in _exception_text(error)
+    ):
+        waiting_call = "input()" if isinstance(error, EOFError) else "a debugger, pdb or breakpoint(),"
+        terminal_error = RunError(
+            f"{waiting_call} waits for terminal input, but a rank has no terminal.",
             cause="ranks are separate processes that print to a log",
             hint="pl.Run(job, ranks=1) in a script, which keeps the terminal; or remote-pdb, in any rank",
         )
-        wants.__notes__ = list(getattr(error, "__notes__", ()))
-        return wants.with_traceback(error.__traceback__)
-    if isinstance(error, OSError) and error.errno in _FULL:
-        folder, where = _place_of(error)
+        terminal_error.__notes__ = list(getattr(error, "__notes__", ()))
+        return terminal_error.with_traceback(error.__traceback__)
+    if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS:
+        folder, where = _full_folder(error)
         cause, hint = explain_refusal(error, folder)
-        full = SaveError(f"a file could not be written: {error.strerror}.", where=where, cause=cause, hint=hint)
-        full.__notes__ = list(getattr(error, "__notes__", ()))
-        return full.with_traceback(error.__traceback__)
+        save_error = SaveError(f"a file could not be written: {error.strerror}.", where=where, cause=cause, hint=hint)
+        save_error.__notes__ = list(getattr(error, "__notes__", ()))
+        return save_error.with_traceback(error.__traceback__)
     if is_out_of_memory(error) and not isinstance(error, OutOfMemory):
-        room = tightest_room()
-        return out_of_memory(error, held={"this process": own_of(room)}, room=room)
+        memory_limit = tightest_memory_limit()
+        return out_of_memory_error(error, held={"this process": process_bytes_under(memory_limit)}, limit=memory_limit)
     return error
 
 
-def _path(folder: Path, rank: int) -> Path:
+def _failure_path(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.json"
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from paceline.errors import PeerError
 from paceline.launch.failures.failure_record import Failure
 
-_NOTICED_LATE_NS = 50_000_000
-_LOST = (
+_SIGNAL_DELAY_NS = 50_000_000
+_LOST_CONNECTION_TEXTS = (
     "connection closed",
     "connection reset",
     "broken pipe",
@@ -31,16 +31,16 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """
     if not failures:
         return None
-    first = min(failures, key=lambda f: (is_lost_connection(f), _when(f)))
+    first = min(failures, key=lambda f: (is_lost_connection(f), _sort_time(f)))
     ranks = first.said.get("ranks")
     if not ranks or first.rank in ranks:
         return first
-    own = (failure for failure in failures if failure.rank == ranks[0] and failure.kind == first.kind)
-    return next(own, replace(first, rank=ranks[0], told_by=first.rank))
+    same_kind = (failure for failure in failures if failure.rank == ranks[0] and failure.kind == first.kind)
+    return next(same_kind, replace(first, rank=ranks[0], told_by=first.rank))
 
 
-def _when(failure: Failure) -> int:
-    return failure.monotonic_ns - (_NOTICED_LATE_NS if failure.kind == "signal" else 0)
+def _sort_time(failure: Failure) -> int:
+    return failure.monotonic_ns - (_SIGNAL_DELAY_NS if failure.kind == "signal" else 0)
 
 
 def is_lost_connection(failure: Failure) -> bool:
@@ -50,7 +50,7 @@ def is_lost_connection(failure: Failure) -> bool:
     if failure.is_users_own or failure.kind not in ("RuntimeError", "MachineError"):
         return False
     text = failure.message.lower()
-    return any(word in text for word in _LOST)
+    return any(word in text for word in _LOST_CONNECTION_TEXTS)
 
 
 def exit_code(statuses: Mapping[int, int], first: Failure | None) -> int:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, RunError
-from paceline.launch.agent.shared_status import read_pulse
+from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.first_failure import is_lost_connection
-from paceline.launch.failures.stack_dumps import Stack, ask_stack, forks_of, process_state
+from paceline.launch.failures.stack_dumps import Stack, forked_children, process_state, request_stack
 
-TIMEOUT, APART = "timeout", "apart"
-_MOST_ASKED = 16
-_STATES = {
+TIMEOUT, DIVERGED = "timeout", "apart"
+_MAX_STACK_REQUESTS = 16
+_STATE_DESCRIPTIONS = {
     "T": "is stopped (state T)",
     "t": "is stopped by a debugger (state t)",
     "D": "waits for a disk or a device (state D)",
@@ -34,7 +34,7 @@ class SilentRank:
     step: int
     seconds: float
     state: str
-    place: str = ""
+    location: str = ""
     stack: Stack = field(default_factory=Stack)
 
     @property
@@ -43,45 +43,50 @@ class SilentRank:
         return self.state in ("T", "t")
 
     def __str__(self) -> str:
-        last = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not even one step"
-        said = f"; its process {self.pid} {_STATES[self.state]}" if self.state in _STATES else ""
-        return f"nothing from it {last}{said}{self.place}"
+        last_step = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not even one step"
+        state = (
+            f"; its process {self.pid} {_STATE_DESCRIPTIONS[self.state]}" if self.state in _STATE_DESCRIPTIONS else ""
+        )
+        return f"nothing from it {last_step}{state}{self.location}"
 
 
-def find_silent(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
+def find_silent_ranks(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
     """Return the ranks that are behind: those that are stopped, else those whose last finished step is the oldest.
 
     With a `status_fd`, the stack of each rank is requested, and ranks that only wait for others are excluded.
     """
-    found = [_look(folder, rank, pid) for rank, pid in sorted(pids.items())]
-    stopped = [silent for silent in found if silent.is_stopped]
-    oldest = min((silent.step for silent in found), default=0)
-    behind = stopped or [silent for silent in found if silent.step == oldest]
+    candidates = [_observe_rank(folder, rank, pid) for rank, pid in sorted(pids.items())]
+    stopped = [silent for silent in candidates if silent.is_stopped]
+    oldest = min((silent.step for silent in candidates), default=0)
+    behind = stopped or [silent for silent in candidates if silent.step == oldest]
     if status_fd is None:
         return behind
-    placed = [with_place(silent, status_fd) if number < _MOST_ASKED else silent for number, silent in enumerate(behind)]
-    return [silent for silent in placed if not silent.stack.waits_for_ranks] or placed
+    located = [
+        locate_silent_rank(silent, status_fd) if number < _MAX_STACK_REQUESTS else silent
+        for number, silent in enumerate(behind)
+    ]
+    return [silent for silent in located if not silent.stack.is_waiting_for_ranks] or located
 
 
-def with_place(silent: SilentRank, status_fd: int) -> SilentRank:
+def locate_silent_rank(silent: SilentRank, status_fd: int) -> SilentRank:
     """Return the rank with the line of the job's code that it executes, or the data worker that it waits for."""
     if silent.is_stopped:
         return silent
-    stack = ask_stack(silent.pid, status_fd)
-    place = f", in {stack.own[0]}" if stack.own else ""
-    if stack.waits_for_data or not stack.own:
-        place = _worker_of(silent.pid, status_fd) or place
-    return replace(silent, place=place, stack=stack)
+    stack = request_stack(silent.pid, status_fd)
+    location = f", in {stack.user_frames[0]}" if stack.user_frames else ""
+    if stack.is_waiting_for_data or not stack.user_frames:
+        location = _describe_data_worker(silent.pid, status_fd) or location
+    return replace(silent, place=location, stack=stack)
 
 
-def _worker_of(pid: int, status_fd: int) -> str:
+def _describe_data_worker(pid: int, status_fd: int) -> str:
     """Return a description of the data worker that the rank waits for: one that is stopped, or is in the job's code."""
-    for worker in forks_of(pid)[:_MOST_ASKED]:
+    for worker in forked_children(pid)[:_MAX_STACK_REQUESTS]:
         state = process_state(worker)
-        stack = Stack() if state in ("T", "t") else ask_stack(worker, status_fd)
-        if state in ("T", "t") or stack.own:
-            where = f", in {stack.own[0]}" if stack.own else ""
-            return f"; it waits for its data worker {worker}, which {_STATES.get(state, 'does not answer')}{where}"
+        stack = Stack() if state in ("T", "t") else request_stack(worker, status_fd)
+        if state in ("T", "t") or stack.user_frames:
+            location = f", in {stack.user_frames[0]}" if stack.user_frames else ""
+            return f"; it waits for its data worker {worker}, which {_STATE_DESCRIPTIONS.get(state, 'does not answer')}{location}"
     return ""
 
 
@@ -96,93 +101,91 @@ def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> F
 
     If several collectives ran at once, only the message of the one that timed out contains its limit.
     """
-    waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
+    waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     first = silent[0]
     ranks = " and ".join(f"rank {one.rank}" for one in silent)
-    limit = _limit(waiter.message)
-    what = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
-    has_met = int(waiter.kind != MachineError.__name__)  # else it was before the first step
-    longer = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
-    error = RunError(what, cause=_cause(first), hint=_hint(first, longer))
-    said = {**error.as_json(), "error": TIMEOUT}
+    limit = _timeout_limit(waiter.message)
+    message = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
+    has_connected = int(waiter.kind != MachineError.__name__)  # else it was before the first step
+    longer_timeout = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
+    error = RunError(message, cause=_cause(first), hint=_hint(first, longer_timeout))
+    error_fields = {**error.as_json(), "error": TIMEOUT}
     return replace(
-        waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + has_met,
-        told_by=waiter.rank, said=said,
+        waiter, rank=first.rank, kind=TIMEOUT, message=message, screen=str(error), step=first.step + has_connected,
+        told_by=waiter.rank, said=error_fields,
     )  # fmt: skip
 
 
-def all_silent(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
+def all_silent_failure(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
     """Return the failure of a run in which every rank hangs in its own code."""
     first = silent[0]
-    told = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
+    descriptions = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
     error = RunError(
-        f"no rank has responded for {seconds:.0f} s. {told}.",
+        f"no rank has responded for {seconds:.0f} s. {descriptions}.",
         cause="code that never ends, a lock that is never released, or missing data, on every rank",
         hint=f"--train.timeout_seconds {2 * seconds:.0f} if they are just slow",
     )
-    said = {**error.as_json(), "error": TIMEOUT}
+    error_fields = {**error.as_json(), "error": TIMEOUT}
     return Failure(
         rank=first.rank, kind=TIMEOUT, message=error.what, screen=str(error), step=first.step + 1,
-        monotonic_ns=time.monotonic_ns(), said=said, where=str(next(iter(first.stack.own), "")).partition(" ")[0],
+        monotonic_ns=time.monotonic_ns(), said=error_fields, where=str(next(iter(first.stack.user_frames), "")).partition(" ")[0],
     )  # fmt: skip
 
 
 def divergence_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure of a run in which all ranks waited for each other in different places until one timed out."""
-    waiter = max(filter(is_timeout, failures), key=lambda waiter: _limit(waiter.message))
-    limit = _limit(waiter.message)
-    told = [f"rank {failure.rank} {failure.doing}" for failure in failures if failure.doing]
-    what = f"the ranks waited for each other in different places{f', for {limit:g} s' if limit else ''}"
+    waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
+    limit = _timeout_limit(waiter.message)
+    positions = [f"rank {failure.rank} {failure.doing}" for failure in failures if failure.doing]
+    summary = f"the ranks waited for each other in different places{f', for {limit:g} s' if limit else ''}"
     error = RunError(
-        f"{what}: {'; '.join(told[:4])}." if told else f"{what}.",
+        f"{summary}: {'; '.join(positions[:4])}." if positions else f"{summary}.",
         cause="a block that only some ranks run (layer drop, a branch on the samples), or different code on one rank",
         hint="--layout zero2 or ddp, where each rank may run different blocks"
-        if told
+        if positions
         else "run the same code on every rank",
     )
-    said = {**error.as_json(), "error": APART}
-    return replace(waiter, kind=APART, message=error.what, screen=str(error), said=said)
+    error_fields = {**error.as_json(), "error": DIVERGED}
+    return replace(waiter, kind=DIVERGED, message=error.what, screen=str(error), said=error_fields)
 
 
-def still_waiting(silent: Sequence[SilentRank], *, seconds: float) -> str:
+def stop_waiting_message(silent: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message for a user who asked the run to stop and sees nothing happen."""
     if not silent:
         return f"no rank has started after {seconds:.0f} s; Ctrl-C again stops at once"
-    again = "Ctrl-C again stops at once and loses the steps since the last save"
+    instruction = "Ctrl-C again stops at once and loses the steps since the last save"
     stopped = [one for one in silent if one.is_stopped]
     if stopped:
-        again = f"kill -CONT {' '.join(str(one.pid) for one in stopped)} lets it finish; {again}"
-    told = _rows(silent)
-    return f"still waiting for {plural(len(silent), 'rank')} after {seconds:.0f} s:\n{told}\n{again}"
+        instruction = f"kill -CONT {' '.join(str(one.pid) for one in stopped)} lets it finish; {instruction}"
+    rows = _rows(silent)
+    return f"still waiting for {plural(len(silent), 'rank')} after {seconds:.0f} s:\n{rows}\n{instruction}"
 
 
 def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message about ranks that have sent no heartbeat for `seconds`, while the run continues."""
     stopped = [str(one.pid) for one in silent if one.is_stopped]
-    wakes = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
-    return (
-        f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n{wakes}Ctrl-C asks to stop"
-    )
+    wake_hint = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
+    return f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n{wake_hint}Ctrl-C asks to stop"
 
 
 def _rows(silent: Sequence[SilentRank]) -> str:
     return "\n".join(f"  rank {one.rank}: {one}" for one in silent[:4])
 
 
-def _look(folder: Path, rank: int, pid: int) -> SilentRank:
-    beat = read_pulse(folder / f"pulse-{rank}")
-    known = beat is not None and beat.monotonic_ns
-    seconds = (time.monotonic_ns() - beat.monotonic_ns) / 1e9 if beat is not None and known else 0.0
-    step = beat.step if beat is not None and known else 0
+def _observe_rank(folder: Path, rank: int, pid: int) -> SilentRank:
+    beat = read_heartbeat(folder / f"pulse-{rank}")
+    has_heartbeat = beat is not None and beat.monotonic_ns
+    seconds = (time.monotonic_ns() - beat.monotonic_ns) / 1e9 if beat is not None and has_heartbeat else 0.0
+    step = beat.step if beat is not None and has_heartbeat else 0
     return SilentRank(rank=rank, pid=pid, step=step, seconds=seconds, state=process_state(pid))
 
 
-def _limit(text: str) -> float:
+def _timeout_limit(text: str) -> float:
     """Return the timeout in seconds from the library's message; 0 if it contains none."""
     for pattern, unit in ((r"(\d+) ?ms\b", 1000), (r"(\d+) ?milliseconds", 1000), (r"after (\d+) seconds", 1)):
-        found = re.search(pattern, text)
-        if found:
-            return int(found[1]) / unit
+        match = re.search(pattern, text)
+        if match:
+            return int(match[1]) / unit
     return 0.0
 
 
@@ -194,7 +197,7 @@ def _cause(silent: SilentRank) -> str:
     return "code that only this rank runs, data that takes long to read, or a lock that is never released"
 
 
-def _hint(silent: SilentRank, longer: str) -> str:
+def _hint(silent: SilentRank, longer_timeout: str) -> str:
     if silent.is_stopped:
-        return f"let it run (kill -CONT PID wakes a stopped process), or {longer} to wait longer"
-    return f"{longer} if it is just slow"
+        return f"let it run (kill -CONT PID wakes a stopped process), or {longer_timeout} to wait longer"
+    return f"{longer_timeout} if it is just slow"

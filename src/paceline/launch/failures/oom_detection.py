@@ -15,18 +15,18 @@ from types import TracebackType
 from paceline.console.formatting import format_size
 from paceline.errors import DataError, OutOfMemory
 
-_SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory")
-_TRIED = re.compile(r"(?:allocate|allocating) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
+_OOM_TEXTS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory")
+_ALLOCATION = re.compile(r"(?:allocate|allocating) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50, "eib": 1 << 60}
-_PARTS = (  # by the file of the outermost frame in torch
+_PHASES = (  # by the file of the outermost frame in torch
     ("/torch/autograd/", "backward"),
     ("/torch/optim/", "optimizer"),
     ("/torch/nn/utils/", "optimizer"),
     ("/torch/nn/", "forward"),
 )
-_GROUP = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
-_PROCESS = {"address space": "VmSize", "data": "VmData"}
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
+_STATUS_NAMES = {"address space": "VmSize", "data": "VmData"}
 _NO_LIMIT = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 
@@ -46,49 +46,49 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError | DataError) and any(word in str(error).lower() for word in _SAID)
+    return isinstance(error, RuntimeError | DataError) and any(word in str(error).lower() for word in _OOM_TEXTS)
 
 
 def requested_bytes(error: BaseException) -> int | None:
     """Return the size of the failed allocation in bytes, or None if the error does not contain it."""
-    found = _TRIED.search(str(error))
-    return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    match = _ALLOCATION.search(str(error))
+    return None if match is None else int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def phase_of(trace: TracebackType | None) -> str:
     """Return the phase of a step that a traceback is in: `forward`, `backward`, `optimizer`, or an empty string."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        part = next((part for folder, part in _PARTS if folder in file), "")
-        if part:
-            return part
+        phase = next((part for folder, part in _PHASES if folder in file), "")
+        if phase:
+            return phase
         trace = trace.tb_next
     return ""
 
 
-def out_of_memory(
-    error: BaseException, *, part: str = "", held: Mapping[str, int], room: MemoryLimit | None
+def out_of_memory_error(
+    error: BaseException, *, phase: str = "", held: Mapping[str, int], limit: MemoryLimit | None
 ) -> OutOfMemory:
     """Return the error as `OutOfMemory`, with the original's traceback and notes."""
-    part = "reading data" if isinstance(error, DataError) else part or phase_of(error.__traceback__)
-    more = requested_bytes(error)
-    what = "out of memory" + (f" in {part}" if part else "")
-    what += f": {format_size(more)} more could not be allocated." if more else "."
-    used = (
+    phase = "reading data" if isinstance(error, DataError) else phase or phase_of(error.__traceback__)
+    allocation_bytes = requested_bytes(error)
+    message = "out of memory" + (f" in {phase}" if phase else "")
+    message += f": {format_size(allocation_bytes)} more could not be allocated." if allocation_bytes else "."
+    limit_text = (
         ""
-        if room is None
-        else f"{room.name} is limited to {format_size(room.limit_bytes)}, {format_size(room.used_bytes)} were used"
+        if limit is None
+        else f"{limit.name} is limited to {format_size(limit.limit_bytes)}, {format_size(limit.used_bytes)} were used"
     )
-    found = OutOfMemory(
-        what,
-        cause=used,
+    oom_error = OutOfMemory(
+        message,
+        cause=limit_text,
         held=held,
-        limit_bytes=None if room is None else room.limit_bytes,
-        part=part,
-        requested_bytes=more,
+        limit_bytes=None if limit is None else limit.limit_bytes,
+        part=phase,
+        requested_bytes=allocation_bytes,
     )
-    found.__notes__ = list(getattr(error, "__notes__", ()))
-    return found.with_traceback(error.__traceback__)
+    oom_error.__notes__ = list(getattr(error, "__notes__", ()))
+    return oom_error.with_traceback(error.__traceback__)
 
 
 def process_memory(name: str = "VmRSS") -> int:
@@ -115,7 +115,7 @@ def release_freed_memory() -> None:
 
 
 @contextmanager
-def only_new() -> Iterator[None]:
+def freeze_existing_objects() -> Iterator[None]:
     """Exclude existing objects from garbage collection inside the block: a million with torch, 0.2 s per collection.
 
     It also works as a decorator.
@@ -134,41 +134,43 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def tightest_room() -> MemoryLimit | None:
+def tightest_memory_limit() -> MemoryLimit | None:
     """Return the limit on this process's memory that leaves the least free, or None if there is no limit."""
-    return min(_rooms(), key=lambda room: room.limit_bytes - room.used_bytes, default=None)
+    return min(_memory_limits(), key=lambda room: room.limit_bytes - room.used_bytes, default=None)
 
 
-def own_of(room: MemoryLimit | None) -> int:
+def process_bytes_under(limit: MemoryLimit | None) -> int:
     """Return the bytes that this process uses under a limit."""
-    if room is not None and room.is_own:
-        return room.used_bytes
+    if limit is not None and limit.is_own:
+        return limit.used_bytes
     return process_memory()
 
 
-def _rooms() -> Iterator[MemoryLimit]:
+def _memory_limits() -> Iterator[MemoryLimit]:
     for name, limit in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
-            own = process_memory(_PROCESS[name])
-            yield MemoryLimit(name=f"this process's {name} (ulimit)", limit_bytes=most, used_bytes=own, is_own=True)
-    for folder in _groups():
+        limit_bytes = resource.getrlimit(limit)[0]
+        if limit_bytes != resource.RLIM_INFINITY:
+            process_bytes = process_memory(_STATUS_NAMES[name])
+            yield MemoryLimit(
+                name=f"this process's {name} (ulimit)", limit_bytes=limit_bytes, used_bytes=process_bytes, is_own=True
+            )
+    for folder in _cgroup_folders():
         for most_file, now_file in (
             ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):  # fmt: skip
             with suppress(OSError, ValueError):
-                most, now = (int((folder / file).read_text()) for file in (most_file, now_file))
-                if most < _NO_LIMIT:
-                    yield MemoryLimit(name="the control group's memory", limit_bytes=most, used_bytes=now)
+                limit_bytes, used_bytes = (int((folder / file).read_text()) for file in (most_file, now_file))
+                if limit_bytes < _NO_LIMIT:
+                    yield MemoryLimit(name="the control group's memory", limit_bytes=limit_bytes, used_bytes=used_bytes)
     with suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-        total = found["MemTotal"]
-        yield MemoryLimit(name="this machine's memory", limit_bytes=total, used_bytes=total - found["MemAvailable"])
+        sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+        total = sizes["MemTotal"]
+        yield MemoryLimit(name="this machine's memory", limit_bytes=total, used_bytes=total - sizes["MemAvailable"])
 
 
 def oom_kill_count(
-    *, group: Path = _GROUP, machine: Path = Path("/proc/vmstat"), own: Path = _OWN_GROUPS
+    *, cgroup_root: Path = _CGROUP_ROOT, machine: Path = Path("/proc/vmstat"), process_cgroups: Path = _PROCESS_CGROUPS
 ) -> int | None:
     """Return how many processes the kernel has killed so far because memory ran out, or None if unknown.
 
@@ -176,47 +178,51 @@ def oom_kill_count(
     whole machine.
     """
     for name in ("memory.events", "memory.oom_control"):
-        counts = [count for folder in _groups(group, own) if (count := _kills_in(folder / name)) is not None]
+        counts = [
+            count
+            for folder in _cgroup_folders(cgroup_root, process_cgroups)
+            if (count := _read_oom_kills(folder / name)) is not None
+        ]
         if counts:
             return sum(counts)
-    return _kills_in(machine)
+    return _read_oom_kills(machine)
 
 
-def _kills_in(file: Path) -> int | None:
+def _read_oom_kills(file: Path) -> int | None:
     with suppress(OSError, ValueError, StopIteration):
         lines = file.read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return None
 
 
-def _groups(group: Path = _GROUP, own: Path = _OWN_GROUPS) -> list[Path]:
+def _cgroup_folders(cgroup_root: Path = _CGROUP_ROOT, process_cgroups: Path = _PROCESS_CGROUPS) -> list[Path]:
     """Return the folders of the control groups that limit this process's memory, the innermost first."""
-    found = []
+    folders = []
     try:
-        lines = own.read_text().splitlines()
+        lines = process_cgroups.read_text().splitlines()
     except OSError:
         lines = []
     for line in lines:
         _, kinds, path = (*line.split(":", 2), "", "")[:3]
         if kinds == "" or "memory" in kinds.split(","):
-            root = group if kinds == "" else group / "memory"
+            root = cgroup_root if kinds == "" else cgroup_root / "memory"
             inside = Path(path.lstrip("/"))
-            found += [root / part for part in (inside, *inside.parents) if part != Path()]
-    return [*found, group, group / "memory"]
+            folders += [root / part for part in (inside, *inside.parents) if part != Path()]
+    return [*folders, cgroup_root, cgroup_root / "memory"]
 
 
-def explain_lack(text: str) -> tuple[str, str] | None:
+def explain_data_worker_error(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
     The argument is the text of an error. Return None for any other reason, and for a bus error, which gives none.
     """
-    words = text.lower()
+    lowered = text.lower()
     if files := explain_open_files(text):
         return f"{files[0]}; each tensor from a data worker needs one", "ulimit -n 65536, or --data.workers 0"
-    if any(word in words for word in _NO_SHARED_MEMORY):
-        free, total = _shared_memory()
-        was_full = _FULL in words
-        if was_full or (total and free < _LITTLE_BYTES):
+    if any(word in lowered for word in _SHARED_MEMORY_TEXTS):
+        free, total = _shared_memory_bytes()
+        was_full = _DISK_FULL_TEXT in lowered
+        if was_full or (total and free < _LOW_SHARED_MEMORY_BYTES):
             cause = "/dev/shm was full" if was_full else "/dev/shm is small"
             cause += ", the shared memory through which data workers pass samples"
             cause += f": {format_size(free)} of {format_size(total)} are free now" if total else ""
@@ -224,11 +230,11 @@ def explain_lack(text: str) -> tuple[str, str] | None:
     return None
 
 
-def explain_failed_start(error: BaseException) -> tuple[str, str] | None:
+def explain_lock_error(error: BaseException) -> tuple[str, str] | None:
     """Return the cause and the remedy if no semaphore or lock of data workers can be created in /dev/shm."""
     number = getattr(error, "errno", None)
     if number == errno.ENOSPC:
-        free, total = _shared_memory()
+        free, total = _shared_memory_bytes()
         size = f": {format_size(free)} of {format_size(total)} are free now" if total else ""
         return f"/dev/shm was full, in which data workers create their locks{size}", _LARGER_SHARED_MEMORY
     if number in (errno.EROFS, errno.EACCES) and not os.access("/dev/shm", os.W_OK):
@@ -239,26 +245,26 @@ def explain_failed_start(error: BaseException) -> tuple[str, str] | None:
 
 def explain_open_files(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if the text of an error says that too many files are open."""
-    if not any(word in text.lower() for word in _NO_FILES):
+    if not any(word in text.lower() for word in _OPEN_FILES_TEXTS):
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"a process may open {limit:,} files here (`ulimit -n`)", "ulimit -n 4096"
 
 
-def _shared_memory() -> tuple[int, int]:
+def _shared_memory_bytes() -> tuple[int, int]:
     """Return the free and the total bytes of /dev/shm; zeros if it does not exist."""
     try:
-        found = os.statvfs("/dev/shm")
+        stats = os.statvfs("/dev/shm")
     except OSError:
         return 0, 0
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
 
 
 _LARGER_SHARED_MEMORY = (
     "a larger /dev/shm (docker run --shm-size 8g, or mount -o remount,size=8g /dev/shm), or --data.workers 0"
 )
-_FULL = "no space left on device"
-_LITTLE_BYTES = 1 << 30
+_DISK_FULL_TEXT = "no space left on device"
+_LOW_SHARED_MEMORY_BYTES = 1 << 30
 """With more free bytes than this, a bus error or a failed mapping has another reason than a full /dev/shm."""
-_NO_FILES = ("too many open files", "items of ancdata", "[errno 24]")
-_NO_SHARED_MEMORY = ("out of shared memory", "bus error", "unable to mmap", "shared memory object", "file </torch_")
+_OPEN_FILES_TEXTS = ("too many open files", "items of ancdata", "[errno 24]")
+_SHARED_MEMORY_TEXTS = ("out of shared memory", "bus error", "unable to mmap", "shared memory object", "file </torch_")

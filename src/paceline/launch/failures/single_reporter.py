@@ -14,25 +14,25 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.filesystem.run_lock import birth_of
-from paceline.launch.environments import detect
-from paceline.launch.rendezvous import home_folder
+from paceline.launch.environments import detect_world
+from paceline.launch.rendezvous import user_folder
 
-_SHARED_BY_RANKS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world only
+_LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world only
 _CAUSE, _ECHO = "cause", "echo"
 _WIDTH = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportTurn:
+class ReportScope:
     """How much a failing process prints: everything, one line, or nothing because another rank reports the same."""
 
-    tells_all: bool = False
-    tells_line: bool = False
-    is_told: bool = False
+    prints_all: bool = False
+    prints_line: bool = False
+    is_already_reported: bool = False
     """True if another rank has reported what happened."""
 
 
-def claim_turn(text: str, *, environ: Mapping[str, str], is_echo: bool = False) -> ReportTurn:
+def claim_report(text: str, *, environ: Mapping[str, str], is_echo: bool = False) -> ReportScope:
     """Return how much this process prints about a failure that other ranks may report too.
 
     Args:
@@ -40,79 +40,83 @@ def claim_turn(text: str, *, environ: Mapping[str, str], is_echo: bool = False) 
         is_echo: this rank only lost the connection to another one. One such rank prints a line, and everything only if
             no other rank has reported.
     """
-    key = _key(environ)
+    key = _world_key(environ)
     if key is None:
-        return ReportTurn(tells_all=True)
+        return ReportScope(prints_all=True)
     rank, stem = key
     if not is_echo:
-        first = _claim(f"{stem}-{_CAUSE}", rank, text)
-        return ReportTurn(
-            tells_all=first is None, tells_line=first not in (None, text[:_WIDTH]), is_told=first is not None
+        first_text = _claim_file(f"{stem}-{_CAUSE}", rank, text)
+        return ReportScope(
+            prints_all=first_text is None,
+            prints_line=first_text not in (None, text[:_WIDTH]),
+            is_already_reported=first_text is not None,
         )
-    is_told = _read(f"{stem}-{_CAUSE}", rank) is not None
-    is_first = _claim(f"{stem}-{_ECHO}", rank, text) is None
-    return ReportTurn(tells_all=is_first and not is_told, tells_line=is_first, is_told=is_told)
+    is_already_reported = _read_claim(f"{stem}-{_CAUSE}", rank) is not None
+    is_first = _claim_file(f"{stem}-{_ECHO}", rank, text) is None
+    return ReportScope(
+        prints_all=is_first and not is_already_reported, prints_line=is_first, is_already_reported=is_already_reported
+    )
 
 
-def _key(environ: Mapping[str, str]) -> tuple[int, str] | None:
+def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """Return this process's rank and the world's name on this machine; None if the other ranks are unknown."""
     try:
-        joined = detect(environ)
+        joined = detect_world(environ)
     except PacelineError:
         return None
     parent = os.getppid()
-    born = birth_of(parent)
-    if joined is None or joined.world_size == 1 or joined.kind not in _SHARED_BY_RANKS or born is None:
+    birth = birth_of(parent)
+    if joined is None or joined.world_size == 1 or joined.kind not in _LAUNCHERS or birth is None:
         return None
-    return joined.rank, f"told-{parent}-{born}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return joined.rank, f"told-{parent}-{birth}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _claim(name: str, rank: int, text: str) -> str | None:
+def _claim_file(name: str, rank: int, text: str) -> str | None:
     """Return None if this process is the first, else the text of the first one.
 
     A file of another process with the same rank belongs to an earlier world: a wrapper may start several in turn.
     """
-    told = _read(name, rank)
-    if told is not None:
-        return told
+    claimed_text = _read_claim(name, rank)
+    if claimed_text is not None:
+        return claimed_text
     try:
-        path = home_folder() / name
-        _remove_old(path.parent)
-        found = _found(path)
-        if found.get("rank") == rank and found.get("pid") != os.getpid():
+        path = user_folder() / name
+        _remove_old_claims(path.parent)
+        record = _read_record(path)
+        if record.get("rank") == rank and record.get("pid") != os.getpid():
             path.unlink(missing_ok=True)
-        whole = path.with_name(f".{name}-{rank}")
-        whole.write_text(json.dumps({"rank": rank, "pid": os.getpid(), "text": text[:_WIDTH]}), encoding="utf-8")
+        temporary = path.with_name(f".{name}-{rank}")
+        temporary.write_text(json.dumps({"rank": rank, "pid": os.getpid(), "text": text[:_WIDTH]}), encoding="utf-8")
         try:
-            path.hardlink_to(whole)
+            path.hardlink_to(temporary)
         finally:
-            whole.unlink()
+            temporary.unlink()
     except FileExistsError:
-        return _read(name, rank)
+        return _read_claim(name, rank)
     except (OSError, PacelineError):
         pass  # then every rank reports
     return None
 
 
-def _read(name: str, rank: int) -> str | None:
+def _read_claim(name: str, rank: int) -> str | None:
     """Return the text that another rank of this world wrote under this name, or None."""
     try:
-        found = _found(home_folder() / name)
+        record = _read_record(user_folder() / name)
     except (OSError, PacelineError):
         return None
-    return None if found.get("rank") in (None, rank) else str(found.get("text", ""))
+    return None if record.get("rank") in (None, rank) else str(record.get("text", ""))
 
 
-def _found(path: Path) -> dict[str, Any]:
+def _read_record(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
     return {}
 
 
-def _remove_old(home: Path) -> None:
+def _remove_old_claims(folder: Path) -> None:
     """Remove the files of worlds whose launcher has ended."""
-    for path in home.glob("told-*"):
-        _, pid, born, *rest = [*path.name.split("-"), "", ""]
-        if len(rest) > 2 and pid.isdecimal() and birth_of(int(pid)) != born:
+    for path in folder.glob("told-*"):
+        _, pid, birth, *rest = [*path.name.split("-"), "", ""]
+        if len(rest) > 2 and pid.isdecimal() and birth_of(int(pid)) != birth:
             path.unlink(missing_ok=True)

@@ -17,12 +17,12 @@ from pathlib import Path
 from paceline.user_code import is_users
 
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
-_PLACE = 1 << 32  # in the status buffer, behind the slots of 2^17 ranks
+_STACKS_OFFSET = 1 << 32  # in the status buffer, behind the slots of 2^17 ranks
 _ANSWER_SECONDS, _POLL_SECONDS = 1.0, 0.02
-_MOST_BYTES, _WIDTH = 1 << 20, 100
+_MAX_BYTES, _MAX_LINE_CHARACTERS = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_DATA = "/torch/utils/data/dataloader.py"
-_WAITING = ("/torch/distributed/", "/paceline/comm/process_group.py")
+_DATALOADER_FILE = "/torch/utils/data/dataloader.py"
+_COMMUNICATION_FILES = ("/torch/distributed/", "/paceline/comm/process_group.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        text = linecache.getline(self.file, self.line).strip()[:_WIDTH]
+        text = linecache.getline(self.file, self.line).strip()[:_MAX_LINE_CHARACTERS]
         return f"{self.file}:{self.line} ({self.function})" + (f": {text}" if text else "")
 
 
@@ -45,36 +45,36 @@ class Stack:
     frames: tuple[Frame, ...] = ()
 
     @property
-    def own(self) -> tuple[Frame, ...]:
+    def user_frames(self) -> tuple[Frame, ...]:
         """Return the frames in the user's own code."""
         return tuple(frame for frame in self.frames if is_users(frame.file))
 
     @property
-    def waits_for_ranks(self) -> bool:
+    def is_waiting_for_ranks(self) -> bool:
         """Return whether the process is inside a collective or another exchange with other ranks."""
-        inside = any(part in frame.file for frame in self.frames[:12] for part in _WAITING)
+        inside = any(part in frame.file for frame in self.frames[:12] for part in _COMMUNICATION_FILES)
         first = self.frames[0].file if self.frames else ""
         return inside or ("/paceline/" in first and "/paceline/data/" not in first and not is_users(first))
 
     @property
-    def waits_for_data(self) -> bool:
+    def is_waiting_for_data(self) -> bool:
         """Return whether the process waits for a data worker's answer."""
-        return any(frame.file.endswith(_DATA) for frame in self.frames[:12])
+        return any(frame.file.endswith(_DATALOADER_FILE) for frame in self.frames[:12])
 
 
-def answer_with_stack(status_fd: int) -> None:
+def install_stack_handler(status_fd: int) -> None:
     """Register a handler that writes the stacks of this process and its forks after the buffer's slots on request."""
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.register(_SIGNAL, file=status_fd, all_threads=True)
 
 
-def begin_stacks(status_fd: int) -> None:
+def seek_stack_area(status_fd: int) -> None:
     """Move the buffer's file offset, which all ranks share, past all slots, so that stacks are written there."""
-    os.lseek(status_fd, _PLACE, os.SEEK_SET)
+    os.lseek(status_fd, _STACKS_OFFSET, os.SEEK_SET)
 
 
-def ask_stack(pid: int, status_fd: int) -> Stack:
+def request_stack(pid: int, status_fd: int) -> Stack:
     """Ask a process for its stack and wait for at most a second; without an answer the stack is empty."""
     if not _SIGNAL or not has_signal_handler(pid, _SIGNAL):
         return Stack()
@@ -86,19 +86,19 @@ def ask_stack(pid: int, status_fd: int) -> Stack:
     end, deadline = start, time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        now = os.lseek(status_fd, 0, os.SEEK_CUR)
-        if now == end > start:
+        offset = os.lseek(status_fd, 0, os.SEEK_CUR)
+        if offset == end > start:
             break
-        end = now
-    return read_stack(os.pread(status_fd, min(end - start, _MOST_BYTES), start).decode(errors="replace"))
+        end = offset
+    return parse_stack(os.pread(status_fd, min(end - start, _MAX_BYTES), start).decode(errors="replace"))
 
 
-def read_stack(text: str) -> Stack:
+def parse_stack(text: str) -> Stack:
     """Parse a `faulthandler` dump and return the stack of the thread that got the signal, the main one."""
     blocks = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text) if block.strip()]
-    mine = next((block for block in blocks if block.startswith("Current thread")), blocks[-1] if blocks else "")
-    found = [_FRAME.match(line) for line in mine.splitlines()]
-    frames = [Frame(file=m["file"], line=int(m["line"]), function=m["function"]) for m in found if m is not None]
+    main_thread = next((block for block in blocks if block.startswith("Current thread")), blocks[-1] if blocks else "")
+    matches = [_FRAME.match(line) for line in main_thread.splitlines()]
+    frames = [Frame(file=m["file"], line=int(m["line"]), function=m["function"]) for m in matches if m is not None]
     return Stack(frames=tuple(frames))
 
 
@@ -120,11 +120,11 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def forks_of(pid: int) -> list[int]:
+def forked_children(pid: int) -> list[int]:
     """Return the children of a process that would answer with their stack: its forks, such as data workers."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):
             if int(entry.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(entry.parent.name))
-    return sorted(one for one in found if process_state(one) not in ("Z", "X", "") and has_signal_handler(one, _SIGNAL))
+                pids.append(int(entry.parent.name))
+    return sorted(one for one in pids if process_state(one) not in ("Z", "X", "") and has_signal_handler(one, _SIGNAL))

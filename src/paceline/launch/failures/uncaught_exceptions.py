@@ -19,15 +19,15 @@ from typing import Any
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, called_exit
 from paceline.filesystem.atomic_files import write_text
-from paceline.launch.failures.failure_record import Failure, current_rank, failure_of
+from paceline.launch.failures.failure_record import Failure, current_rank, failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import is_timeout
-from paceline.launch.failures.single_reporter import ReportTurn, claim_turn
+from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.user_code import hide_own_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LEFT = "_paceline_left"  # among an error's attributes
+_LEFT_BLOCK = "_paceline_left"  # among an error's attributes
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -38,95 +38,97 @@ class UncaughtHook:
     traceback, with Paceline's frames.
     """
 
-    def __init__(self, before: Hook) -> None:
-        self._before = before
-        self.is_on = True
+    def __init__(self, previous_hook: Hook) -> None:
+        self._previous_hook = previous_hook
+        self.is_active = True
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report the exception, and call the previous hook."""
-        if not (self.is_on or _has_left(error)) or not isinstance(error, Exception):
-            self._before(kind, error, trace)
+        if not (self.is_active or _has_left_block(error)) or not isinstance(error, Exception):
+            self._previous_hook(kind, error, trace)
             return
-        failure, turn = report(error)
-        is_pythons = self._before is sys.__excepthook__
-        if is_pythons or str(getattr(self._before, "__module__", "")).startswith("torch."):  # it calls Python's
+        failure, scope = report_failure(error)
+        is_python_hook = self._previous_hook is sys.__excepthook__
+        if is_python_hook or str(getattr(self._previous_hook, "__module__", "")).startswith(
+            "torch."
+        ):  # it calls Python's
             hide_own_frames(error)
-        if turn.tells_all and is_pythons and failure.said:
-            print_line(failure_sentence(failure, turn), sys.stderr)
-        elif turn.tells_all and not is_echo(failure):
-            self._before(kind, error, error.__traceback__)
+        if scope.prints_all and is_python_hook and failure.said:
+            print_line(failure_sentence(failure, scope), sys.stderr)
+        elif scope.prints_all and not is_echo(failure):
+            self._previous_hook(kind, error, error.__traceback__)
         else:
-            if not is_pythons:
+            if not is_python_hook:
                 with redirect_stderr(io.StringIO()):
-                    self._before(kind, error, error.__traceback__)
-            if turn.tells_line or turn.tells_all:
-                print_line(failure_sentence(failure, turn), sys.stderr)
+                    self._previous_hook(kind, error, error.__traceback__)
+            if scope.prints_line or scope.prints_all:
+                print_line(failure_sentence(failure, scope), sys.stderr)
 
     def remove(self) -> None:
         """Restore the previous hook; if another hook was installed since, this one stays and only forwards."""
-        self.is_on = False
+        self.is_active = False
         if sys.excepthook is self:
-            sys.excepthook = self._before
+            sys.excepthook = self._previous_hook
 
-    def remove_but_for(self, error: BaseException) -> None:
+    def restrict_to_error(self, error: BaseException) -> None:
         """From now on, report only this error and errors that follow from it: the script may still catch it."""
-        vars(error)[_LEFT] = True
-        self.is_on = False
+        vars(error)[_LEFT_BLOCK] = True
+        self.is_active = False
 
 
 @contextmanager
-def told_while_open(hook: UncaughtHook | None) -> Iterator[None]:
+def remove_hook_at_end(hook: UncaughtHook | None) -> Iterator[None]:
     """Remove the hook at the end of a block; an error that leaves the block is still reported."""
     try:
         yield
     except BaseException as error:
         if hook is not None:
-            hook.remove_but_for(error)
+            hook.restrict_to_error(error)
         raise
     if hook is not None:
         hook.remove()
 
 
-def _has_left(error: BaseException | None) -> bool:
+def _has_left_block(error: BaseException | None) -> bool:
     """Return whether the error, or one in its cause chain, has left a block of `remove_hook_at_end`."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if _LEFT in vars(error):
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        if _LEFT_BLOCK in vars(error):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 
 
-def watch_uncaught() -> UncaughtHook | None:
+def install_uncaught_hook() -> UncaughtHook | None:
     """Install the hook in front of the current one, until its `remove` is called.
 
     Return None if a hook of ours is active already, and in a rank of our own launcher, whose agent reports.
     """
-    found = sys.excepthook
-    if attempt_folder(os.environ) is not None or (isinstance(found, UncaughtHook) and found.is_on):
+    current_hook = sys.excepthook
+    if attempt_folder(os.environ) is not None or (isinstance(current_hook, UncaughtHook) and current_hook.is_active):
         return None
-    if isinstance(found, UncaughtHook):
-        found.is_on = True
-        return found
-    sys.excepthook = made = UncaughtHook(found)
-    return made
+    if isinstance(current_hook, UncaughtHook):
+        current_hook.is_active = True
+        return current_hook
+    sys.excepthook = hook = UncaughtHook(current_hook)
+    return hook
 
 
-def report(error: BaseException) -> tuple[Failure, ReportTurn]:
+def report_failure(error: BaseException) -> tuple[Failure, ReportScope]:
     """Return the failure of this rank and how much of it to print; also write it to torchrun's error file."""
-    failure = failure_of(error, rank=current_rank())
-    turn = turn_of(failure)
-    write_error_file(failure, turn, whole="".join(traceback.format_exception(error)))
-    return failure, turn
+    failure = failure_from_exception(error, rank=current_rank())
+    scope = report_scope_of(failure)
+    write_error_file(failure, scope, traceback_text="".join(traceback.format_exception(error)))
+    return failure, scope
 
 
 def report_exit(error: SystemExit) -> None:
     """Print that the script left a run of several ranks by `sys.exit`, so that the other ranks lose this one."""
     exit_error = called_exit(error)
-    where = f"rank {current_rank()} left the run: {exit_error.what}"
-    if attempt_folder(os.environ) is None and claim_turn(exit_error.what, environ=os.environ).tells_all:
-        print_line(where.replace("the job called", "the script called"), sys.stderr)
+    message = f"rank {current_rank()} left the run: {exit_error.what}"
+    if attempt_folder(os.environ) is None and claim_report(exit_error.what, environ=os.environ).prints_all:
+        print_line(message.replace("the job called", "the script called"), sys.stderr)
 
 
 def is_echo(failure: Failure) -> bool:
@@ -134,41 +136,47 @@ def is_echo(failure: Failure) -> bool:
     return failure.exit_code == ExitCode.FAILED and is_lost_connection(failure)
 
 
-def turn_of(failure: Failure) -> ReportTurn:
+def report_scope_of(failure: Failure) -> ReportScope:
     """Return how much this process prints about its failure."""
-    return claim_turn(f"{failure.kind}: {failure.message}", environ=os.environ, is_echo=is_echo(failure))
+    return claim_report(f"{failure.kind}: {failure.message}", environ=os.environ, is_echo=is_echo(failure))
 
 
-def failure_sentence(failure: Failure, turn: ReportTurn) -> str:
+def failure_sentence(failure: Failure, scope: ReportScope) -> str:
     """Return the message that a rank prints. If it only lost another rank, the message says that the other failed."""
-    at = f" at step {failure.step}" if failure.step else ""
+    step_text = f" at step {failure.step}" if failure.step else ""
     if is_echo(failure):
         if failure.kind == PeerError.__name__:
             return failure.message
-        if turn.is_told:
-            return f"rank {failure.rank} stopped{at} because another rank failed; that rank's output says why"
-        why = "did not respond in time" if is_timeout(failure) else "failed; that rank's output may say why"
-        return f"rank {failure.rank} stopped{at} because another rank {why} ({failure.kind}: {failure.message})"
-    who = f"rank {failure.rank}" if int(own_environ(os.environ).get("WORLD_SIZE", 1)) > 1 else ""
-    if not turn.tells_all:
-        return f"{who or 'this process'}: {failure.kind}: {failure.message}"
+        if scope.is_already_reported:
+            return f"rank {failure.rank} stopped{step_text} because another rank failed; that rank's output says why"
+        reason = "did not respond in time" if is_timeout(failure) else "failed; that rank's output may say why"
+        return (
+            f"rank {failure.rank} stopped{step_text} because another rank {reason} ({failure.kind}: {failure.message})"
+        )
+    rank_text = f"rank {failure.rank}" if int(own_environ(os.environ).get("WORLD_SIZE", 1)) > 1 else ""
+    if not scope.prints_all:
+        return f"{rank_text or 'this process'}: {failure.kind}: {failure.message}"
     if failure.exit_code != ExitCode.FAILED:
-        what, *rest = failure.screen.splitlines()
+        summary, *rest = failure.screen.splitlines()
         if failure.where and not any(line.startswith("  where: ") for line in rest):
             rest = [f"  where: {failure.where}", *rest]
-        return "\n".join([f"{who if who and failure.exit_code != ExitCode.REFUSED else 'error'}: {what}", *rest])
-    place = ", ".join(filter(None, [who, failure.where, f"{failure.kind}: {failure.message}"]))
-    return "\n".join([f"FAILED{at}. {place}", *(f"  {line}" for line in failure.screen.splitlines()[1:])])
+        return "\n".join(
+            [f"{rank_text if rank_text and failure.exit_code != ExitCode.REFUSED else 'error'}: {summary}", *rest]
+        )
+    description = ", ".join(filter(None, [rank_text, failure.where, f"{failure.kind}: {failure.message}"]))
+    return "\n".join([f"FAILED{step_text}. {description}", *(f"  {line}" for line in failure.screen.splitlines()[1:])])
 
 
-def write_error_file(failure: Failure, turn: ReportTurn, *, whole: str) -> None:
+def write_error_file(failure: Failure, scope: ReportScope, *, traceback_text: str) -> None:
     """Write a failure to torchrun's error file; torchrun shows the rank with the smallest second as the cause."""
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    later = int(is_echo(failure)) + 2 * int(not turn.tells_all)  # a later second than that of the rank that reports it
-    second = int(time.time()) + later
-    extra = {"timestamp": str(second), "py_callstack": failure_sentence(failure, turn), "traceback": whole}
-    message = {"message": failure_sentence(failure, turn), "errorCode": failure.exit_code, "extraInfo": extra}
+    delay_seconds = int(is_echo(failure)) + 2 * int(
+        not scope.prints_all
+    )  # a later second than that of the rank that reports it
+    second = int(time.time()) + delay_seconds
+    extra = {"timestamp": str(second), "py_callstack": failure_sentence(failure, scope), "traceback": traceback_text}
+    message = {"message": failure_sentence(failure, scope), "errorCode": failure.exit_code, "extraInfo": extra}
     with suppress(OSError):
         write_text(Path(path), json.dumps({"message": message}))

@@ -74,7 +74,7 @@ def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
             entry=ENTRY,
             payload=payload,
             threads=mark.threads,
-            saves=False,
+            saves_checkpoints=False,
         )
         outcome = start(request)
         if outcome.exit_code == ExitCode.INTERRUPTED:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.console.formatting import format_metric
 from paceline.console.output import fitting_print, take_dropped_note, with_no_reader
 from paceline.events import Note
-from paceline.launch.agent.shared_status import read_pulse
-from paceline.launch.failures.failure_record import END_OF_TALK
+from paceline.launch.agent.shared_status import read_heartbeat
+from paceline.launch.failures.failure_record import TRACEBACK_MARKER
 from paceline.reporting.sinks.jsonl import JsonlSink
 from paceline.run_folder.run_folder import RunFolder
 
@@ -88,13 +88,13 @@ class Tail:
         self._place += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         talk = [text for line in lines if not _CHATTER.match(text := line.decode(errors="replace"))]
-        if END_OF_TALK in talk or self._silent:
-            talk = [] if self._silent else talk[: talk.index(END_OF_TALK)]
+        if TRACEBACK_MARKER in talk or self._silent:
+            talk = [] if self._silent else talk[: talk.index(TRACEBACK_MARKER)]
             self._silent, self._rest = True, b""
         return talk
 
     def _move_bar(self) -> None:
-        beat = read_pulse(self._pulse)
+        beat = read_heartbeat(self._pulse)
         if self._bar is None or self._task is None or beat is None or not beat.step:
             return
         self._bar.start()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline.config.update_rule import UpdateRule as Rule
 from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import RunError
-from paceline.launch.failures.failure_record import at_step
+from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.microbatches import StepBatch
 from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.model_state import held_by, row_tables
@@ -245,7 +245,7 @@ class ServerStep(SynchronousStep):
     def _update(self, state: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
         batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
         count = math.fsum(push.count for push in pushes.values())
-        with at_step(batch.number + 1):
+        with annotate_step(batch.number + 1):
             applied = (self._leases.sums_shares or bool(count)) and self._commit(
                 batch, list(pushes.values()), count=count
             )

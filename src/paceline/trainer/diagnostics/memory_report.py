@@ -10,11 +10,11 @@ from paceline.errors import OutOfMemory
 from paceline.launch.failures.oom_detection import (
     MemoryLimit,
     is_out_of_memory,
-    out_of_memory,
-    own_of,
+    out_of_memory_error,
+    process_bytes_under,
     process_memory,
     release_freed_memory,
-    tightest_room,
+    tightest_memory_limit,
 )
 from paceline.profiling.model_tracing.memory_tracker import memory_at_rest
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -57,12 +57,12 @@ def explain_out_of_memory(setup: TrainingSetup | None, memory_baseline: MemoryBa
 
 def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> OutOfMemory:
     if setup is None:
-        limit = tightest_room()
+        limit = tightest_memory_limit()
         bytes_by_purpose = {
             "before its model": memory_baseline.used_bytes_for(limit),
-            "building the model": max(0, own_of(limit) - memory_baseline.used_bytes_for(limit)),
+            "building the model": max(0, process_bytes_under(limit) - memory_baseline.used_bytes_for(limit)),
         }
-        return out_of_memory(error, part="building the model", held=bytes_by_purpose, room=limit)
+        return out_of_memory_error(error, phase="building the model", held=bytes_by_purpose, limit=limit)
     parameters = [member.parameter for member in setup.named]
     model_memory = memory_at_rest(model=setup.model, optimizers=setup.update.optimizers, shares=parameters)
     model_bytes = {
@@ -72,8 +72,8 @@ def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_basel
     }
     if setup.world.device.type == "cuda":
         return _describe_gpu_memory(error, model_bytes, setup.world.device)
-    limit = tightest_room()
-    baseline_bytes, used_bytes = memory_baseline.used_bytes_for(limit), own_of(limit)
+    limit = tightest_memory_limit()
+    baseline_bytes, used_bytes = memory_baseline.used_bytes_for(limit), process_bytes_under(limit)
     bytes_by_purpose = {
         **model_bytes,
         "activations": max(0, used_bytes - baseline_bytes - sum(model_bytes.values())),
@@ -81,7 +81,7 @@ def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_basel
     }
     if limit is not None and not limit.is_own:
         bytes_by_purpose["other processes"] = max(0, limit.used_bytes - used_bytes)
-    return out_of_memory(error, held=bytes_by_purpose, room=limit)
+    return out_of_memory_error(error, held=bytes_by_purpose, limit=limit)
 
 
 def _describe_gpu_memory(error: Exception, model_bytes: Mapping[str, int], device: torch.device) -> OutOfMemory:
@@ -94,6 +94,6 @@ def _describe_gpu_memory(error: Exception, model_bytes: Mapping[str, int], devic
         "rest": max(0, total - free - allocated),
     }
     name = torch.cuda.get_device_name(device)
-    return out_of_memory(
-        error, held=bytes_by_purpose, room=MemoryLimit(name=name, limit_bytes=total, used_bytes=total - free)
+    return out_of_memory_error(
+        error, held=bytes_by_purpose, limit=MemoryLimit(name=name, limit_bytes=total, used_bytes=total - free)
     )
