@@ -181,7 +181,7 @@ def test_data_workers_that_cannot_start_end_the_run_and_leave_none(
 def test_what_stops_the_start_of_data_workers_is_named(
     number: int, cause: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oom_detection, "_shared_memory", lambda: (1 << 20, 64 << 20))
+    monkeypatch.setattr(oom_detection, "_shared_memory_bytes", lambda: (1 << 20, 64 << 20))
     monkeypatch.setattr(os, "access", lambda *_: number != errno.EROFS)
     with pytest.raises(DataError, match="2 data workers cannot be started") as caught, start_workers(2):
         raise OSError(number, os.strerror(number))

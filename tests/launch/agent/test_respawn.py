@@ -16,7 +16,7 @@ def child(*words: str) -> int:
 
 def said(monkeypatch: pytest.MonkeyPatch, servers: list[int]) -> list[str]:
     """Servers that end with these statuses beside two workers that would go on for ever."""
-    monkeypatch.setattr(served, "_LEAVING_SECONDS", 0.1)
+    monkeypatch.setattr(served, "_EXIT_SECONDS", 0.1)
     pids = {child("sh", "-c", f"exit {status}"): rank for rank, status in enumerate(servers)}
     workers = [child("sleep", "60"), child("sleep", "60")]
     pids |= {pid: len(servers) + number for number, pid in enumerate(workers)}

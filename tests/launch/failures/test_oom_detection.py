@@ -166,7 +166,7 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_data_workers_lack_is_named(said: str, words: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_memory, "_shared_memory", lambda: (1 << 20, 64 << 20))
+    monkeypatch.setattr(short_memory, "_shared_memory_bytes", lambda: (1 << 20, 64 << 20))
     found = explain_data_worker_error(said)
     assert found is not None and words in found[0] and hint in found[1] and "--data.workers 0" in found[1]
     told = worker_error(RuntimeError(said), doing="collating samples 1, 2", hint="collate=...")
@@ -187,7 +187,7 @@ def test_what_data_workers_lack_is_named(said: str, words: str, hint: str, monke
 def test_shared_memory_with_room_is_no_reason(
     said: str, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(short_memory, "_shared_memory", lambda: room)
+    monkeypatch.setattr(short_memory, "_shared_memory_bytes", lambda: room)
     assert explain_data_worker_error(said) is None
     full = explain_data_worker_error("unable to write to file </torch_71_1_0>: No space left on device (28)")
     assert full is not None and full[0].startswith("/dev/shm was full")

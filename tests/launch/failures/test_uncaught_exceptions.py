@@ -64,7 +64,7 @@ class Process:
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
-    monkeypatch.setattr(claim, "home_folder", lambda: tmp_path)
+    monkeypatch.setattr(claim, "user_folder", lambda: tmp_path)
     return Process(monkeypatch)
 
 
@@ -166,7 +166,7 @@ def test_it_is_there_once_and_leaves_what_it_found(monkeypatch: pytest.MonkeyPat
     sys.excepthook = lambda *what: (heard.append(what), first(*what))  # as torch's, which a process group brings
     first.remove()
     assert sys.excepthook is not before and not first.is_active
-    monkeypatch.setattr(first, "_before", lambda *what: heard.append("passed on"))
+    monkeypatch.setattr(first, "_previous_hook", lambda *what: heard.append("passed on"))
     sys.excepthook(ValueError, ValueError("x"), None)
     assert heard[-1] == "passed on"
     sys.excepthook = before
@@ -294,7 +294,7 @@ def test_a_signal_waits_only_where_a_loop_asks_for_it(
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(child, "stop_flag", SimpleNamespace(install=lambda: heard.append(verb)))
-    monkeypatch.setattr(child, "_entered", lambda *_: 0)
+    monkeypatch.setattr(child, "_run_entry", lambda *_: 0)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert child.run_joined("x", {"verb": verb}, threads=torch.get_num_threads()).code == 0
     assert heard == [verb] * listens

@@ -172,7 +172,7 @@ def read_failure(folder: Path, rank: int, *, status_fd: int | None = None) -> Fa
 def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: bool = False) -> Failure:
     """Return the failure of a rank that left no exception, from its signal or exit code.
 
-    `for_memory`: the kernel has killed a process because memory ran out.
+    `is_oom_kill`: the kernel has killed a process because memory ran out.
     """
     if is_oom_kill and status == -signal.SIGKILL:
         memory_limit = tightest_memory_limit()

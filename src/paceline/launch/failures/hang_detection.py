@@ -86,7 +86,10 @@ def _describe_data_worker(pid: int, status_fd: int) -> str:
         stack = Stack() if state in ("T", "t") else request_stack(worker, status_fd)
         if state in ("T", "t") or stack.user_frames:
             location = f", in {stack.user_frames[0]}" if stack.user_frames else ""
-            return f"; it waits for its data worker {worker}, which {_STATE_DESCRIPTIONS.get(state, 'does not answer')}{location}"
+            return (
+                f"; it waits for its data worker {worker}, which "
+                f"{_STATE_DESCRIPTIONS.get(state, 'does not answer')}{location}"
+            )
     return ""
 
 
@@ -128,7 +131,8 @@ def all_silent_failure(silent: Sequence[SilentRank], *, seconds: float) -> Failu
     error_fields = {**error.as_json(), "error": TIMEOUT}
     return Failure(
         rank=first.rank, kind=TIMEOUT, message=error.what, screen=str(error), step=first.step + 1,
-        monotonic_ns=time.monotonic_ns(), said=error_fields, where=str(next(iter(first.stack.user_frames), "")).partition(" ")[0],
+        monotonic_ns=time.monotonic_ns(), said=error_fields,
+        where=str(next(iter(first.stack.user_frames), "")).partition(" ")[0],
     )  # fmt: skip
 
 
@@ -165,7 +169,10 @@ def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message about ranks that have sent no heartbeat for `seconds`, while the run continues."""
     stopped = [str(one.pid) for one in silent if one.is_stopped]
     wake_hint = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
-    return f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n{wake_hint}Ctrl-C asks to stop"
+    return (
+        f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n"
+        f"{wake_hint}Ctrl-C asks to stop"
+    )
 
 
 def _rows(silent: Sequence[SilentRank]) -> str:
