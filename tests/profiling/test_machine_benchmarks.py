@@ -323,9 +323,9 @@ import os, sys
 from pathlib import Path
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect_world
 from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_joined
-found = probe_joined(detect(os.environ), asked=BenchmarkRequest(seconds=2.0, folder=Path({str(tmp_path)!r})))
+found = probe_joined(detect_world(os.environ), asked=BenchmarkRequest(seconds=2.0, folder=Path({str(tmp_path)!r})))
 print(None if found is None else [(r.busy, r.threads) for r in found.rates], file=sys.stderr)
 """
     own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -132,7 +132,9 @@ class ParameterServerWorker:
         self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
         folder = attempt_folder(os.environ)
         launch_info, patience = LaunchInfo.read(os.environ), settings.train.timeout_seconds
-        self._pulse = HeartbeatWriter(folder / f"pulse-{launch_info.rank}", silence_timeout=patience) if folder else None
+        self._pulse = (
+            HeartbeatWriter(folder / f"pulse-{launch_info.rank}", silence_timeout=patience) if folder else None
+        )
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:
         """Compute the leases of the first server one after another. Each server holds a part of the weights.

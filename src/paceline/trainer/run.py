@@ -410,7 +410,9 @@ class Run:
         )  # imports the planner, which the ranks do not need
         outcome, details = start_scripts(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
-            print_line(final_message(outcome, resume_command=self._resume_command(folder), extra_lines=details), sys.stderr)
+            print_line(
+                final_message(outcome, resume_command=self._resume_command(folder), extra_lines=details), sys.stderr
+            )
         return int(outcome.exit_code)
 
 

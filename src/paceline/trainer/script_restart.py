@@ -79,7 +79,7 @@ def script_command(launcher: JoinedWorld | None, *, command: Sequence[str], chan
     """Return the command line of the script; with `change`, also the edit that makes it resume the run."""
     if launcher is not None and launcher.kind == "torchrun":
         command = [word for word in command[1:] if word != "-u"]  # torchrun adds -u
-    line = shlex.join(command) if launcher is None else launcher.command_again(command)
+    line = shlex.join(command) if launcher is None else launcher.launch_command(command)
     return f"{line}, with pl.Run(..., {change})" if change else line
 
 

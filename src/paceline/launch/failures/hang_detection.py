@@ -76,7 +76,7 @@ def locate_silent_rank(silent: SilentRank, status_fd: int) -> SilentRank:
     location = f", in {stack.user_frames[0]}" if stack.user_frames else ""
     if stack.is_waiting_for_data or not stack.user_frames:
         location = _describe_data_worker(silent.pid, status_fd) or location
-    return replace(silent, place=location, stack=stack)
+    return replace(silent, location=location, stack=stack)
 
 
 def _describe_data_worker(pid: int, status_fd: int) -> str:
