@@ -43,7 +43,7 @@ from paceline.profiling.model_tracing.communication_counter import Communication
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import build_training_setup
 from paceline.trainer.setup.prepare import prepare
-from paceline.verification.compare_in_lockstep import feed_of
+from paceline.verification.compare_in_lockstep import build_layout_loader
 
 SAMPLES, WARM_UP, FOLLOWERS = 4096, 5, 4
 PLAIN = "none"
@@ -90,7 +90,7 @@ def ours(how: str, world: World, size: Size) -> Way:
     )  # fmt: skip
     ready = prepare(task, job=job)
     built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
-    given = _endless(lambda: feed_of(built, Cursor()))
+    given = _endless(lambda: build_layout_loader(built, Cursor()))
 
     def step() -> float:
         return float(built.step.run(next(given)).loss)

@@ -43,7 +43,7 @@ from paceline.launch.launcher import LaunchRequest, failure_screen, start
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import build_training_setup
 from paceline.trainer.setup.prepare import prepare
-from paceline.verification.compare_in_lockstep import feed_of
+from paceline.verification.compare_in_lockstep import build_layout_loader
 
 SAMPLES, WARM_UP, PROFILED, KEPT = 512, 5, 5, 0.95
 OURS, TWIN = "paceline", "its twin"
@@ -88,7 +88,7 @@ class Bench:
         ready = prepare(task, job=job)
         built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=self.world)
         start_from(built, self.model())
-        feed = iter(feed_of(built, Cursor()))
+        feed = iter(build_layout_loader(built, Cursor()))
         holding = built.weights
 
         def whole() -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.optimizer_state import Shares
+from paceline.checkpoint.optimizer_state import OptimizerShards
 from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers
 from paceline.checkpoint.train_state import TrainState
 from paceline.comm.process_group import World
@@ -200,9 +200,11 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
     return TrainState(
         model=model,
         update=update,
-        unlisted=NonPersistentBuffers(model),
+        non_persistent_buffers=NonPersistentBuffers(model),
         weights=ShardedTensors(world=world, held=held),
-        shares=Shares(named=named, kept=ShardedTensors(world=world, held=shares), world=world),
+        optimizer_shards=OptimizerShards(
+            parameters=named, sharded=ShardedTensors(world=world, held=shares), world=world
+        ),
     )
 
 
@@ -221,8 +223,8 @@ def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> TrainSt
     for index, block in enumerate(made.model.blocks):
         first = next(r for r, part in enumerate(weights[f"blocks.{index}.fused.weight"]) if part.boxes)
         block.counter.calls = 10 + index if first == world.rank else -1
-    for member in made.shares.named:
-        part = made.shares.kept.mine[member.name].part
+    for member in made.optimizer_shards.parameters:
+        part = made.optimizer_shards.sharded.mine[member.name].part
         if member.name in found.states and part.boxes:
             state = found.states[member.name]
             made.update.optimizers[0].state[member.parameter] = {
@@ -245,8 +247,8 @@ def check(made: TrainState, found: Truth) -> None:
             assert torch.equal(dict(made.model.named_buffers())[name], value), name
     for index, block in enumerate(made.model.blocks):
         assert block.counter.calls == 10 + index
-    for member in made.shares.named:
-        part = made.shares.kept.mine[member.name].part
+    for member in made.optimizer_shards.parameters:
+        part = made.optimizer_shards.sharded.mine[member.name].part
         state = made.update.optimizers[0].state.get(member.parameter, {})
         if part.boxes and part.numel:
             assert set(state) == set(found.states[member.name])

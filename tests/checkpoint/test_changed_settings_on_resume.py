@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.files.checkpoint_folder import load
-from paceline.checkpoint.resume_checks import note_changes, record_settings
+from paceline.checkpoint.files.checkpoint_folder import open_checkpoint
+from paceline.checkpoint.resume_checks import describe_changes, record_settings
 from paceline.config.loading import JOB, known_settings
 from paceline.config.resume_allowances import ALLOWED, COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
 from paceline.config.settings import Settings, Train
@@ -82,7 +82,7 @@ def test_a_setting_that_is_told_stands_in_the_events_and_a_free_one_does_not(tmp
         "train.on_nonfinite was stop in the checkpoint and is skip now",
         "train.on_empty was stop in the checkpoint and is zero now",
     ]
-    assert load(tmp_path / "checkpoints" / "step-00000004").state["settings"]["train.on_nonfinite"] == "skip"
+    assert open_checkpoint(tmp_path / "checkpoints" / "step-00000004").state["settings"]["train.on_nonfinite"] == "skip"
 
 
 def test_parameters_of_a_job_are_told_and_secrets_are_not_recorded() -> None:
@@ -90,10 +90,10 @@ def test_parameters_of_a_job_are_told_and_secrets_are_not_recorded() -> None:
     now = Settings(job={"smoothing": 0.1, "api_key": "two", "new": 2}, train=Train(compile=True))
     saved = json.loads(json.dumps(record_settings(before)))
     assert "one" not in saved.values()
-    assert [line.partition(":")[0] for line in note_changes(saved, now)] == [
+    assert [line.partition(":")[0] for line in describe_changes(saved, now)] == [
         "train.compile was False in the checkpoint and is True now",
         f"{JOB}.smoothing was 0.0 in the checkpoint and is 0.1 now",
         f"{JOB}.gone was 1 in the checkpoint and is the job's own now",
         f"{JOB}.new was the job's own in the checkpoint and is 2 now",
     ]
-    assert note_changes(saved, before) == note_changes(None, now) == []
+    assert describe_changes(saved, before) == describe_changes(None, now) == []

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.files.checkpoint_folder import load, newest_good, prune
-from paceline.checkpoint.files.manifest import kind_of, rank_file, write_files, write_manifest
-from paceline.checkpoint.files.resharding_reader import check_cover
+from paceline.checkpoint.files.checkpoint_folder import find_newest_usable, open_checkpoint, prune_checkpoints
+from paceline.checkpoint.files.manifest import file_kind, rank_file, write_files, write_manifest
+from paceline.checkpoint.files.resharding_reader import check_coverage
 from paceline.checkpoint.files.safetensors_io import LazyTensor, TensorBytes, TensorEntry, write_tensors
-from paceline.checkpoint.files.two_phase_commit import begin, commit
+from paceline.checkpoint.files.two_phase_commit import commit_checkpoint, create_staging_folder
 from paceline.errors import CheckpointError
 from tests.checkpoint.test_damaged_checkpoints import STATE
 
@@ -51,12 +51,12 @@ def ranks_write(folder: Path, *, step: int, whole: Shape, ranks: int, rng: rando
         data = memoryview(elements(at, size, whole))
         rng.choice(pieces).append(TensorBytes(name="a@b", dtype="I16", shape=size, data=data, **where))  # type: ignore[arg-type]
     files = [{rank_file("model.safetensors", rank): own} for rank, own in enumerate(pieces)]
-    aside = begin(folder, step=step, num_bytes=0)
+    aside = create_staging_folder(folder, step=step, num_bytes=0)
     listed: dict[str, object] = {}
     for own in files:
         listed |= write_files(aside, own)
-    write_manifest(aside, listed=listed, state={**STATE, "step": step}, step=step)  # type: ignore[arg-type]
-    return commit(folder, aside, step=step)
+    write_manifest(aside, file_entries=listed, state={**STATE, "step": step}, step=step)  # type: ignore[arg-type]
+    return commit_checkpoint(folder, aside, step=step)
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,25 +66,25 @@ def test_any_boxes_come_out_of_any_pieces(
 ) -> None:
     whole, rng = tuple(shape), random.Random(seed)
     path = ranks_write(tmp_path_factory.mktemp("run"), step=1, whole=whole, ranks=ranks, rng=rng)
-    stored = load(path).files["model.safetensors"]
+    stored = open_checkpoint(path).files["model.safetensors"]
     start = (0,) * len(whole)
     assert bytes(stored["a@b"].data) == elements(start, whole, whole)
     for at, size in cut(start, whole, rng):
-        assert bytes(stored.part("a@b", shape=size, boxes=[(at, start, size)]).data) == elements(at, size, whole)
+        assert bytes(stored.read_boxes("a@b", shape=size, boxes=[(at, start, size)]).data) == elements(at, size, whole)
     if whole:  # two boxes side by side, the second first, as of a fused projection
         boxes = cut(start, whole, rng)[:2]
         rows = [size[0] for _, size in boxes]
         if len(boxes) == 2 and boxes[0][1][1:] == boxes[1][1][1:]:
             asked = [(boxes[1][0], start, boxes[1][1]), (boxes[0][0], (rows[1], *start[1:]), boxes[0][1])]
             right = b"".join(elements(boxes[i][0], boxes[i][1], whole) for i in (1, 0))
-            found = stored.part("a@b", shape=(sum(rows), *boxes[0][1][1:]), boxes=asked)
+            found = stored.read_boxes("a@b", shape=(sum(rows), *boxes[0][1][1:]), boxes=asked)
             assert bytes(found.data) == right
 
 
 def test_files_of_ranks_are_told_from_others() -> None:
     assert rank_file("model.safetensors", 3) == "model.rank-0003.safetensors"
-    assert kind_of("model.rank-0003.safetensors") == kind_of("model.rank-12345.safetensors") == "model.safetensors"
-    assert kind_of("model.safetensors") == "model.safetensors"
+    assert file_kind("model.rank-0003.safetensors") == file_kind("model.rank-12345.safetensors") == "model.safetensors"
+    assert file_kind("model.safetensors") == "model.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_pieces_that_do_not_cover_a_tensor_once_are_refused(spans: list[tuple[in
         for at, n in spans
     ]
     with pytest.raises(CheckpointError, match=words):
-        check_cover("w", entries)
+        check_coverage("w", entries)
 
 
 def test_a_kill_while_ranks_write_leaves_the_older_checkpoint(tmp_path: Path) -> None:
@@ -125,15 +125,15 @@ def test_a_kill_while_ranks_write_leaves_the_older_checkpoint(tmp_path: Path) ->
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        path, refused = newest_good(tmp_path)
+        path, refused = find_newest_usable(tmp_path)
         assert path is not None and all("interrupted" in each.reason for each in refused)
         interrupted += bool(refused)
-        found = load(path)
+        found = open_checkpoint(path)
         assert found.step >= newest and bytes(found.files["model.safetensors"]["a@b"].data) == elements(
             (0, 0), (40, 30), (40, 30)
         )
         newest = found.step
-        prune(tmp_path, keep=3)
+        prune_checkpoints(tmp_path, keep=3)
     assert interrupted
 
 
@@ -144,11 +144,11 @@ def test_a_missing_or_foreign_file_of_one_rank_is_named(tmp_path: Path) -> None:
     good = file.read_bytes()
     file.unlink()
     with pytest.raises(CheckpointError, match=r"model\.rank-0002\.safetensors is missing from step-00000002"):
-        load(path)
+        open_checkpoint(path)
     file.write_bytes((older / file.name).read_bytes())
-    assert newest_good(tmp_path)[0] == older
+    assert find_newest_usable(tmp_path)[0] == older
     file.write_bytes(good)
-    assert newest_good(tmp_path) == (path, [])
+    assert find_newest_usable(tmp_path) == (path, [])
 
 
 def test_of_tensors_that_are_made_later_one_is_there_at_a_time(tmp_path: Path) -> None:
@@ -163,6 +163,6 @@ def test_of_tensors_that_are_made_later_one_is_there_at_a_time(tmp_path: Path) -
         most[0] = max(most[0], living[0])
         return memoryview(Counted(1 << 17))
 
-    tensors = [LazyTensor(name=f"t{i}", dtype="U8", shape=(1 << 17,), make=make) for i in range(6)]
+    tensors = [LazyTensor(name=f"t{i}", dtype="U8", shape=(1 << 17,), load_data=make) for i in range(6)]
     write_tensors(tmp_path / "x.safetensors", tensors)
     assert living[0] == 0 and most[0] <= 2  # the one that is written, and the next, which is made as it is let go of

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint.files.checkpoint_folder import (
-    ASIDE,
-    all_steps,
-    load,
+    STAGING_PREFIX,
+    check_checkpoint,
+    find_newest_usable,
+    list_checkpoints,
     mark_best,
-    newest_good,
-    prune,
+    open_checkpoint,
+    prune_checkpoints,
     remove_leftovers,
-    verify,
 )
 from paceline.checkpoint.files.safetensors_io import TensorBytes
-from paceline.checkpoint.files.two_phase_commit import commit
+from paceline.checkpoint.files.two_phase_commit import commit_checkpoint
 from paceline.errors import CheckpointError
 from tests.checkpoint.write_checkpoint import save, write_part
 
@@ -53,13 +53,13 @@ def write(folder: Path, step: int) -> Path:
 
 
 def content(path: Path) -> tuple[object, ...]:
-    loaded = load(path)
+    loaded = open_checkpoint(path)
     return (loaded.state, {f: {n: bytes(t.data) for n, t in ts.items()} for f, ts in loaded.files.items()})
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = write(tmp_path, 7)
-    loaded = load(path)
+    loaded = open_checkpoint(path)
     assert loaded.step == 7 and loaded.state["text"] == "ü"
     assert bytes(loaded.files["model.safetensors"]["layer.1"].data) == bytes(tensors(7)[1].data)
     assert (tmp_path / "latest").read_text().strip() == "step-00000007"
@@ -111,7 +111,7 @@ def test_the_newest_good_one_is_used_and_the_bad_one_named(tmp_path: Path, damag
         weights.write_bytes((1 << 62).to_bytes(8, "little") + weights.read_bytes()[8:])
     else:
         _rewrite(manifest, lambda body: body["files"].update({"../../x": body["files"].pop("model.safetensors")}))
-    path, refused = newest_good(tmp_path)
+    path, refused = find_newest_usable(tmp_path)
     assert path == first
     assert [r.path for r in refused] == [second] and refused[0].reason
 
@@ -120,7 +120,7 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     _rewrite(path / "manifest.json", lambda body: body.update(format="paceline-checkpoint-9"))
     with pytest.raises(CheckpointError, match="paceline-checkpoint-9"):
-        verify(path)
+        check_checkpoint(path)
 
 
 def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        path, refused = newest_good(tmp_path)
+        path, refused = find_newest_usable(tmp_path)
         assert path is not None and all("interrupted" in r.reason for r in refused)
-        step = load(path).step
+        step = open_checkpoint(path).step
         assert step >= newest
         newest = step
-        prune(tmp_path, keep=3)
+        prune_checkpoints(tmp_path, keep=3)
 
 
 def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="MiB") as caught:
             write(mount, 2)
         assert "unchanged" in caught.value.hint
-        assert newest_good(mount) == (first, [])
+        assert find_newest_usable(mount) == (first, [])
     finally:
         subprocess.run(["umount", str(mount)], check=True)
 
@@ -170,14 +170,14 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
 def test_retention_keeps_the_last_the_best_and_the_only_good_one(tmp_path: Path) -> None:
     paths = [write(tmp_path, step) for step in range(1, 7)]
     mark_best(tmp_path, paths[1])
-    prune(tmp_path, keep=2)
-    assert all_steps(tmp_path) == [paths[1], paths[4], paths[5]]
+    prune_checkpoints(tmp_path, keep=2)
+    assert list_checkpoints(tmp_path) == [paths[1], paths[4], paths[5]]
     for path in (paths[1], paths[4], paths[5]):
         (path / "model.safetensors").unlink()
     old = write(tmp_path, 0)
     (tmp_path / "latest").write_text(paths[5].name)
-    prune(tmp_path, keep=2)
-    assert newest_good(tmp_path)[0] == old
+    prune_checkpoints(tmp_path, keep=2)
+    assert find_newest_usable(tmp_path)[0] == old
 
 
 def test_everything_is_flushed_before_the_rename_and_latest_comes_last(
@@ -227,9 +227,9 @@ def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path: Path, mon
                 found = real[name](path, *words, **more) if when else None
                 copy = tmp_path.with_name(f"{tmp_path.name}-{len(seen)}")
                 shutil.copytree(tmp_path, copy)
-                for left in copy.glob(f"{ASIDE}*-{os.getpid()}"):  # as if this process had been killed
+                for left in copy.glob(f"{STAGING_PREFIX}*-{os.getpid()}"):  # as if this process had been killed
                     os.rename(left, left.with_name(left.name.removesuffix(str(os.getpid())) + "999999999"))  # noqa: PTH104
-                good, _ = newest_good(copy)
+                good, _ = find_newest_usable(copy)
                 seen.append(good is not None and good.name == final.name)
             return found
 
@@ -243,40 +243,44 @@ def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path: Path, mon
 
 def test_what_interrupted_saves_left_is_removed_by_the_next(tmp_path: Path) -> None:
     living = str(os.getppid())
-    gone = [f"{ASIDE}step-00000002-999999999", f"{ASIDE}old-step-00000001-999999999", f"{ASIDE}gone-step-00000000"]
+    gone = [
+        f"{STAGING_PREFIX}step-00000002-999999999",
+        f"{STAGING_PREFIX}old-step-00000001-999999999",
+        f"{STAGING_PREFIX}gone-step-00000000",
+    ]
     write(tmp_path, 1)
-    for name in (*gone, f"{ASIDE}step-00000003-{living}"):
+    for name in (*gone, f"{STAGING_PREFIX}step-00000003-{living}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part").touch()
     write(tmp_path, 2)
-    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(ASIDE))
-    assert left == [f"{ASIDE}step-00000003-{living}"]  # its writer lives
+    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(STAGING_PREFIX))
+    assert left == [f"{STAGING_PREFIX}step-00000003-{living}"]  # its writer lives
 
 
 def test_parts_that_are_never_committed_are_not_seen(tmp_path: Path) -> None:
     aside = tmp_path / ".saving-step-00000009-999999"
     aside.mkdir()
     write_part(aside, files={"model.safetensors": tensors(9)}, state=STATE, step=9)
-    assert all_steps(tmp_path) == []
-    assert newest_good(tmp_path)[1][0].reason == "the save was interrupted"
-    assert commit(tmp_path, aside, step=9) == newest_good(tmp_path)[0]
+    assert list_checkpoints(tmp_path) == []
+    assert find_newest_usable(tmp_path)[1][0].reason == "the save was interrupted"
+    assert commit_checkpoint(tmp_path, aside, step=9) == find_newest_usable(tmp_path)[0]
 
 
 def _rewrite(manifest: Path, change: object) -> None:
     """A manifest that was changed together with its digest, as an attacker would."""
-    from paceline.checkpoint.files.safetensors_io import digest
+    from paceline.checkpoint.files.safetensors_io import sha256_digest
 
     body = json.loads(json.loads(manifest.read_text())["body"])
     change(body)  # type: ignore[operator]
     text = json.dumps(body)
-    manifest.write_text(json.dumps({"digest": digest(text.encode()), "body": text}))
+    manifest.write_text(json.dumps({"digest": sha256_digest(text.encode()), "body": text}))
 
 
 def test_a_kill_between_the_two_renames_of_a_second_save_loses_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
-    aside = tmp_path / f"{ASIDE}old-{path.name}-999999999"
+    aside = tmp_path / f"{STAGING_PREFIX}old-{path.name}-999999999"
     path.rename(aside)
-    assert newest_good(tmp_path)[0] == path and load(path).state["step"] == 3
+    assert find_newest_usable(tmp_path)[0] == path and open_checkpoint(path).state["step"] == 3
     path.rename(aside)
     remove_leftovers(tmp_path)
     assert path.is_dir()
@@ -288,9 +292,9 @@ def test_a_renamed_folder_is_not_the_step_that_its_name_says(tmp_path: Path) -> 
     with pytest.raises(
         CheckpointError, match="step-00000020 holds step 6, which differs from the folder's name"
     ) as found:
-        verify(renamed)
+        check_checkpoint(renamed)
     assert found.value.hint == "mv step-00000020 step-00000006"
-    path, refused = newest_good(tmp_path)
+    path, refused = find_newest_usable(tmp_path)
     assert path == good and [each.path for each in refused] == [renamed]
     elsewhere = renamed.rename(tmp_path / "kept")
-    assert load(elsewhere).step == 6  # a name that says no step says nothing wrong
+    assert open_checkpoint(elsewhere).step == 6  # a name that says no step says nothing wrong

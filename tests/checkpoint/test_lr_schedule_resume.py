@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_s
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
-from paceline.checkpoint.lr_schedule_state import describe_schedules, last_step, refuse_short
-from paceline.checkpoint.optimizer_options import given_options
-from paceline.checkpoint.optimizer_state import Shares
+from paceline.checkpoint.lr_schedule_state import describe_schedules, last_step, refuse_short_schedules
+from paceline.checkpoint.optimizer_options import factory_options
+from paceline.checkpoint.optimizer_state import OptimizerShards
 from paceline.checkpoint.resume_checks import check_identity
 from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers
-from paceline.checkpoint.train_state import TrainState, files_of, load_update
+from paceline.checkpoint.train_state import TrainState, collect_files, load_update
 from paceline.comm.process_group import World
 from paceline.errors import JobError, ResumeError
 from paceline.parallel.module_access.parameters import trainable_parameters
@@ -37,7 +37,7 @@ class Held:
     def __init__(self, schedule: Schedule | None, *, lr: Any = 0.1) -> None:
         model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
-        given = given_options([self.optimizer])
+        given = factory_options([self.optimizer])
         schedules = [] if schedule is None else [schedule(self.optimizer)]
         world = World(device=torch.device("cpu"))
         named = trainable_parameters(model)
@@ -47,8 +47,8 @@ class Held:
         )  # fmt: skip
         kept = ShardedTensors(world=world, held=all_shares(named))
         self.trained = TrainState(
-            model=model, update=update, unlisted=NonPersistentBuffers(model), weights=ShardedTensors(world=world, held=all_of(model)),
-            shares=Shares(named=named, kept=kept, world=world),
+            model=model, update=update, non_persistent_buffers=NonPersistentBuffers(model), weights=ShardedTensors(world=world, held=all_of(model)),
+            optimizer_shards=OptimizerShards(parameters=named, sharded=kept, world=world),
         )  # fmt: skip
         self.identity = {
             "optimizer": [{"kind": "SGD", "groups": [2], "options": given[0], "names": [["weight", "bias"]]}],
@@ -65,12 +65,12 @@ class Held:
         return found
 
     def saved(self, step: int) -> OpenCheckpoint:
-        state = {**files_of(self.trained)[1], "identity": self.identity}
+        state = {**collect_files(self.trained)[1], "identity": self.identity}
         return OpenCheckpoint(path=Path("step-00000010"), step=step, state=json.loads(json.dumps(state)), files={})
 
     def goes_on(self, loaded: OpenCheckpoint, *allow: str) -> None:
         check_identity(read_saved_identity(loaded), self.identity, allow=allow)
-        load_update(loaded, self.trained, began=read_saved_identity(loaded), now=self.identity)
+        load_update(loaded, self.trained, saved_identity=read_saved_identity(loaded), current_identity=self.identity)
 
 
 class Own(torch_s.LRScheduler):
@@ -274,11 +274,11 @@ def test_groups_of_as_many_parameters_may_hold_others() -> None:
 def test_how_often_a_schedule_can_be_stepped_is_known_before(schedule: Schedule, most: int | None) -> None:
     held = Held(schedule)
     assert last_step(held.trained.update.schedules[0]) == most
-    refuse_short(held.trained.update.schedules, total_steps=most or 1000)
+    refuse_short_schedules(held.trained.update.schedules, total_steps=most or 1000)
     held.rates(most or 40)
     if most is not None:
         with pytest.raises(JobError, match="ends before the run does"):
-            refuse_short(Held(schedule).trained.update.schedules, total_steps=most + 1)
+            refuse_short_schedules(Held(schedule).trained.update.schedules, total_steps=most + 1)
         with pytest.raises(JobError, match="Tried to step"):
             held.rates(1)
 

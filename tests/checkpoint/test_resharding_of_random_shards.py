@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint import collective_write as phases
 from paceline.checkpoint.collective_write import write_checkpoint
-from paceline.checkpoint.consolidate import consolidate
-from paceline.checkpoint.files.checkpoint_folder import load, newest_good, verify
+from paceline.checkpoint.consolidate import consolidate_weights
+from paceline.checkpoint.files.checkpoint_folder import check_checkpoint, find_newest_usable, open_checkpoint
 from paceline.checkpoint.files.resharding_reader import StoredShard
 from paceline.checkpoint.files.safetensors_io import TensorBytes
-from paceline.checkpoint.state_dict_view import list_model
-from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.state_dict_view import view_state_dict
+from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.checkpoint.tensor_bytes import weights_digest
-from paceline.checkpoint.train_state import MODEL, files_of, load_model, load_update
+from paceline.checkpoint.train_state import MODEL, collect_files, load_model, load_update
 from paceline.comm.process_group import World
 from paceline.commands import ckpt
 from paceline.errors import CheckpointError, SaveError
@@ -39,7 +39,7 @@ def pair(ranks: int, seed: int, *, whole: bool = False) -> tuple[Cuts, Cuts]:
 def save(folder: Path, held: tuple[Cuts, Cuts], ranks: int, *, step: int = 5, found: Truth = FOUND) -> Path:
     def work(world: World) -> Path:
         made = rank_of(found, weights=held[0], kept=held[1], world=world)
-        files, state = files_of(made)
+        files, state = collect_files(made)
         return write_checkpoint(world, folder=folder, step=step, files=files, state={**STATE, **state})
 
     paths = play(ranks, work)
@@ -48,12 +48,12 @@ def save(folder: Path, held: tuple[Cuts, Cuts], ranks: int, *, step: int = 5, fo
 
 
 def resume(path: Path, held: tuple[Cuts, Cuts], ranks: int) -> None:
-    loaded = load(path)
+    loaded = open_checkpoint(path)
 
     def work(world: World) -> None:
         made = hollow(weights=held[0], kept=held[1], world=world)
         load_model(loaded, made)
-        load_update(loaded, made, began=SAME, now=SAME)
+        load_update(loaded, made, saved_identity=SAME, current_identity=SAME)
         check(made, FOUND)
 
     play(ranks, work)
@@ -64,7 +64,7 @@ def resume(path: Path, held: tuple[Cuts, Cuts], ranks: int) -> None:
 def test_saved_under_any_cut_loads_under_any_other(a: int, b: int, seed: int, whole_a: bool, whole_b: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save(Path(folder), pair(a, seed, whole=whole_a), a)
-        verify(path)
+        check_checkpoint(path)
         resume(path, pair(b, seed + 1, whole=whole_b), b)
 
 
@@ -104,8 +104,8 @@ def test_every_flipped_bit_is_refused_by_every_rank(tmp_path: Path) -> None:
         bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         file.write_bytes(bad)
         with pytest.raises(CheckpointError, match="differs from what was written"):
-            verify(path)
-        assert newest_good(tmp_path)[0] is None
+            check_checkpoint(path)
+        assert find_newest_usable(tmp_path)[0] is None
         with pytest.raises(CheckpointError, match="differs from what was written"):
             resume(path, pair(2, 9), 2)
         file.write_bytes(good)
@@ -121,7 +121,7 @@ def test_a_bit_that_one_rank_reads_is_refused_by_all(tmp_path: Path) -> None:
     bad = bytearray(file.read_bytes())
     bad[-1] ^= 1
     file.write_bytes(bad)
-    loaded = load(path)
+    loaded = open_checkpoint(path)
 
     def work(world: World) -> str:
         made = hollow(weights=held[0], kept=held[1], world=world)
@@ -151,7 +151,7 @@ def test_a_layout_that_loses_or_repeats_an_element_is_refused(
     with pytest.raises(CheckpointError, match=words) as caught:
         save(tmp_path, held, 2, step=6)
     assert "blocks.0.fused.weight" in caught.value.what and "model.safetensors" in caught.value.where
-    assert newest_good(tmp_path) == (older, [])
+    assert find_newest_usable(tmp_path) == (older, [])
 
 
 def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatc
     held = pair(3, 2)
 
     def work(world: World) -> str:
-        files, state = files_of(rank_of(FOUND, weights=held[0], kept=held[1], world=world))
+        files, state = collect_files(rank_of(FOUND, weights=held[0], kept=held[1], world=world))
         try:
             write_checkpoint(world, folder=tmp_path, step=6, files=files, state={**STATE, **state})
         except SaveError as error:
@@ -175,8 +175,8 @@ def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatc
         return "saved"
 
     said = play(3, work)
-    assert said == ["what rank 2 holds could not be written: No space left on device."] * 3
-    assert newest_good(tmp_path) == (older, []) and not list(tmp_path.glob(".saving-*"))
+    assert said == ["the shards of rank 2 could not be written: No space left on device."] * 3
+    assert find_newest_usable(tmp_path) == (older, []) and not list(tmp_path.glob(".saving-*"))
 
 
 def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,21 +184,21 @@ def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(writing, "_SPARE_BYTES", 0)
     held = pair(2, 0)
-    stored = load(save(tmp_path / "a", held, 2)).files.values()
-    needed = sum(piece.entry.num_bytes for each in stored for name in each for piece in each.pieces(name))
+    stored = open_checkpoint(save(tmp_path / "a", held, 2)).files.values()
+    needed = sum(piece.entry.num_bytes for each in stored for name in each for piece in each.shards(name))
     monkeypatch.setattr(writing, "free_bytes", lambda folder: needed)
     save(tmp_path / "b", held, 2)
     monkeypatch.setattr(writing, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(SaveError, match=r"a checkpoint needs \S+ \S+ and \S+ \S+ to spare, .* are free"):
         save(tmp_path / "c", held, 2)
-    assert newest_good(tmp_path / "c")[0] is None
+    assert find_newest_usable(tmp_path / "c")[0] is None
 
 
 def test_a_rank_reads_only_the_pieces_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = pair(3, 0, whole=True)
     rows = [ShardSpec.of_ranges((18, 6), dim=0, ranges=[(6 * r, 6 * r + 6)]) for r in range(3)]
     held[0]["blocks.0.fused.weight"] = rows  # type: ignore[index]
-    loaded = load(save(tmp_path, held, 3))
+    loaded = open_checkpoint(save(tmp_path, held, 3))
     read: list[str] = []
     real = StoredShard.read
 
@@ -209,14 +209,14 @@ def test_a_rank_reads_only_the_pieces_that_it_needs(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(StoredShard, "read", note)
     stored = loaded.files[MODEL]
     assert not read
-    stored.part("blocks.0.fused.weight", shape=(4, 6), boxes=[((7, 0), (0, 0), (4, 6))])
+    stored.read_boxes("blocks.0.fused.weight", shape=(4, 6), boxes=[((7, 0), (0, 0), (4, 6))])
     assert read == ["blocks.0.fused.weight@6.0"]
 
 
 def test_the_consolidated_folder_and_the_digest_are_the_whole_models(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    wanted = tensors_of(FOUND.model)
+    wanted = state_dict_tensors(FOUND.model)
     right = weights_digest((name, wanted[name]) for name in sorted(wanted))
     for seed, ranks in ((0, 1), (1, 2), (2, 3), (3, 4)):
         held = pair(ranks, seed)
@@ -224,9 +224,9 @@ def test_the_consolidated_folder_and_the_digest_are_the_whole_models(tmp_path: P
 
         def work(world: World, held: tuple[Cuts, Cuts] = held, folder: Path = folder) -> str:
             made = rank_of(FOUND, weights=held[0], kept=held[1], world=world)
-            listing = list_model(made.model, weights=made.weights, world=world)
-            consolidate(listing, folder, config=None, world=world, most_bytes=600)
-            return weights_digest(listing.wholes(sorted(listing.entries)))
+            listing = view_state_dict(made.model, weights=made.weights, world=world)
+            consolidate_weights(listing, folder, config=None, world=world, max_bytes=600)
+            return weights_digest(listing.full_tensors(sorted(listing.entries)))
 
         assert play(ranks, work) == [right] * ranks
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -254,9 +254,9 @@ def test_a_disk_that_fills_up_while_it_is_consolidated_hangs_nobody(
 
     def work(world: World) -> str:
         made = rank_of(FOUND, weights=held[0], kept=held[1], world=world)
-        listing = list_model(made.model, weights=made.weights, world=world)
+        listing = view_state_dict(made.model, weights=made.weights, world=world)
         try:
-            consolidate(listing, tmp_path / "out", config=None, world=world, most_bytes=600)
+            consolidate_weights(listing, tmp_path / "out", config=None, world=world, max_bytes=600)
         except SaveError as error:
             return error.what
         return "written"
@@ -275,7 +275,7 @@ def test_ckpt_reads_what_ranks_wrote(tmp_path: Path) -> None:
     assert ckpt.diff(str(first), str(second)).is_none
     made = ckpt.consolidate(str(first), to=tmp_path / "raw", raw=True)
     assert made.step == 5
-    whole = tensors_of(FOUND.model)
+    whole = state_dict_tensors(FOUND.model)
     for name, tensor in load_file(tmp_path / "raw" / "model.safetensors").items():
         assert torch.equal(tensor, whole.pop(name))
     assert not whole
@@ -296,7 +296,7 @@ def test_ckpt_diff_names_what_is_not_the_same(tmp_path: Path) -> None:
     assert found.tensors == {"model.safetensors": ["blocks.1.fused.bias"]} and not found.only
     assert "1 tensor differs: blocks.1.fused.bias" in ckpt.summarize_differences(found)
     gone = ckpt.prune(str(run), keep=1)
-    assert gone == [first] and newest_good(run / "checkpoints")[0] == second
+    assert gone == [first] and find_newest_usable(run / "checkpoints")[0] == second
 
 
 def test_another_model_is_told_in_words_on_every_rank(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_another_model_is_told_in_words_on_every_rank(tmp_path: Path) -> None:
 
     def work(world: World) -> str:
         try:
-            load_model(load(path), hollow(weights=held[0], kept=held[1], world=world, model=Model(width=8)))
+            load_model(open_checkpoint(path), hollow(weights=held[0], kept=held[1], world=world, model=Model(width=8)))
         except CheckpointError as error:
             return f"{error.what} {error.cause}"
         return "loaded"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, all_steps, mark_best, pointed_checkpoint
-from paceline.checkpoint.files.superseded_checkpoints import set_aside
+from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, list_checkpoints, mark_best, resolve_mark
+from paceline.checkpoint.files.superseded_checkpoints import move_superseded
 from paceline.filesystem.atomic_files import write_json
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of
 from tests.checkpoint.test_damaged_checkpoints import STATE
@@ -30,7 +30,7 @@ with pl.Run(make_job(), ranks=1, resume=sys.argv[1], settings={"train.steps": 7}
 
 
 def steps(run: Path) -> list[int]:
-    return [int(path.name[5:]) for path in all_steps(run / "checkpoints")]
+    return [int(path.name[5:]) for path in list_checkpoints(run / "checkpoints")]
 
 
 def _reached_training(shop: Shop, name: str) -> None:
@@ -62,7 +62,7 @@ def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone
     ended = shop.run("train", "job.py", "--ranks", "1", "--train.steps", "6", *branch)
     aside = run / "checkpoints" / "after-step-00000004"
     assert ended.code == 0 and f"were set aside in {aside.relative_to(shop.path)}" in ended.out, ended.text
-    assert steps(run) == [4, 6] and [path.name[-2:] for path in all_steps(aside)] == ["08", "12"]
+    assert steps(run) == [4, 6] and [path.name[-2:] for path in list_checkpoints(aside)] == ["08", "12"]
     assert best.startswith("step-00000012\n") and best == (aside / "best").read_text()
     ended = shop.run("train", "job.py", "--run-dir", "run", "--ranks", "1", "--train.steps", "11", *CHANGED[:2], *WORDS)
     assert ended.code == 0 and "resumed: step-00000006" in ended.out, ended.text
@@ -85,7 +85,7 @@ def test_a_refused_branch_leaves_every_checkpoint_where_it_was(begun: Shop) -> N
 @pytest.mark.soak
 def test_checkpoints_that_are_gone_are_missed_and_a_run_that_saved_nothing_says_so(begun: Shop) -> None:
     run = begun.path / "run"
-    for path in all_steps(run / "checkpoints"):
+    for path in list_checkpoints(run / "checkpoints"):
         shutil.rmtree(path)
     ended = begun.train("run", *WORDS, ranks=1)
     assert ended.code == 2 and "`latest` names it, but it no longer exists" in ended.err, ended.text
@@ -111,13 +111,13 @@ def test_a_script_branches_from_a_run_or_a_checkpoint(begun: Shop) -> None:
 def test_a_best_that_came_before_an_older_checkpoint_stays_the_best(tmp_path: Path) -> None:
     paths = [save(tmp_path, step=step, files={}, state=STATE) for step in (4, 8, 12)]
     mark_best(tmp_path, paths[0])
-    aside = set_aside(tmp_path, start=paths[1])
-    assert aside is not None and [path.name for path in all_steps(aside)] == [paths[2].name]
-    assert pointed_checkpoint(tmp_path, BEST) == paths[0] and not (aside / BEST).exists()
-    assert pointed_checkpoint(tmp_path, LATEST) == paths[1]
+    aside = move_superseded(tmp_path, start=paths[1])
+    assert aside is not None and [path.name for path in list_checkpoints(aside)] == [paths[2].name]
+    assert resolve_mark(tmp_path, BEST) == paths[0] and not (aside / BEST).exists()
+    assert resolve_mark(tmp_path, LATEST) == paths[1]
     mark_best(tmp_path, paths[1])
-    later = set_aside(tmp_path, start=paths[0])
-    assert later is not None and pointed_checkpoint(later, BEST) == later / paths[1].name
+    later = move_superseded(tmp_path, start=paths[0])
+    assert later is not None and resolve_mark(later, BEST) == later / paths[1].name
     assert not (tmp_path / BEST).exists()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.errors import ResumeError
 from paceline.launch.launcher import KERNELS_VARIABLE
 from tests.trainer.test_edge_cases_of_a_run import job, trained
@@ -214,9 +214,9 @@ def test_torch_s_own_keep_nothing_that_no_checkpoint_has(name: str) -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     parameter.grad = torch.ones(3, 2)
     optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
-    unsaved = UntrackedOptimizerState([optimizer])
+    unsaved = UntrackedStateWarning([optimizer])
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for _ in range(3):
         optimizer.step()
         schedule.step()
-    assert unsaved.note() == ""
+    assert unsaved.warning_text() == ""

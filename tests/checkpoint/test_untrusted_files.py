@@ -18,23 +18,23 @@ from paceline.checkpoint.files import checkpoint_folder as checkpoints
 from paceline.checkpoint.files import safetensors_io as tensors_module
 from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
-    all_steps,
-    is_mark_lost,
-    load,
+    check_checkpoint,
+    find_newest_usable,
+    is_mark_broken,
+    list_checkpoints,
     mark_best,
-    newest_good,
-    pointed_checkpoint,
-    prune,
-    verify,
+    open_checkpoint,
+    prune_checkpoints,
+    resolve_mark,
 )
-from paceline.checkpoint.files.hf_folder import check_consolidated, digest_files, seal, write_folder
-from paceline.checkpoint.files.resharding_reader import check_cover
-from paceline.checkpoint.files.safetensors_io import TensorBytes, TensorEntry, digest
-from paceline.checkpoint.state_json import from_plain
+from paceline.checkpoint.files.hf_folder import add_digest, check_consolidated, digest_files, write_model_folder
+from paceline.checkpoint.files.resharding_reader import check_coverage
+from paceline.checkpoint.files.safetensors_io import TensorBytes, TensorEntry, sha256_digest
+from paceline.checkpoint.state_json import decode_state
 from paceline.commands import ckpt
 from paceline.errors import CheckpointError, MachineError, SaveError, UsageError
 from paceline.filesystem.atomic_files import open_regular, read_json, read_regular
-from paceline.filesystem.disk_full import explain_refusal
+from paceline.filesystem.disk_full import explain_disk_error
 from paceline.filesystem.run_lock import LOCK, FolderIdentity, lock_run_folder, refuse_links
 from paceline.reporting.sinks.jsonl import JsonlSink, read_counted
 from paceline.run_folder.run_folder import RunFolder
@@ -50,7 +50,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     body = json.loads(json.loads(manifest.read_text())["body"])
     text = change(body)
     text = text if isinstance(text, str) else json.dumps(body, separators=(",", ":"))
-    manifest.write_text(json.dumps({"digest": digest(text.encode()), "body": text}))
+    manifest.write_text(json.dumps({"digest": sha256_digest(text.encode()), "body": text}))
 
 
 def first(body: dict[str, Any]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def test_every_edit_of_a_manifest_is_refused_and_the_older_checkpoint_used(tmp_p
         (new / "manifest.json").write_bytes(whole)
         rewrite(new, change)
         with pytest.raises(CheckpointError):
-            verify(new)
-        found, refused = newest_good(tmp_path)
+            check_checkpoint(new)
+        found, refused = find_newest_usable(tmp_path)
         assert found == old and [each.path for each in refused] == [new], name
     assert len(EDITS) > 120
 
@@ -119,7 +119,7 @@ def test_every_edit_of_a_manifest_is_refused_and_the_older_checkpoint_used(tmp_p
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     old, new = write(tmp_path, 1), write(tmp_path, 2)
     (new / "manifest.json").write_bytes(content)
-    assert newest_good(tmp_path)[0] == old
+    assert find_newest_usable(tmp_path)[0] == old
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_bit_for_bit_is_said_of_no_other_bytes(tmp_path: Path, how: Callable[[by
     path = write(tmp_path, 1)
     (path / "manifest.json").write_bytes(how((path / "manifest.json").read_bytes()))
     with pytest.raises(CheckpointError, match="differs from what was written"):
-        verify(path)
+        check_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", MODEL])
@@ -138,9 +138,9 @@ def test_bit_for_bit_is_said_of_no_other_bytes(tmp_path: Path, how: Callable[[by
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
     old, new = write(tmp_path, 1), write(tmp_path, 2)
     replace_by(new / name, kind)
-    assert newest_good(tmp_path)[0] == old
+    assert find_newest_usable(tmp_path)[0] == old
     with pytest.raises(CheckpointError):
-        load(new)
+        open_checkpoint(new)
 
 
 def replace_by(path: Path, kind: str) -> None:
@@ -160,14 +160,14 @@ def test_other_files_of_a_run_are_read_as_if_they_were_not_there(tmp_path: Path,
         read_json(tmp_path / "x.json")
     assert read_counted(tmp_path / "x.json")[0] == []
     replace_by(tmp_path / "best", kind)
-    assert pointed_checkpoint(tmp_path, BEST) is None and is_mark_lost(tmp_path, BEST)
+    assert resolve_mark(tmp_path, BEST) is None and is_mark_broken(tmp_path, BEST)
 
 
 def test_a_file_that_is_too_large_or_too_deep_is_no_json(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(b"1" * 101)
     with pytest.raises(ValueError, match="more than 100 bytes"):
-        read_regular(file, most_bytes=100)
+        read_regular(file, max_bytes=100)
     file.write_bytes(b"[" * 100_000)
     with pytest.raises(ValueError, match="nested too deep"):
         read_json(file)
@@ -189,14 +189,14 @@ def test_what_can_not_be_read_now_is_no_damage(
 
     monkeypatch.setattr(os, "open", refusing)
     with pytest.raises(MachineError, match=os.strerror(number)):
-        newest_good(tmp_path)
+        find_newest_usable(tmp_path)
 
 
 def test_the_last_bit_of_a_large_tensor_counts(tmp_path: Path) -> None:
     """Its digest is computed in another thread while it is written, and read in blocks."""
     one = TensorBytes(name="wide", dtype="U8", shape=(33 << 20,), data=memoryview(bytearray(os.urandom(1 << 20) * 33)))
     path = save(tmp_path, step=1, files={MODEL: [one]}, state=STATE)
-    verify(path)
+    check_checkpoint(path)
     file = path / MODEL
     for place in (-1, -(1 << 20), -(17 << 20)):
         with file.open("r+b") as handle:
@@ -205,12 +205,12 @@ def test_the_last_bit_of_a_large_tensor_counts(tmp_path: Path) -> None:
             handle.seek(place, os.SEEK_END)
             handle.write(bytes([byte ^ 1]))
             handle.flush()
-            for read in (lambda: verify(path), lambda: load(path).files[MODEL]["wide"]):
+            for read in (lambda: check_checkpoint(path), lambda: open_checkpoint(path).files[MODEL]["wide"]):
                 with pytest.raises(CheckpointError, match="differs from what was written"):
                     read()
             handle.seek(place, os.SEEK_END)
             handle.write(bytes([byte]))
-    verify(path)
+    check_checkpoint(path)
 
 
 def test_many_pieces_of_one_row_or_column_are_compared_in_linear_time() -> None:
@@ -219,12 +219,14 @@ def test_many_pieces_of_one_row_or_column_are_compared_in_linear_time() -> None:
     for shape, whole, at in (((1, 1), (1, number), (0, 1)), ((1, 1), (number, 1), (1, 0))):
         places = [(at[0] * i, at[1] * i) for i in range(number)]
         entries = [TensorEntry(name="w", dtype="U8", shape=shape, start=0, stop=1, digest="", at=place, whole=whole) for place in places]  # fmt: skip
-        check_cover("w", entries)
+        check_coverage("w", entries)
         with pytest.raises(CheckpointError, match="overlaps another piece"):
-            check_cover("w", [*entries[:-1], entries[7]])
+            check_coverage("w", [*entries[:-1], entries[7]])
 
 
-@pytest.mark.parametrize("read", [verify, lambda path: ckpt.diff(str(path), str(path))], ids=["verify", "diff"])
+@pytest.mark.parametrize(
+    "read", [check_checkpoint, lambda path: ckpt.diff(str(path), str(path))], ids=["verify", "diff"]
+)
 def test_each_file_of_a_checkpoint_is_opened_once_for_all_of_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
 ) -> None:
@@ -237,7 +239,7 @@ def test_each_file_of_a_checkpoint_is_opened_once_for_all_of_its_tensors(
     opened: list[str] = []
     monkeypatch.setattr(tensors_module, "open_regular", lambda file: opened.append(file.name) or open_regular(file))
     read(path)
-    times = 1 if read is verify else 2  # the same checkpoint on both sides
+    times = 1 if read is check_checkpoint else 2  # the same checkpoint on both sides
     assert Counter(opened) == dict.fromkeys(files, 2 * times)
 
 
@@ -268,7 +270,7 @@ def test_no_flipped_bit_of_the_mark_costs_the_best(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         (tmp_path / BEST).write_bytes(data)
-        assert pointed_checkpoint(tmp_path, BEST) == paths[1], data
+        assert resolve_mark(tmp_path, BEST) == paths[1], data
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 80, b"step-0000", b"step-00000077\n", b"nonsense\nmore\n"])
@@ -276,16 +278,20 @@ def test_nothing_is_removed_where_the_mark_can_not_be_read(tmp_path: Path, conte
     for step in range(1, 6):
         write(tmp_path, step)
     (tmp_path / BEST).write_bytes(content)
-    assert is_mark_lost(tmp_path, BEST) and prune(tmp_path, keep=1) == [] and len(all_steps(tmp_path)) == 5
+    assert (
+        is_mark_broken(tmp_path, BEST)
+        and prune_checkpoints(tmp_path, keep=1) == []
+        and len(list_checkpoints(tmp_path)) == 5
+    )
     (tmp_path / BEST).write_text("step-00000002\n")  # as older versions wrote it, and as a person would
-    assert [path.name[-1] for path in prune(tmp_path, keep=1)] == ["1", "3", "4"]
+    assert [path.name[-1] for path in prune_checkpoints(tmp_path, keep=1)] == ["1", "3", "4"]
 
 
 def test_other_digits_are_no_step_and_no_owner(tmp_path: Path) -> None:
     path = write(tmp_path, 30)
     path.rename(tmp_path / ("step-" + "".join(chr(0x660 + int(digit)) for digit in "00000030")))
     (tmp_path / ".saving-step-00000040-²").mkdir()
-    assert all_steps(tmp_path) == [] and newest_good(tmp_path)[0] is None
+    assert list_checkpoints(tmp_path) == [] and find_newest_usable(tmp_path)[0] is None
     write(tmp_path, 31)
     assert not (tmp_path / ".saving-step-00000040-²").exists()
 
@@ -300,7 +306,7 @@ def test_what_is_no_model_s_stays_in_the_final_folder(tmp_path: Path) -> None:
         (real / name).write_text(name)
     (tmp_path / "consolidated").symlink_to(real)
     for attempt in range(2):
-        write_folder(tmp_path / "consolidated", tensors(attempt), config={"a": attempt})
+        write_model_folder(tmp_path / "consolidated", tensors(attempt), config={"a": attempt})
         assert {str(p.relative_to(real)) for p in real.rglob("*")} == {
             "data", "data/rows.bin", "tokenizer.json", "config.json", "model.safetensors"
         }  # fmt: skip
@@ -312,19 +318,19 @@ def test_what_is_no_model_s_stays_in_the_final_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_kill_between_the_old_and_the_new_final_folder_loses_nothing(tmp_path: Path, is_replaced: bool) -> None:
     folder = tmp_path / "consolidated"
-    write_folder(folder, tensors(0), config=None)
+    write_model_folder(folder, tensors(0), config=None)
     (folder / "tokenizer.json").write_text("words")
     folder.rename(tmp_path / ".consolidated.before")
     if is_replaced:
         folder.mkdir()
-    write_folder(folder, tensors(1), config=None)
+    write_model_folder(folder, tensors(1), config=None)
     assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "tokenizer.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["consolidated"]
 
 
 def consolidated(folder: Path) -> Path:
-    write_folder(folder / "consolidated", tensors(1), config={"a": 1})
-    said = seal({"digest": "d", "files": digest_files(folder / "consolidated")})
+    write_model_folder(folder / "consolidated", tensors(1), config={"a": 1})
+    said = add_digest({"digest": "d", "files": digest_files(folder / "consolidated")})
     (folder / "weights.json").write_text(json.dumps(said))
     return folder / "consolidated"
 
@@ -366,7 +372,7 @@ def test_the_final_model_goes_where_a_link_points(tmp_path: Path) -> None:
     link = tmp_path / "run" / "consolidated"
     link.symlink_to(tmp_path / "large" / "model")
     for fill in (1, 2):
-        write_folder(link, tensors(fill), config=None)
+        write_model_folder(link, tensors(fill), config=None)
     assert link.is_symlink() and [path.name for path in (tmp_path / "large" / "model").iterdir()] == [MODEL]
 
 
@@ -380,7 +386,7 @@ def test_a_run_does_not_write_through_links(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(victim)
     with pytest.raises(UsageError, match=f"{name} is a link to {victim}"):
-        lock_run_folder(tmp_path / "run", wait=print)
+        lock_run_folder(tmp_path / "run", on_wait=print)
     if name.endswith(".jsonl"):
         with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
             JsonlSink(RunFolder(tmp_path / "run"))
@@ -403,7 +409,7 @@ def test_prune_removes_nothing_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "checkpoints").symlink_to(tmp_path / "mine" / "checkpoints")
     with pytest.raises(UsageError, match="nothing is removed through it"):
         ckpt.prune(str(tmp_path / "theirs"), keep=1)
-    assert len(all_steps(tmp_path / "mine" / "checkpoints")) == 5
+    assert len(list_checkpoints(tmp_path / "mine" / "checkpoints")) == 5
     linked = tmp_path / "mine" / "checkpoints" / "step-00000001"
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
@@ -421,15 +427,15 @@ def test_prune_passes_over_a_step_that_the_run_has_removed_meanwhile(
         shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True)
         return True
 
-    monkeypatch.setattr(checkpoints, "_is_good", removed_by_the_run)
-    assert [path.name for path in prune(tmp_path, keep=1)] == ["step-00000002"]
-    assert [path.name for path in all_steps(tmp_path)] == ["step-00000003"]
+    monkeypatch.setattr(checkpoints, "_is_valid", removed_by_the_run)
+    assert [path.name for path in prune_checkpoints(tmp_path, keep=1)] == ["step-00000002"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "made anew", "made anew and locked"])
 def test_a_run_whose_folder_is_gone_writes_into_no_other(tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
-    held = lock_run_folder(run, wait=print)
+    held = lock_run_folder(run, on_wait=print)
     place = FolderIdentity(run)
     place.check()
     run.rename(tmp_path / "elsewhere") if how == "moved" else (run / LOCK).unlink()
@@ -437,7 +443,7 @@ def test_a_run_whose_folder_is_gone_writes_into_no_other(tmp_path: Path, how: st
         run.rmdir()
     if "anew" in how:
         run.mkdir()
-    other = lock_run_folder(run, wait=print) if "locked" in how else None
+    other = lock_run_folder(run, on_wait=print) if "locked" in how else None
     with pytest.raises(SaveError, match="was moved or removed"):
         place.check()
     for each in (held, other):
@@ -446,13 +452,13 @@ def test_a_run_whose_folder_is_gone_writes_into_no_other(tmp_path: Path, how: st
 
 
 def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {number: explain_refusal(OSError(number, ""), tmp_path)[0] for number in (
+    said = {number: explain_disk_error(OSError(number, ""), tmp_path)[0] for number in (
         errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENOENT, errno.EISDIR, errno.ENOSPC,
     )}  # fmt: skip
     assert len(set(said.values())) == len(said)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)  # a folder that could not be emptied, for want of rights
-        assert explain_refusal(OSError(errno.ENOTEMPTY, ""), tmp_path)[0] == said[errno.EACCES]
+        assert explain_disk_error(OSError(errno.ENOTEMPTY, ""), tmp_path)[0] == said[errno.EACCES]
     assert (
         "is read-only" in said[errno.EROFS] and "quota" in said[errno.EDQUOT] and "are free there" in said[errno.ENOSPC]
     )
@@ -461,7 +467,7 @@ def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: py
         f_files, f_favail = 100, 0
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    assert "inodes" in explain_refusal(OSError(errno.ENOSPC, ""), tmp_path / "none")[0]
+    assert "inodes" in explain_disk_error(OSError(errno.ENOSPC, ""), tmp_path / "none")[0]
 
 
 @pytest.mark.parametrize(
@@ -480,4 +486,4 @@ def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: py
 )
 def test_a_value_of_the_state_that_nobody_writes_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="can't be read"):
-        from_plain({"deep": [value]})
+        decode_state({"deep": [value]})

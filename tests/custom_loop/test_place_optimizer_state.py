@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.checkpoint.state_json import from_plain, to_plain
+from paceline.checkpoint.state_json import decode_state, encode_state
 from paceline.errors import CheckpointError
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
@@ -133,5 +133,5 @@ def test_a_run_refuses_it_after_its_first_step(tmp_path: Path, name: str) -> Non
 
 
 def test_what_earlier_versions_wrote_as_a_tuple_is_read_as_one() -> None:
-    assert from_plain({"__paceline__": "tuple", "value": [1, 2]}) == (1, 2)
-    assert from_plain(to_plain({3, 1, 2}, where="")) == {1, 2, 3}
+    assert decode_state({"__paceline__": "tuple", "value": [1, 2]}) == (1, 2)
+    assert decode_state(encode_state({3, 1, 2}, where="")) == {1, 2, 3}

@@ -11,7 +11,7 @@ import paceline as pl
 from paceline.config.loading import default_of, known_settings, range_of
 from paceline.config.resume_allowances import COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
 from paceline.errors import ExitCode
-from paceline.verification.diagnosis.hypotheses import GradientFacts, guesses
+from paceline.verification.diagnosis.hypotheses import GradientFacts, list_hypotheses
 from tests.docs.page import ROOT
 
 DOCS = ROOT / "docs"
@@ -88,7 +88,7 @@ def test_causes_in_the_page_are_causes_that_verify_gives(cause: str) -> None:
     found = set()
     for ranks, counts in ((2, [3, 5]), (2, [3.0, 5, 2, 6, 1, 4, 2, 3])):
         facts = GradientFacts(counts=np.asarray(counts, dtype=np.float64), ranks=ranks, samples=40)
-        found |= {_plain(guess.cause) for guess in guesses(facts)}
+        found |= {_plain(guess.cause) for guess in list_hypotheses(facts)}
     texts = [
         Path(ROOT / "src/paceline/verification" / name).read_text()
         for name in ("diagnosis/gradient_cause.py", "compare_independent_runs.py")

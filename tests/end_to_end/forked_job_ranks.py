@@ -20,7 +20,7 @@ from paceline.errors import ExitCode, PacelineError
 from paceline.job import Job
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.prepare import prepare
-from paceline.verification.compare_in_lockstep import feed_of
+from paceline.verification.compare_in_lockstep import build_layout_loader
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once, by the one that forks
 _GRACE_SECONDS = 5.0
@@ -97,7 +97,7 @@ def _serve(
         ready = prepare(task, job=make())
         world = World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=30.0)
         built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
-        for given, _ in zip(feed_of(built, Cursor()), range(2), strict=False):
+        for given, _ in zip(build_layout_loader(built, Cursor()), range(2), strict=False):
             built.step.run(given)
         then(built)
     except PacelineError as error:

@@ -83,7 +83,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from paceline.filesystem.run_lock import lock_run_folder
-held = lock_run_folder(Path(sys.argv[1]), wait=print)
+held = lock_run_folder(Path(sys.argv[1]), on_wait=print)
 if os.fork() == 0:
     print("child", flush=True)
     time.sleep(1.5)
@@ -97,11 +97,11 @@ def test_who_comes_after_a_killed_launcher_waits_for_its_workers(tmp_path: Path)
     launcher = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None and launcher.stdout.readline() == "child\n"
     with pytest.raises(UsageError, match=f"process {launcher.pid} on "):
-        lock_run_folder(tmp_path, wait=print)
+        lock_run_folder(tmp_path, on_wait=print)
     launcher.kill()
     launcher.wait()
     told: list[str] = []
-    held = lock_run_folder(tmp_path, wait=told.append)
+    held = lock_run_folder(tmp_path, on_wait=told.append)
     assert (tmp_path / "written").exists() and len(told) == 1
     held.close()
     launcher.stdout.close()
@@ -109,11 +109,11 @@ def test_who_comes_after_a_killed_launcher_waits_for_its_workers(tmp_path: Path)
 
 def test_a_worker_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.2)
-    held = lock_run_folder(tmp_path, wait=print)
+    held = lock_run_folder(tmp_path, on_wait=print)
     holder = json.loads((tmp_path / LOCK).read_text())
     (tmp_path / LOCK).write_text(json.dumps({**holder, "born": "0"}))  # the number was given to another process since
     with pytest.raises(UsageError, match="in use") as refused:
-        lock_run_folder(tmp_path, wait=print)
+        lock_run_folder(tmp_path, on_wait=print)
     assert "launcher has ended" in refused.value.cause and "fuser" in refused.value.hint
     held.close()
 
@@ -125,11 +125,11 @@ def test_a_disk_without_locks_still_tells_a_second_run_of_this_machine(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(module.fcntl, "flock", flock)
-    held = lock_run_folder(tmp_path, wait=print)
+    held = lock_run_folder(tmp_path, on_wait=print)
     with pytest.raises(UsageError, match=f"process {os.getpid()} on "):
-        lock_run_folder(tmp_path, wait=print)
+        lock_run_folder(tmp_path, on_wait=print)
     held.close()
-    lock_run_folder(tmp_path, wait=print).close()
+    lock_run_folder(tmp_path, on_wait=print).close()
 
 
 def test_a_disk_without_locks_still_tells_a_second_run_of_another_machine(
@@ -142,9 +142,9 @@ def test_a_disk_without_locks_still_tells_a_second_run_of_another_machine(
 
     monkeypatch.setattr(module.fcntl, "flock", flock)
     (tmp_path / LOCK).write_text(json.dumps({**module.this_process(), "host": "another-machine"}))
-    assert module.is_held(tmp_path)
+    assert module.is_run_folder_locked(tmp_path)
     with pytest.raises(UsageError, match=f"process {os.getpid()} on another-machine "):
-        lock_run_folder(tmp_path, wait=pytest.fail)
+        lock_run_folder(tmp_path, on_wait=pytest.fail)
 
 
 def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.filesystem.temporary_folders import remove_abandoned, scratch_folder
+from paceline.filesystem.temporary_folders import remove_abandoned_folders, scratch_folder
 from tests.conftest import Shop
 
 LIMIT_SECONDS = 60.0
@@ -122,7 +122,7 @@ def test_a_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pyt
     assert len(left(tmp_path)) == 1
     with scratch_folder("trial") as mine:
         assert left(tmp_path) == [mine.path.name], "what was abandoned has gone"
-        remove_abandoned("paceline-trial-")
+        remove_abandoned_folders("paceline-trial-")
         assert left(tmp_path) == [mine.path.name], "it is held"
 
 
@@ -146,10 +146,10 @@ def test_a_folder_that_is_only_being_made_is_left_alone_for_a_day(
     made = tmp_path / ".paceline-trial-1"
     made.mkdir()
     (made / ".scratch").touch()
-    remove_abandoned("paceline-trial-")
+    remove_abandoned_folders("paceline-trial-")
     assert made.is_dir()
     os.utime(made, (0, 0))
-    remove_abandoned("paceline-trial-")
+    remove_abandoned_folders("paceline-trial-")
     assert not made.exists()
 
 
@@ -159,8 +159,8 @@ def test_a_kept_folder_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.Monk
         folder.keep()
     (tmp_path / "paceline-trial-link").symlink_to(tmp_path)
     (tmp_path / "other").mkdir()
-    remove_abandoned("paceline-trial-")
+    remove_abandoned_folders("paceline-trial-")
     assert folder.path.is_dir()
     os.utime(folder.path, (0, 0))
-    remove_abandoned("paceline-trial-")
+    remove_abandoned_folders("paceline-trial-")
     assert left(tmp_path) == ["paceline-trial-link"] and (tmp_path / "other").is_dir()

@@ -20,12 +20,12 @@ from paceline.data.order.cursor import Cursor
 from paceline.errors import ExitCode, PacelineError, Problems
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.prepare import PreparedJob, prepare
-from paceline.verification.compare_in_lockstep import Lockstep, feed_of
+from paceline.verification.compare_in_lockstep import LockstepComparison, build_layout_loader
 from paceline.verification.precision import build_in_precision
-from paceline.verification.reference.float64_mode import in_double
+from paceline.verification.reference.float64_mode import keep_float64
 from paceline.verification.reference.reference import RunPosition
 from paceline.verification.rung_result import BITWISE, VERDICTS
-from paceline.verification.verify_worker import compared_steps, reference
+from paceline.verification.verify_worker import build_reference, select_steps
 from tests.matrix.matrix_cases import Case
 from tests.zoo import JOBS, Rows
 
@@ -86,7 +86,7 @@ def _run(case: Case, world: World) -> dict[str, Any]:
             found["final"] = weights_digest(sorted(wholes(built).items()))
         _leave(built)
     for name in _precisions(case, ready, world):
-        with in_double(active=name == "float64"):
+        with keep_float64(active=name == "float64"):
             _merge(found, name, _lockstep(case, ready, world, _DTYPES[name]))
     gc.collect()
     return found
@@ -97,8 +97,8 @@ def _precisions(case: Case, ready: PreparedJob, world: World) -> list[str]:
     asked = [name for name in case.checks if name in _DTYPES]
     if "float64" in asked and world.is_main and case.model not in _CAN:
         try:
-            with in_double():
-                reference(ready, torch.float64).gradient(RunPosition(step=0, epoch=0, position=0))
+            with keep_float64():
+                build_reference(ready, torch.float64).compute_gradient(RunPosition(step=0, epoch=0, batch_start=0))
             _CAN[case.model] = True
         except RuntimeError:
             _CAN[case.model] = False
@@ -108,8 +108,10 @@ def _precisions(case: Case, ready: PreparedJob, world: World) -> list[str]:
 
 def _lockstep(case: Case, ready: PreparedJob, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
     built = build_in_precision(ready, world, dtype)
-    alone = reference(ready, dtype) if world.is_main else None
-    rung_result = Lockstep(built=built, reference=alone, say=_nothing).run(compared_steps(ready, case.steps))
+    alone = build_reference(ready, dtype) if world.is_main else None
+    rung_result = LockstepComparison(setup=built, reference=alone, report_progress=_nothing).run(
+        select_steps(ready, case.steps)
+    )
     _leave(built)
     return vars(rung_result)
 
@@ -128,7 +130,7 @@ def wholes(built: TrainingSetup) -> dict[str, torch.Tensor]:
 
 
 def _feed(built: TrainingSetup) -> Iterator[Any]:
-    feed = feed_of(built, Cursor())
+    feed = build_layout_loader(built, Cursor())
     try:
         yield from feed
     finally:

@@ -379,7 +379,7 @@ def test_the_page_of_a_failed_run_says_so_and_how_far_it_came(
 def test_a_run_that_is_held_is_running_and_one_that_nobody_holds_has_failed(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, started(2, total_steps=12, attempt=1), step(1))
-    held = lock_run_folder(tmp_path, wait=pytest.fail)
+    held = lock_run_folder(tmp_path, on_wait=pytest.fail)
     try:
         assert "<dt>status</dt><dd>running</dd>" in run_page(run)
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.errors import JobError
 from paceline.step.loss.loss_return_value import LossContract
-from paceline.verification.reference.forward import Forward
+from paceline.verification.reference.forward import ReferenceForward
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,8 +85,8 @@ def by_us(made: pl.Job, model: nn.Module, parts: list[dict[str, Tensor]]) -> Ten
 
 
 def by_the_oracle(made: pl.Job, model: nn.Module, parts: list[dict[str, Tensor]]) -> Tensor:
-    oracle = Forward(made, model)
-    found = [oracle.own_loss(oracle.output(p), p, len(next(iter(p.values())))) for p in parts]
+    oracle = ReferenceForward(made, model)
+    found = [oracle.model_loss(oracle.compute_output(p), p, len(next(iter(p.values())))) for p in parts]
     return torch.stack([s for s, _ in found]).sum() / sum(float(n) for _, n in found)
 
 

@@ -12,22 +12,22 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.errors import NonFiniteError
-from paceline.verification.reference.reference import Gradient, Reference, ReferenceConfig, RunPosition
+from paceline.verification.reference.reference import Reference, ReferenceConfig, ReferenceGradient, RunPosition
 from tests.trainer.checks.test_assumptions_about_a_job import rare
 from tests.trainer.test_edge_cases_of_a_run import trained
 from tests.verification.test_detection_thresholds import verify
 
-SECOND = RunPosition(step=1, epoch=0, position=8)  # whose samples have no target of b
+SECOND = RunPosition(step=1, epoch=0, batch_start=8)  # whose samples have no target of b
 
 
 def only_b(output: Any, batch: Any) -> Any:
     return F.cross_entropy(output[1], batch[2], reduction="sum"), (batch[2] != -100).sum()
 
 
-def gradient(job: pl.Job, on_empty: str) -> tuple[Reference, Gradient]:
+def gradient(job: pl.Job, on_empty: str) -> tuple[Reference, ReferenceGradient]:
     spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4, on_empty=on_empty)
-    reference = Reference(job=job, spec=spec, cast=lambda x: x)
-    return reference, reference.gradient(SECOND)
+    reference = Reference(job=job, config=spec, cast=lambda x: x)
+    return reference, reference.compute_gradient(SECOND)
 
 
 def test_the_oracle_takes_the_other_terms_alone() -> None:
@@ -39,7 +39,7 @@ def test_the_oracle_takes_the_other_terms_alone() -> None:
     for name, value in zip(names, right, strict=True):  # two microbatches are added up for one
         torch.testing.assert_close(found.total[name], value, rtol=0, atol=1e-7)
     assert [float(found.total[name].abs().max()) for name in ("b.weight", "b.bias")] == [0.0, 0.0]
-    assert found.empty == [] and math.isclose(found.loss, float(loss.detach()), rel_tol=1e-6)
+    assert found.empty_terms == [] and math.isclose(found.loss, float(loss.detach()), rel_tol=1e-6)
 
 
 def test_the_oracle_stops_where_the_job_says_nothing_and_where_the_sum_is_something() -> None:
@@ -49,12 +49,12 @@ def test_the_oracle_stops_where_the_job_says_nothing_and_where_the_sum_is_someth
 
     for job, on_empty in ((rare(), "stop"), (rare(loss=loss), "zero")):
         found = gradient(job, on_empty)[1]
-        assert found.empty == ["b"] and math.isnan(found.loss)
+        assert found.empty_terms == ["b"] and math.isnan(found.loss)
 
 
 def test_the_only_term_gives_a_step_of_nothing() -> None:
     found = gradient(rare(loss=only_b, count=None), "zero")[1]
-    assert found.loss == 0.0 and found.empty == []
+    assert found.loss == 0.0 and found.empty_terms == []
     assert all(torch.equal(value, torch.zeros_like(value)) for value in found.total.values())
 
 

@@ -88,14 +88,14 @@ def trained(made: TrainingSetup) -> dict[str, Tensor]:
 def plain(job: Job) -> dict[str, Tensor]:
     """In plain PyTorch; of the reference only the start and the order of samples."""
     spec = ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO)
-    source = Reference(job=job, spec=spec, cast=lambda x: x)
+    source = Reference(job=job, config=spec, cast=lambda x: x)
     model, optimizer = source.model.train(), job.optimizer([(n, p) for n, p in source.model.named_parameters()])
     assert isinstance(optimizer, torch.optim.Optimizer)
     for step in range(STEPS):
-        samples = source.reading.batch(epoch=0, position=step * BATCH, size=BATCH)
+        samples = source.reader.batch(epoch=0, position=step * BATCH, size=BATCH)
         optimizer.zero_grad()
         for start in range(0, BATCH, MICRO):
-            x = source.reading.read(epoch=0, part=samples[start : start + MICRO])[0]
+            x = source.reader.read(epoch=0, indices=samples[start : start + MICRO])[0]
             (F.mse_loss(*model(x), reduction="sum") / BATCH).backward()
         optimizer.step()
         with torch.no_grad():
@@ -123,14 +123,14 @@ def test_the_average_of_the_weights_is_taken_after_they_were_moved() -> None:
 
 
 def test_the_reference_moves_it_too() -> None:
-    job, at = job_of(), RunPosition(step=0, epoch=0, position=0)
+    job, at = job_of(), RunPosition(step=0, epoch=0, batch_start=0)
     reference = Reference(
-        job=job, spec=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO), cast=lambda x: x
+        job=job, config=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO), cast=lambda x: x
     )
     for step in range(STEPS):
-        gradient = reference.gradient(at)
+        gradient = reference.compute_gradient(at)
         reference.update(gradient.total)
-        at = RunPosition(step=step + 1, epoch=0, position=(step + 1) * BATCH)
+        at = RunPosition(step=step + 1, epoch=0, batch_start=(step + 1) * BATCH)
     for name, value in plain(job).items():
         torch.testing.assert_close(reference.model.state_dict()[name], value, rtol=2.0**-44, atol=2.0**-44)
 

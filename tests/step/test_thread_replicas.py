@@ -123,7 +123,7 @@ def alone(made: TrainingSetup) -> Reference:
         micro_batch_size=plan.micro_batch_size,
         max_grad_norm=made.job.max_grad_norm,
     )
-    return Reference(job=made.job, spec=spec, cast=lambda x: x)
+    return Reference(job=made.job, config=spec, cast=lambda x: x)
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -132,9 +132,9 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def follow(made: TrainingSetup, *, steps: int = 6) -> None:
     """Each step: gradients, weights and buffers; over the short last batch and into the next epoch."""
-    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, position=0)
+    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, batch_start=0)
     for _ in range(steps):
-        wanted = right.gradient(at)
+        wanted = right.compute_gradient(at)
         result = made.step.run(next(given))
         assert result.loss == pytest.approx(wanted.loss, rel=1e-12)
         found = {m.name: m.parameter.grad for m in made.named if m.parameter.grad is not None}
@@ -144,7 +144,7 @@ def follow(made: TrainingSetup, *, steps: int = 6) -> None:
         right.update(wanted.total)
         for name, tensor in tensors(made.model).items():
             assert apart(tensor, tensors(right.model)[name]) < MANY_STEPS, name
-        at = right.after(at, sum(map(len, wanted.samples)))
+        at = right.next_position(at, sum(map(len, wanted.samples)))
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -267,13 +267,13 @@ DRAW: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", DRAW)
 def test_a_model_that_begins_to_draw_is_run_again_in_turns(kind: str) -> None:
     made = built(make(lambda: Late(kind), samples=48), 2, micro=3)
-    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, position=0)
+    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, batch_start=0)
     for number in range(4):
         LATE["on"] = number >= 2
-        wanted = right.gradient(at)
+        wanted = right.compute_gradient(at)
         made.step.run(next(given))
         right.update(wanted.total)
-        at = right.after(at, 12)
+        at = right.next_position(at, 12)
         for name, tensor in tensors(made.model).items():
             assert apart(tensor, tensors(right.model)[name]) < MANY_STEPS, (number, name)
     LATE["on"] = False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.data.order.batches import next_batch
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import StepInput
@@ -89,11 +89,11 @@ class Counts(torch.optim.SGD):
 def test_what_no_checkpoint_has_is_told_with_the_place_of_its_kind(keeps: bool, counts: bool) -> None:
     model = (Keeps if keeps else nn.Sequential)(nn.Linear(4, 2))
     optimizer = (Counts if counts else torch.optim.SGD)(model.parameters(), lr=0.1)
-    unsaved = UntrackedOptimizerState([optimizer], model=model)
-    unsaved.begin()
+    unsaved = UntrackedStateWarning([optimizer], model=model)
+    unsaved.start_tracking()
     model(torch.zeros(1, 4)).sum().backward()
     optimizer.step()
-    told = unsaved.note()
+    told = unsaved.warning_text()
     assert ("self.register_buffer(" in told) == keeps and ("self.state[p]" in told) == counts
     assert ("Keeps.seen" in told) == keeps and ("Counts.calls" in told) == counts
 

@@ -21,7 +21,7 @@ from paceline.config.task import Task
 from paceline.data.order.cursor import Cursor
 from paceline.trainer.setup.build_training_setup import build_training_setup
 from paceline.trainer.setup.prepare import prepare
-from paceline.verification.compare_in_lockstep import feed_of
+from paceline.verification.compare_in_lockstep import build_layout_loader
 
 SAMPLES, BATCH, MICRO, EPOCHS, SEED, WIDTH = 21, 8, 3, 2, 7, 6
 # One sum of three microbatches in another grouping, and six steps of momentum: some units of float64's last place.
@@ -165,7 +165,7 @@ def by_paceline(augments: bool, collate: Any, layout: str, ranks: int, workers: 
     settings = {"seed": SEED, "train.micro_batch_size": MICRO, "data.workers": workers}
     ready = prepare(Task(verb="train", job="job.py", layout=layout, ranks=ranks, settings=settings), job=job)
     built = build_training_setup(job=job, settings=ready.settings, plan=ready.plan, world=World.alone())
-    feed = feed_of(built, Cursor())
+    feed = build_layout_loader(built, Cursor())
     try:
         for given, _ in zip(feed, range(EPOCHS * -(-SAMPLES // BATCH)), strict=False):
             built.step.run(given)

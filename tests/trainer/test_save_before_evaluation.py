@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.checkpoint.files.checkpoint_folder import load, verify
+from paceline.checkpoint.files.checkpoint_folder import check_checkpoint, open_checkpoint
 from paceline.comm.process_group import World
 from paceline.errors import JobError, NonFiniteError
 from paceline.torch_internals.scalars import as_count, as_number
@@ -33,7 +33,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(tmp_path: Pat
     with pytest.raises((ZeroDivisionError, JobError), match=r"division by zero|on_eval= returned a int"):
         trained(replace(good, **FAILING[name]), tmp_path / "cut", checkpoint_every=2, eval_every=2)
     assert [path.name for path in sorted((tmp_path / "cut" / "checkpoints").glob("step-*"))] == ["step-00000002"]
-    assert load(tmp_path / "cut" / "checkpoints" / "step-00000002").state["extra"]["unjudged"] is True
+    assert open_checkpoint(tmp_path / "cut" / "checkpoints" / "step-00000002").state["extra"]["unjudged"] is True
 
     assert trained(good, tmp_path / "cut", checkpoint_every=2, eval_every=2).exit_code == whole.exit_code == 0
     evaluated = [[row["step"] for row in rows(tmp_path / run) if "eval/loss" in row] for run in ("cut", "whole")]
@@ -46,7 +46,7 @@ def test_what_an_evaluation_found_is_written_into_the_checkpoint_that_was_saved_
     values = iter([1.0, 3.0, 2.0])
     made = job(best="score:max", on_eval=lambda run: {"score": next(values)})
     trained(made, tmp_path, checkpoint_every=2, eval_every=2)
-    extras = {path.name[-1]: load(path).state["extra"] for path in (tmp_path / "checkpoints").glob("step-*")}
+    extras = {path.name[-1]: open_checkpoint(path).state["extra"] for path in (tmp_path / "checkpoints").glob("step-*")}
     assert {step: (extra["best"], extra["unjudged"]) for step, extra in extras.items()} == {
         "2": (1.0, False),
         "4": (3.0, False),
@@ -54,7 +54,7 @@ def test_what_an_evaluation_found_is_written_into_the_checkpoint_that_was_saved_
     }
     assert (tmp_path / "checkpoints" / "best").read_text().split()[0] == "step-00000004"
     for path in (tmp_path / "checkpoints").glob("step-*"):
-        verify(path)
+        check_checkpoint(path)
 
 
 @pytest.mark.parametrize(

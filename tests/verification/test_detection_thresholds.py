@@ -93,13 +93,15 @@ def scaled_gradient(name: str, factor: float) -> Spoil:
 def seen_with(dtype: torch.dtype, factor: float) -> tuple[RungResult, StepComparison]:
     """One step judged, with one parameter's gradient times a factor."""
     spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4)
-    reference = Reference(job=job_of(dtype), spec=spec, cast=lambda batch: batch)
+    reference = Reference(job=job_of(dtype), config=spec, cast=lambda batch: batch)
     rung_result = RungResult()
-    judge = StepComparison(reference=reference, at=RunPosition(step=0, epoch=0, position=0), rung_result=rung_result)
-    gradients = {name: value.clone() for name, value in judge.right.items()}
+    judge = StepComparison(
+        reference=reference, position=RunPosition(step=0, epoch=0, batch_start=0), rung_result=rung_result
+    )
+    gradients = {name: value.clone() for name, value in judge.expected_gradient.items()}
     gradients["first.weight"] = (gradients["first.weight"].double() * factor).to(dtype)
-    loss = judge._inquiry.gradient.loss
-    judge.see(ObservedStep(gradients=[gradients], buffers=[{}], losses=[loss]))
+    loss = judge._rerun.gradient.loss
+    judge.compare_forward_backward(ObservedStep(gradients=[gradients], buffers=[{}], losses=[loss]))
     return rung_result, judge
 
 
@@ -119,7 +121,7 @@ def test_a_gradient_is_rounding_below_four_units_and_different_from_a_thousand_o
 def test_a_loss_that_is_told_as_no_number_is_different_from_a_number(told: float) -> None:
     rung_result, judge = seen_with(torch.float32, 1.0)
     assert rung_result.verdict == "bitwise"
-    judge.see(ObservedStep(gradients=[dict(judge.right)], buffers=[{}], losses=[told]))
+    judge.compare_forward_backward(ObservedStep(gradients=[dict(judge.expected_gradient)], buffers=[{}], losses=[told]))
     assert rung_result.verdict == "different"
     assert rung_result.first_difference is not None and rung_result.first_difference["parameter"] == "(loss)"
 
@@ -132,10 +134,10 @@ def test_an_update_is_rounding_to_one_unit_and_different_from_a_thousand_on(dtyp
         judge = seen_with(dtype, 1.0)[1]
         reference, rung_result = judge._reference, judge._rung_result
         before = {name: weight.clone() for name, weight in reference.weights().items()}
-        reference.update(judge.right)
+        reference.update(judge.expected_gradient)
         after = {name: weight.clone() for name, weight in reference.weights().items()}
         after["first.weight"] = (after["first.weight"].double() * (1.0 + units * eps)).to(dtype)
-        judge.update(before=before, after=after)
+        judge.compare_weights(weights_before=before, weights_after=after)
         assert rung_result.verdict == verdict, (units, rung_result)
 
 
@@ -143,16 +145,16 @@ def test_an_update_is_rounding_to_one_unit_and_different_from_a_thousand_on(dtyp
 def test_floors_of_sound_steps_have_an_upper_bound(dtype: torch.dtype) -> None:
     judge = seen_with(dtype, 1.0 + EPS[dtype])[1]
     most = 1000.0 * EPS[dtype] if dtype is not torch.bfloat16 else 0.5
-    for name, value in judge.right.items():
-        assert 0.0 < judge._inquiry.floor(name) <= most * float(value.double().norm()), name
-    assert judge._inquiry.floors.loss <= most * abs(judge._inquiry.gradient.loss)
+    for name, value in judge.expected_gradient.items():
+        assert 0.0 < judge._rerun.floor(name) <= most * float(value.double().norm()), name
+    assert judge._rerun.floors.loss <= most * abs(judge._rerun.gradient.loss)
 
 
 @pytest.mark.parametrize("dtype", EPS)
 def test_a_gradient_beyond_rounding_is_no_noise(dtype: torch.dtype) -> None:
     """A nudge that has flipped a decision is left out: from 4096 units on, in bfloat16 from 16."""
     judge = seen_with(dtype, 1.0)[1]
-    one = judge._inquiry.gradient
+    one = judge._rerun.gradient
     for units, is_noise in ((1.0, True), (5000.0 if EPS[dtype] < 1e-3 else 20.0, False)):
         other = {name: value.double() * (1.0 + units * EPS[dtype]) for name, value in one.total.items()}
         assert is_rounding(one, replace(one, total=other), judge._reference) is is_noise

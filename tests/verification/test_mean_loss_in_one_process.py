@@ -10,7 +10,7 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.verification.reference.reference import Reference, ReferenceConfig
-from paceline.verification.verify_single_process import run_single
+from paceline.verification.verify_single_process import verify_single_process
 
 
 def summed(output: Tensor, batch: Any) -> Any:
@@ -47,7 +47,7 @@ def said(
         order="sequential",
     )
     spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4, autocast=autocast)
-    found = run_single(lambda: Reference(job=job, spec=spec, cast=lambda value: value))
+    found = verify_single_process(lambda: Reference(job=job, config=spec, cast=lambda value: value))
     return found.detail + found.warning
 
 

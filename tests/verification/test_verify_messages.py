@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from paceline.errors import JobError
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.verification.precision_cast import in_type
-from paceline.verification.reference.whole_batch import merge_microbatches, part_of
+from paceline.verification.precision_cast import cast_model
+from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_live
 from paceline.verification.tensor_distance import euclidean_distance
 from tests.verification.test_detection_thresholds import Net, job_of, verify
 
@@ -238,7 +238,7 @@ def test_a_model_in_float64_keeps_its_ties_and_its_complex_numbers() -> None:
     model["b"].weight.data = model["a"].weight.data.t()
     model["c"].register_buffer("part", model["c"].turns[1:3])
     right = {name: value.clone() for name, value in model.state_dict().items()}
-    out = in_type(model, torch.float64)["d"](torch.ones(1, 1, 2, dtype=torch.float64))[0]
+    out = cast_model(model, torch.float64)["d"](torch.ones(1, 1, 2, dtype=torch.float64))[0]
     assert out.dtype is torch.float64
     assert model["c"].turns.dtype is torch.complex128 and model["c"].mask.dtype is torch.float64
     for name, value in model.state_dict().items():
@@ -253,7 +253,7 @@ def test_lists_beside_tensors_are_joined_where_microbatches_are() -> None:
     parts = [{"x": torch.ones(n), "texts": ["a"] * n, "pair": (torch.ones(n), "k"), "none": None} for n in (2, 3)]
     one = merge_microbatches(parts, [2, 3], lambda: None)
     assert one["texts"] == ["a"] * 5 and len(one["x"]) == 5 and one["pair"][1] == "k"
-    assert part_of(parts, live=1, sizes=[2, 3])["texts"] == ["a"] * 5
+    assert merge_with_one_live(parts, live=1, sizes=[2, 3])["texts"] == ["a"] * 5
     other = [*parts[:1], {**parts[1], "none": 3}]
     assert merge_microbatches(other, [2, 3], lambda: "read anew") == "read anew"
 

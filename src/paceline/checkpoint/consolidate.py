@@ -8,59 +8,66 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoint.files.hf_folder import MOST_BYTES, write_folder
+from paceline.checkpoint.files.hf_folder import MAX_FILE_BYTES, write_model_folder
 from paceline.checkpoint.files.safetensors_io import LazyTensor
 from paceline.checkpoint.state_dict_view import StateDictView
 from paceline.checkpoint.tensor_bytes import lazy_tensor
 from paceline.comm.collective_errors import raise_for_all
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, SaveError
-from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.disk_full import convert_to_save_error
 
 
-def consolidate(
-    listing: StateDictView, folder: Path, *, config: Any, world: World, most_bytes: int = MOST_BYTES
+def consolidate_weights(
+    view: StateDictView, folder: Path, *, config: Any, world: World, max_bytes: int = MAX_FILE_BYTES
 ) -> Path:
     """Write all entries as plain safetensors. If ranks hold shards, every rank calls this; the first writes.
 
-    No process has more than one whole tensor at a time.
+    No process has more than one full tensor at a time.
 
     Raises:
         SaveError: it could not be written.
     """
-    wholes = listing.wholes(list(listing.entries))
+    full_tensors = view.full_tensors(list(view.entries))
     problem: CheckpointError | None = None
     if world.is_main:
         try:
             if not folder.parent.is_dir():
                 raise SaveError(f"the run folder {folder.parent} was moved or removed.", where=str(folder))
-            with as_checkpoint_error("the consolidated weights", folder):
+            with convert_to_save_error("the consolidated weights", folder):
                 if folder.exists() and not folder.is_dir():
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # the user's own file
-                write_folder(folder, _tensors(listing, wholes), config=_as_json(config), most_bytes=most_bytes)
+                write_model_folder(
+                    folder, _lazy_tensors(view, full_tensors), config=_config_json(config), max_bytes=max_bytes
+                )
         except CheckpointError as error:
             problem = error
-    for _ in wholes if not listing.weights.is_whole else ():
-        pass  # a collective call for each tensor: also on the other ranks, and on a first rank that can't write
-    if not listing.weights.is_whole:
+    for _ in full_tensors if not view.weights.is_whole else ():
+        pass  # each tensor is a collective call: other ranks join it, and so does a first rank that can't write
+    if not view.weights.is_whole:
         raise_for_all(world, problem)
     elif problem is not None:
         raise problem
     return folder
 
 
-def _tensors(listing: StateDictView, wholes: Iterator[tuple[str, Tensor]]) -> list[LazyTensor]:
+def _lazy_tensors(view: StateDictView, full_tensors: Iterator[tuple[str, Tensor]]) -> list[LazyTensor]:
     return [
-        lazy_tensor(name, dtype=held.dtype, shape=held.part.shape, find=lambda name=name: _next(wholes, name))  # type: ignore[misc]
-        for name, held in listing.entries.items()
+        lazy_tensor(
+            name,
+            dtype=local.dtype,
+            shape=local.part.shape,
+            get_tensor=lambda name=name: _take_tensor(full_tensors, name),  # type: ignore[misc]
+        )
+        for name, local in view.entries.items()
     ]
 
 
-def _next(wholes: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
-    found, tensor = next(wholes)
-    assert found == name
+def _take_tensor(full_tensors: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
+    next_name, tensor = next(full_tensors)
+    assert next_name == name
     return tensor
 
 
-def _as_json(config: Any) -> Any:
+def _config_json(config: Any) -> Any:
     return config.to_dict() if hasattr(config, "to_dict") else None

@@ -16,80 +16,86 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from paceline.checkpoint.optimizer_options import Options, changed_keys, options_now
+from paceline.checkpoint.optimizer_options import Options, changed_keys, current_options
 from paceline.checkpoint.state_json import (
-    from_plain,
+    decode_state,
+    drop_job_created,
+    encode_state,
     job_created_kind,
-    normalized_numbers,
-    to_plain,
-    without_job_created,
+    normalize_numbers,
 )
 from paceline.errors import CheckpointError
 from paceline.step.optimizer_update import move_on, schedule_error
 
-_PLACE = frozenset({"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"})
-_MOVES = frozenset({"last_epoch", "T_cur", "T_i"})  # of torch's schedules, for runs that did not record theirs
-_INNER = "_schedulers"
-_RATES = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"})
-_DEEPEST = 3
-_MOST_SHOWN = 3
-_MOST_TEXT = 4096
+_POSITION_KEYS = frozenset(
+    {"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"}
+)
+_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})  # of torch's schedules, in checkpoints without a record
+_INNER_SCHEDULES = "_schedulers"
+_SCHEDULED_OPTIONS = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
+)
+_MAX_DEPTH = 3
+_MAX_CHANGES = 3
+_MAX_TEXT = 4096
 
 Description = Mapping[str, Any]
 
 
 def describe_schedules(
-    schedules: Sequence[Any], optimizers: Sequence[Optimizer], given: Options
+    schedules: Sequence[Any], optimizers: Sequence[Optimizer], factory_options: Options
 ) -> list[dict[str, Any]]:
     """Return the job's schedules before any step: classes, settings, functions, and options written to groups."""
-    pairs = zip(schedules, optimizers, given, strict=False)
-    return [_described(s) | {"groups": _written(optimizer, options)} for s, optimizer, options in pairs]
+    pairs = zip(schedules, optimizers, factory_options, strict=False)
+    return [_describe(s) | {"groups": _written_options(optimizer, options)} for s, optimizer, options in pairs]
 
 
-def describe_saved(schedules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a checkpoint without such a record tells about its schedules: their position, not their start."""
-    return [_described_saved(state) for state in schedules]
+def describe_saved_schedules(schedules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Describe the schedules of a checkpoint that has no such record, from their saved `state_dict`."""
+    return [_describe_saved(state) for state in schedules]
 
 
-def schedule_difference(saved: Sequence[Description], now: Sequence[Description], *, lr_differs: bool) -> str:
-    """Return in words how the schedules differ, or an empty string if they are the same.
+def schedule_difference(saved: Sequence[Description], current: Sequence[Description], *, lr_differs: bool) -> str:
+    """Return text on how the schedules differ, or an empty string if they are the same.
 
-    If the job gives other rates (`lr_differs`), the values that a schedule derives from them are no difference of its
-    own.
+    If the job's learning rates differ (`lr_differs`), values that a schedule derives from them are not reported again.
     """
-    kinds = [[one.get("kind") or "a schedule" for one in each] for each in (saved, now)]
-    pairs = list(zip(saved, now, strict=False))
-    if len(saved) != len(now) or any(one.get("kind") not in (None, has["kind"]) for one, has in pairs):
+    kinds = [[one.get("kind") or "a schedule" for one in each] for each in (saved, current)]
+    pairs = list(zip(saved, current, strict=False))
+    if len(saved) != len(current) or any(one.get("kind") not in (None, has["kind"]) for one, has in pairs):
         return f"was {', '.join(kinds[0]) or 'none'}, is {', '.join(kinds[1]) or 'none'}"
-    found: dict[str, None] = {}
-    for was, has in pairs:
-        found |= dict.fromkeys(_differences(was, has, lr_differs=lr_differs))
-    told = [text for text in found if "._" not in text] or list(found)  # what torch derives from a setting is private
-    more = f" and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
-    return "; ".join(text.replace("._", ".") for text in told[:_MOST_SHOWN]) + more
+    changes: dict[str, None] = {}
+    for saved_schedule, current_schedule in pairs:
+        changes |= dict.fromkeys(_describe_differences(saved_schedule, current_schedule, lr_differs=lr_differs))
+    # private attributes are derived from settings
+    public_changes = [text for text in changes if "._" not in text] or list(changes)
+    suffix = f" and {len(public_changes) - _MAX_CHANGES} more" if len(public_changes) > _MAX_CHANGES else ""
+    return "; ".join(text.replace("._", ".") for text in public_changes[:_MAX_CHANGES]) + suffix
 
 
-def changed_schedules(saved: Sequence[Description], now: Sequence[Description]) -> list[bool]:
+def changed_schedules(saved: Sequence[Description], current: Sequence[Description]) -> list[bool]:
     """Return for each of the job's schedules whether it differs from the one that the run began with."""
-    found = [bool(schedule_difference([was], [has], lr_differs=False)) for was, has in zip(saved, now, strict=False)]
-    return found + [True] * (len(now) - len(found))
+    is_changed = [
+        bool(schedule_difference([was], [has], lr_differs=False)) for was, has in zip(saved, current, strict=False)
+    ]
+    return is_changed + [True] * (len(current) - len(is_changed))
 
 
-def moved_options(group: Mapping[str, Any]) -> set[str]:
-    """Return the options of a group that schedules change: under another schedule the saved values mean nothing."""
-    return set(group) & _RATES
+def scheduled_options(group: Mapping[str, Any]) -> set[str]:
+    """Return the options of a group that schedules change; their saved values are useless to a different schedule."""
+    return set(group) & _SCHEDULED_OPTIONS
 
 
-def load_schedule(schedule: Any, plain: Mapping[str, Any]) -> None:
-    """Load a schedule's saved state; values that can't be written stay as the job makes them."""
-    schedule.load_state_dict({**schedule.state_dict(), **from_plain(without_job_created(plain))})
+def load_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
+    """Load a schedule's saved state; values that a checkpoint can't hold stay as the job creates them."""
+    schedule.load_state_dict({**schedule.state_dict(), **decode_state(drop_job_created(saved))})
 
 
-def replay(schedule: Any, *, steps: int) -> None:
+def advance_schedule(schedule: Any, *, steps: int) -> None:
     """Advance a new schedule to the run's step, starting from the current options.
 
     Raises:
-        JobError: it does not go as far.
+        JobError: it has fewer steps.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no optimizer has stepped here
@@ -97,111 +103,124 @@ def replay(schedule: Any, *, steps: int) -> None:
             move_on(schedule)
 
 
-def refuse_short(schedules: Sequence[Any], *, total_steps: int | None) -> None:
-    """Raise an error for a schedule that can't be stepped as often as the run is long.
+def refuse_short_schedules(schedules: Sequence[Any], *, total_steps: int | None) -> None:
+    """Raise an error for a schedule that has fewer steps than the run.
 
     Raises:
-        JobError: with both numbers.
+        JobError: with both numbers of steps.
     """
     for schedule in schedules:
-        most = last_step(schedule)
-        if total_steps is not None and most is not None and most < total_steps:
-            raise schedule_error(schedule, cause=f"it has {most:,} steps, but the run has {total_steps:,}")
+        max_steps = last_step(schedule)
+        if total_steps is not None and max_steps is not None and max_steps < total_steps:
+            raise schedule_error(schedule, cause=f"it has {max_steps:,} steps, but the run has {total_steps:,}")
 
 
 def last_step(schedule: Any) -> int | None:
     """Return the number of steps after which torch's schedule raises an error; None if it never does."""
-    inner = getattr(schedule, _INNER, None)
-    if inner is None:
+    inner_schedules = getattr(schedule, _INNER_SCHEDULES, None)
+    if inner_schedules is None:
         return int(schedule.total_steps) if isinstance(schedule, OneCycleLR) else None
-    begins = [0, *getattr(schedule, "_milestones", [0] * (len(inner) - 1))]
-    ends = [*begins[1:], None] if hasattr(schedule, "_milestones") else [None] * len(inner)
-    found = []
-    for one, begin, end in zip(inner, begins, ends, strict=False):
-        most = last_step(one)
-        if most is not None and (end is None or begin + most < end - 1):
-            found.append(begin + most)
-    return min(found, default=None)
+    begins = [0, *getattr(schedule, "_milestones", [0] * (len(inner_schedules) - 1))]
+    ends = [*begins[1:], None] if hasattr(schedule, "_milestones") else [None] * len(inner_schedules)
+    limits = []
+    for one, begin, end in zip(inner_schedules, begins, ends, strict=False):
+        max_steps = last_step(one)
+        if max_steps is not None and (end is None or begin + max_steps < end - 1):
+            limits.append(begin + max_steps)
+    return min(limits, default=None)
 
 
-def _described(schedule: Any) -> dict[str, Any]:
-    state = {k: v for k, v in schedule.state_dict().items() if k not in {*_PLACE, _INNER}}
-    kind = type(schedule)
+def _describe(schedule: Any) -> dict[str, Any]:
+    state = {k: v for k, v in schedule.state_dict().items() if k not in {*_POSITION_KEYS, _INNER_SCHEDULES}}
+    schedule_type = type(schedule)
     return {
-        "kind": kind.__name__,
-        "state": without_job_created(to_plain(state, where=kind.__name__, keep=_digest)),
-        "functions": _functions(schedule),
-        "inner": [_described(one) for one in getattr(schedule, _INNER, ())],
+        "kind": schedule_type.__name__,
+        "state": drop_job_created(encode_state(state, where=schedule_type.__name__, store=_digest_tensor)),
+        "functions": _describe_functions(schedule),
+        "inner": [_describe(one) for one in getattr(schedule, _INNER_SCHEDULES, ())],
     }
 
 
-def _described_saved(state: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in state.items() if k not in {*_PLACE, *_MOVES, _INNER}}
-    inner = state.get(_INNER) or []
-    return {"state": kept, "inner": [_described_saved(one) for one in inner]}
+def _describe_saved(state: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {k: v for k, v in state.items() if k not in {*_POSITION_KEYS, *_COUNTER_KEYS, _INNER_SCHEDULES}}
+    inner = state.get(_INNER_SCHEDULES) or []
+    return {"state": settings, "inner": [_describe_saved(one) for one in inner]}
 
 
-def _digest(tensor: Any) -> str:
+def _digest_tensor(tensor: Any) -> str:
     return hashlib.sha256(repr(tensor.detach().cpu().tolist()).encode()).hexdigest()
 
 
-def _written(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _written_options(optimizer: Optimizer, factory_options: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options that a schedule wrote to the groups when it was created: `max_lr` is stored nowhere else."""
-    found = []
-    for group, options in zip(optimizer.param_groups, given, strict=True):
-        now = options_now(group)
-        found.append({key: now[key] for key in changed_keys(options, now) if key in now and key != "initial_lr"})
-    return found
+    written = []
+    for group, options in zip(optimizer.param_groups, factory_options, strict=True):
+        current = current_options(group)
+        written.append(
+            {key: current[key] for key in changed_keys(options, current) if key in current and key != "initial_lr"}
+        )
+    return written
 
 
-def _functions(schedule: Any) -> dict[str, Any]:
-    """Return the values that its functions compute with and, for a class that is not torch's, its methods' code."""
-    found: dict[str, Any] = {}
+def _describe_functions(schedule: Any) -> dict[str, Any]:
+    """Describe the schedule's functions by the values they use and, for a class outside torch, its methods by code."""
+    descriptions: dict[str, Any] = {}
     for name, value in vars(schedule).items():
         items = value if isinstance(value, list | tuple) else [value]
-        for place, item in enumerate(items):
-            function = _function(item)
+        for index, item in enumerate(items):
+            function = _describe_function(item)
             if function and name != "optimizer":
-                found[f"{name}[{place}]" if isinstance(value, list | tuple) else name] = function
-    for kind in reversed(type(schedule).__mro__):
-        if not kind.__module__.startswith("torch.") and kind is not object:
-            methods = {n: m for n, m in vars(kind).items() if isinstance(m, FunctionType)}
-            found |= {f"{kind.__name__}.{name}": _function(method) for name, method in methods.items()}
-    return found
+                descriptions[f"{name}[{index}]" if isinstance(value, list | tuple) else name] = function
+    for schedule_type in reversed(type(schedule).__mro__):
+        if not schedule_type.__module__.startswith("torch.") and schedule_type is not object:
+            methods = {n: m for n, m in vars(schedule_type).items() if isinstance(m, FunctionType)}
+            descriptions |= {
+                f"{schedule_type.__name__}.{name}": _describe_function(method) for name, method in methods.items()
+            }
+    return descriptions
 
 
-def _function(value: Any, depth: int = 0) -> dict[str, Any]:
-    """Return the values that a function computes with, by name, and a digest of its code; empty for other objects."""
+def _describe_function(value: Any, depth: int = 0) -> dict[str, Any]:
+    """Return the values that a function uses, by name, and a digest of its code; empty for other objects."""
     if isinstance(value, partial):
-        bound = {f"argument {place}": item for place, item in enumerate(value.args)} | value.keywords
-        return {**_function(value.func, depth), **_values(bound, depth)}
+        arguments = {f"argument {place}": item for place, item in enumerate(value.args)} | value.keywords
+        return {**_describe_function(value.func, depth), **_encode_values(arguments, depth)}
     if isinstance(value, MethodType):
         module = type(value.__self__).__module__
         return (
-            {} if module.startswith("torch.") else {**_values(vars(value.__self__), depth), **_function(value.__func__)}
+            {}
+            if module.startswith("torch.")
+            else {**_encode_values(vars(value.__self__), depth), **_describe_function(value.__func__)}
         )
     if not isinstance(value, FunctionType):
-        own = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
-        is_own = isinstance(own, FunctionType) and not isinstance(value, type) and not _is_torch_s(own)
-        return {**_values(getattr(value, "__dict__", {}), depth), **_function(own, depth)} if is_own else {}
-    if _is_torch_s(value):
+        call_method = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
+        is_user_defined = (
+            isinstance(call_method, FunctionType) and not isinstance(value, type) and not _is_from_torch(call_method)
+        )
+        return (
+            {**_encode_values(getattr(value, "__dict__", {}), depth), **_describe_function(call_method, depth)}
+            if is_user_defined
+            else {}
+        )
+    if _is_from_torch(value):
         return {}
     code = value.__code__
-    cells = dict(zip(code.co_freevars, _contents(value), strict=True))
-    known = {name: value.__globals__[name] for name in code.co_names if name in value.__globals__}
-    used = {name: item for name, item in known.items() if not isinstance(item, str)}  # such as folders
+    cells = dict(zip(code.co_freevars, _closure_values(value), strict=True))
+    referenced_globals = {name: value.__globals__[name] for name in code.co_names if name in value.__globals__}
+    # strings are left out: they may be paths
+    global_values = {name: item for name, item in referenced_globals.items() if not isinstance(item, str)}
     defaults = value.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    given = dict(zip(named, defaults, strict=True)) | (value.__kwdefaults__ or {})
-    found = _values({**used, **given, **cells}, depth)
-    return {**found, f"code in Python {sys.version_info.major}.{sys.version_info.minor}": _code_digest(code)}
+    default_values = dict(zip(named, defaults, strict=True)) | (value.__kwdefaults__ or {})
+    values = _encode_values({**global_values, **default_values, **cells}, depth)
+    return {**values, f"code in Python {sys.version_info.major}.{sys.version_info.minor}": _code_digest(code)}
 
 
-def _is_torch_s(function: FunctionType) -> bool:
+def _is_from_torch(function: FunctionType) -> bool:
     return (function.__module__ or "").startswith("torch.")
 
 
-def _contents(function: FunctionType) -> Iterator[Any]:
+def _closure_values(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -209,58 +228,62 @@ def _contents(function: FunctionType) -> Iterator[Any]:
             yield None
 
 
-def _values(named: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _encode_values(named: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    encoded: dict[str, Any] = {}
     for name, value in named.items():
         if isinstance(value, FunctionType | partial):
-            if depth < _DEEPEST:
-                found |= {f"{name}.{key}": one for key, one in _function(value, depth + 1).items()}
+            if depth < _MAX_DEPTH:
+                encoded |= {f"{name}.{key}": one for key, one in _describe_function(value, depth + 1).items()}
             continue
-        with suppress(CheckpointError, RecursionError):  # large tensors, and what holds itself, are no settings
-            plain = to_plain(value, where=name)
-            if not job_created_kind(plain) and len(repr(plain)) <= _MOST_TEXT:
-                found[name] = plain
-    return found
+        with suppress(CheckpointError, RecursionError):  # large tensors and cyclic objects are not settings
+            encoded_value = encode_state(value, where=name)
+            if not job_created_kind(encoded_value) and len(repr(encoded_value)) <= _MAX_TEXT:
+                encoded[name] = encoded_value
+    return encoded
 
 
 def _code_digest(code: CodeType) -> str:
-    found = hashlib.sha256(code.co_code)
+    hasher = hashlib.sha256(code.co_code)
     for constant in code.co_consts:
         text = _code_digest(constant) if isinstance(constant, CodeType) else repr(constant)
-        found.update(text.encode())
-    found.update(repr(code.co_names).encode())
-    return found.hexdigest()[:16]
+        hasher.update(text.encode())
+    hasher.update(repr(code.co_names).encode())
+    return hasher.hexdigest()[:16]
 
 
-def _differences(was: Description, has: Description, *, lr_differs: bool) -> Iterator[str]:
-    kind, old = has["kind"], was.get("kind") is None
-    if not (old and has["functions"]):  # where a class of the job's own stood is not known
-        for key in changed_keys(was["state"], has["state"]):
-            both = key in was["state"] and key in has["state"]
-            if not (old and key in _MOVES) and (both or not key.startswith("_")):
-                yield _words(f"{kind}.{key}", was["state"], has["state"], key)
-    for name in {**was.get("functions", {}), **has["functions"]} if not old else ():
-        yield from _function_differences(kind, name, was["functions"].get(name, {}), has["functions"].get(name, {}))
-    for group, (before, after) in enumerate(zip(was.get("groups", []), has.get("groups", []), strict=False)):
+def _describe_differences(saved: Description, current: Description, *, lr_differs: bool) -> Iterator[str]:
+    kind, lacks_record = current["kind"], saved.get("kind") is None
+    if not (lacks_record and current["functions"]):  # the initial values of a user-defined class are not known
+        for key in changed_keys(saved["state"], current["state"]):
+            is_in_both = key in saved["state"] and key in current["state"]
+            if not (lacks_record and key in _COUNTER_KEYS) and (is_in_both or not key.startswith("_")):
+                yield _format_change(f"{kind}.{key}", saved["state"], current["state"], key)
+    for name in {**saved.get("functions", {}), **current["functions"]} if not lacks_record else ():
+        yield from _function_differences(
+            kind, name, saved["functions"].get(name, {}), current["functions"].get(name, {})
+        )
+    for group, (before, after) in enumerate(zip(saved.get("groups", []), current.get("groups", []), strict=False)):
         for key in changed_keys(before, after):
-            if not (lr_differs and key in _RATES):
-                yield _words(f"group {group}: {key}", before, after, key)
-    inner, now = was.get("inner", []), has["inner"]
-    if len(inner) != len(now) or any(a.get("kind") not in (None, b["kind"]) for a, b in zip(inner, now, strict=False)):
-        names = [", ".join(str(one.get("kind")) for one in each) for each in (inner, now)]
+            if not (lr_differs and key in _SCHEDULED_OPTIONS):
+                yield _format_change(f"group {group}: {key}", before, after, key)
+    saved_inner, current_inner = saved.get("inner", []), current["inner"]
+    if len(saved_inner) != len(current_inner) or any(
+        a.get("kind") not in (None, b["kind"]) for a, b in zip(saved_inner, current_inner, strict=False)
+    ):
+        names = [", ".join(str(one.get("kind")) for one in each) for each in (saved_inner, current_inner)]
         yield f"{kind} was over {names[0]}, is over {names[1]}"
         return
-    for before, after in zip(inner, now, strict=True):
-        yield from _differences(before, after, lr_differs=lr_differs)
+    for before, after in zip(saved_inner, current_inner, strict=True):
+        yield from _describe_differences(before, after, lr_differs=lr_differs)
 
 
-def _function_differences(kind: str, name: str, was: Mapping[str, Any], has: Mapping[str, Any]) -> Iterator[str]:
-    codes = [{key for key in one if _is_code(key)} for one in (was, has)]
+def _function_differences(kind: str, name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    codes = [{key for key in one if _is_code(key)} for one in (saved, current)]
     same_python = bool(codes[0] & codes[1]) or not (codes[0] and codes[1])
-    values = [key for key in changed_keys(was, has) if not _is_code(key)]
+    values = [key for key in changed_keys(saved, current) if not _is_code(key)]
     for key in values:
-        yield _words(f"{kind}.{name}: {key}", was, has, key)
-    if not values and same_python and changed_keys(was, has):
+        yield _format_change(f"{kind}.{name}: {key}", saved, current, key)
+    if not values and same_python and changed_keys(saved, current):
         yield f"{kind}.{name}: the function was changed"
 
 
@@ -268,11 +291,11 @@ def _is_code(key: str) -> bool:
     return key.rpartition(".")[2].isdecimal() and "code in Python" in key
 
 
-def _words(what: str, was: Mapping[str, Any], has: Mapping[str, Any], key: str) -> str:
-    shown = [_shown(one[key]) if key in one else "absent" for one in (was, has)]
-    return f"{what} was {shown[0]}, is {shown[1]}"
+def _format_change(name: str, saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> str:
+    shown = [_format_value(one[key]) if key in one else "absent" for one in (saved, current)]
+    return f"{name} was {shown[0]}, is {shown[1]}"
 
 
-def _shown(value: Any) -> str:
-    text = str(normalized_numbers(value) if job_created_kind(value) else from_plain(value, find=lambda _: "a tensor"))  # type: ignore[arg-type,return-value]
+def _format_value(value: Any) -> str:
+    text = str(normalize_numbers(value) if job_created_kind(value) else decode_state(value, fetch=lambda _: "a tensor"))  # type: ignore[arg-type,return-value]
     return text if len(text) <= 60 else text[:57] + "..."

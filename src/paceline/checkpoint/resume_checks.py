@@ -12,28 +12,27 @@ from paceline.config.settings import Settings
 from paceline.errors import ResumeError
 from paceline.launch.launcher import KERNELS_VARIABLE
 
-_BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
-_LATER = frozenset(
-    {"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"}
-)  # earlier runs did not record them
+_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # for checkpoints that do not record them
+# earlier versions did not record them
+_OPTIONAL_KEYS = frozenset({"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"})
 _CAUSE = "a different setting, a different job file, or different data"
 
 
-def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
+def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow: Sequence[str]) -> None:
     """Check that a resume continues the same run.
 
-    Exact mode uses other kernels: if it or they may change, so may the last bits of data that a job computes. Kernels
-    are part of a run's identity if it is exact before and after, and its checkpoint names them.
+    Exact mode uses other kernels. If `allow` permits a change of either, the last bits of data that the job computes
+    may change too. Kernels are compared only if the run is exact before and after and its checkpoint records them.
 
     Raises:
         ResumeError: with every difference.
     """
-    if any(name in allow and saved.get(name) != now[name] for name in ("exact", "kernels")):
-        now = {**now, "data": {**now["data"], "fingerprint": saved["data"]["fingerprint"]}}
-    if not (saved.get("exact") and now["exact"] and "kernels" in saved):
-        now = {name: value for name, value in now.items() if name != "kernels"}
-    compared = [name for name in now if name not in allow and (name in saved or name not in _LATER)]
-    differing = {name: _difference(name, saved, now) for name in compared}
+    if any(name in allow and saved.get(name) != current[name] for name in ("exact", "kernels")):
+        current = {**current, "data": {**current["data"], "fingerprint": saved["data"]["fingerprint"]}}
+    if not (saved.get("exact") and current["exact"] and "kernels" in saved):
+        current = {name: value for name, value in current.items() if name != "kernels"}
+    compared = [name for name in current if name not in allow and (name in saved or name not in _OPTIONAL_KEYS)]
+    differing = {name: _difference(name, saved, current) for name in compared}
     changed = [name for name, text in differing.items() if text]
     if changed:
         lines = [f"{name}: {differing[name]}" for name in changed]
@@ -49,51 +48,55 @@ def record_settings(settings: Settings) -> dict[str, str]:
 
     The value of a secret is not recorded.
     """
-    found = {name: str(_value(settings, name)) for name in TOLD_SETTINGS}
-    return found | {f"{JOB}.{name}": mask_value(name, value) for name, value in settings.job.items()}
+    recorded = {name: str(_get_setting(settings, name)) for name in TOLD_SETTINGS}
+    return recorded | {f"{JOB}.{name}": mask_value(name, value) for name, value in settings.job.items()}
 
 
-def note_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[str]:
+def describe_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[str]:
     """Return a line for each recorded value that has changed; none for an older checkpoint without a record."""
     if saved is None:
         return []
-    now = record_settings(settings)
-    found = []
-    for name in dict.fromkeys([*saved, *now]):
-        why = TOLD_SETTINGS.get(
+    current = record_settings(settings)
+    lines = []
+    for name in dict.fromkeys([*saved, *current]):
+        effect = TOLD_SETTINGS.get(
             name, "its effect on model, data, optimizer and schedule was compared, its code was not"
         )
-        was, has = (values.get(name, _unset(name)) for values in (saved, now))
-        if was != has:
-            found.append(f"{name} was {_short(was)} in the checkpoint and is {_short(has)} now: {why}")
-    return found
+        saved_value, current_value = (values.get(name, _default_text(name)) for values in (saved, current))
+        if saved_value != current_value:
+            lines.append(
+                f"{name} was {_shorten(saved_value)} in the checkpoint and is {_shorten(current_value)} now: {effect}"
+            )
+    return lines
 
 
-def _value(settings: Settings, name: str) -> Any:
+def _get_setting(settings: Settings, name: str) -> Any:
     value: Any = settings
     for part in name.split("."):
         value = getattr(value, part)
     return value
 
 
-def _unset(name: str) -> str:
+def _default_text(name: str) -> str:
     return "the job's own" if name.startswith(f"{JOB}.") else str(default_of(name))
 
 
-def _difference(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    was, has = saved.get(name, _BEFORE.get(name)), now[name]
+def _difference(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    saved_value, current_value = saved.get(name, _IDENTITY_DEFAULTS.get(name)), current[name]
     if name == "optimizer":
-        return optimizer_difference(was, has)
+        return optimizer_difference(saved_value, current_value)
     if name == "schedule":
-        differs = bool(optimizer_difference(saved.get("optimizer"), now["optimizer"]))
-        return schedule_difference(was, has, lr_differs=differs)
-    if name == "job" and not (was and has):  # one of them was an object of Python
+        optimizer_differs = bool(optimizer_difference(saved.get("optimizer"), current["optimizer"]))
+        return schedule_difference(saved_value, current_value, lr_differs=optimizer_differs)
+    if name == "job" and not (
+        saved_value and current_value
+    ):  # one of the jobs is a Python object, which has no file name
         return ""
-    if name == "ema" and was is None:  # one that is added begins at the weights, and stands in the banner
+    if name == "ema" and saved_value is None:  # a new average starts at the weights, and the banner reports it
         return ""
-    return "" if was == has else f"was {_short(was)}, is {_short(has)}"
+    return "" if saved_value == current_value else f"was {_shorten(saved_value)}, is {_shorten(current_value)}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."

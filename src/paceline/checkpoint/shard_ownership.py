@@ -12,14 +12,14 @@ from paceline.checkpoint.tensor_bytes import from_bytes, lazy_tensor
 from paceline.parallel.module_access.shard_spec import Box, ShardSpec
 
 
-def own_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
+def owned_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
     """Return the boxes that this rank writes: a box that several ranks hold belongs to the first one."""
-    seen: set[tuple[object, object]] = set()
-    mine: list[Box] = []
+    assigned: set[tuple[object, object]] = set()
+    owned: list[Box] = []
     for part in parts[: rank + 1]:
-        mine = [box for box in part.boxes if (box.whole, box.size) not in seen]
-        seen |= {(box.whole, box.size) for box in part.boxes}
-    return mine
+        owned = [box for box in part.boxes if (box.whole, box.size) not in assigned]
+        assigned |= {(box.whole, box.size) for box in part.boxes}
+    return owned
 
 
 def writer_rank(parts: Sequence[ShardSpec]) -> int:
@@ -28,16 +28,16 @@ def writer_rank(parts: Sequence[ShardSpec]) -> int:
 
 
 def owned_shards(
-    name: str, *, dtype: torch.dtype, find: Callable[[], Tensor], parts: Sequence[ShardSpec], rank: int
+    name: str, *, dtype: torch.dtype, get_tensor: Callable[[], Tensor], parts: Sequence[ShardSpec], rank: int
 ) -> list[Writable]:
-    """Return the shards that this rank writes of a tensor; `find` returns its local part at write time.
+    """Return the shards that this rank writes of a tensor; `get_tensor` returns its local part at write time.
 
     Every element belongs to exactly one rank: the first one that holds it.
     """
     shape = parts[rank].shape
     if not math.prod(shape):
         return (
-            [lazy_tensor(name, dtype=dtype, shape=shape, find=lambda: torch.empty(shape, dtype=dtype))]
+            [lazy_tensor(name, dtype=dtype, shape=shape, get_tensor=lambda: torch.empty(shape, dtype=dtype))]
             if not rank
             else []
         )
@@ -46,20 +46,20 @@ def owned_shards(
             name,
             dtype=dtype,
             shape=box.size,
-            find=lambda box=box: box.of_local(find()),  # type: ignore[misc]
+            get_tensor=lambda box=box: box.of_local(get_tensor()),  # type: ignore[misc]
             at=None if box.size == shape else box.whole,
             whole=None if box.size == shape else shape,
         )
-        for box in own_boxes(parts, rank)
+        for box in owned_boxes(parts, rank)
     ]
 
 
-def read_part(stored: StoredTensors, name: str, *, part: ShardSpec) -> Tensor:
+def read_shard(stored: StoredTensors, name: str, *, shard: ShardSpec) -> Tensor:
     """Return this rank's shard of a stored tensor.
 
     Raises:
         CheckpointError: a piece of it is not what was written.
     """
-    assert part.local is not None
-    boxes = [(box.whole, box.local, box.size) for box in part.boxes]
-    return from_bytes(stored.part(name, shape=part.local, boxes=boxes))
+    assert shard.local is not None
+    boxes = [(box.whole, box.local, box.size) for box in shard.boxes]
+    return from_bytes(stored.read_boxes(name, shape=shard.local, boxes=boxes))

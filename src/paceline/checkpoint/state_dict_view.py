@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.checkpoint.tensor_bytes import describe_tensor
 from paceline.comm.collective_errors import first_value_per_key
 from paceline.comm.process_group import World
@@ -19,59 +19,64 @@ from paceline.parallel.module_access.sharded_tensors import LocalTensor, Sharded
 
 @dataclass(frozen=True, kw_only=True)
 class StateDictView:
-    """A map from names in the `state_dict` to tensors; tied names have the same one."""
+    """A map from names in the `state_dict` to tensors; tied names map to the same one."""
 
     entries: Mapping[str, LocalTensor]
     weights: ShardedTensors
 
     @property
     def structure(self) -> dict[str, str]:
-        """Return the type and shape of each whole tensor by name."""
+        """Return the type and shape of each full tensor by name."""
         return {name: describe_tensor(held.dtype, held.part.shape) for name, held in self.entries.items()}
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of the whole tensor in bytes."""
-        held = self.entries[name]
-        return math.prod(held.part.shape) * held.dtype.itemsize
+        """Return the size of the full tensor in bytes."""
+        local = self.entries[name]
+        return math.prod(local.part.shape) * local.dtype.itemsize
 
-    def wholes(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield one whole tensor after another, on every rank; if ranks hold shards, all of them call this."""
+    def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield one full tensor after another, on every rank; if ranks hold shards, every rank must call this."""
         for name in names:
-            held = self.entries[name]
+            local = self.entries[name]
             if self.weights.is_whole:
-                yield name, held.find().detach()
+                yield name, local.find().detach()
             else:
-                yield name, self.weights.whole(held.name, held.tensor)
+                yield name, self.weights.whole(local.name, local.tensor)
 
 
-def list_model(model: nn.Module, *, weights: ShardedTensors, world: World) -> StateDictView:
+def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) -> StateDictView:
     """Return the view of a model's `state_dict`. Every rank calls this.
 
     Raises:
         CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold parts.
     """
-    tensors = tensors_of(model)
+    tensors = state_dict_tensors(model)
     if weights.is_whole:
-        return StateDictView(entries={name: _alone(name, tensor) for name, tensor in tensors.items()}, weights=weights)
-    firsts = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    names = world.gather_json({name: firsts.get(id(tensor), "") for name, tensor in tensors.items()})
-    known = [{name: first for name, first in said.items() if first in weights.mine} for said in names]
-    told = first_value_per_key([*known, *names])  # a stage may have put something else where a tie's other end was
-    unknown = [name for name, first in told.items() if first not in weights.mine]
+        return StateDictView(
+            entries={name: _full_entry(name, tensor) for name, tensor in tensors.items()}, weights=weights
+        )
+    name_by_id = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    names = world.gather_json({name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()})
+    known_names = [{name: first for name, first in said.items() if first in weights.mine} for said in names]
+    # a pipeline stage may hold a placeholder under a tied name
+    names_of_entries = first_value_per_key([*known_names, *names])
+    unknown = [name for name, first in names_of_entries.items() if first not in weights.mine]
     if unknown:
         raise CheckpointError(
             f"{first_names(unknown)} of the state_dict can't be saved where ranks hold parts of the model.",
             cause="it is neither a parameter nor a buffer, so its sharding is not known",
             hint="register_buffer(...), or a layout that keeps the model whole: ddp, zero1, zero2",
         )
-    return StateDictView(entries={name: weights.mine[first] for name, first in told.items()}, weights=weights)
-
-
-def _alone(name: str, tensor: Tensor) -> LocalTensor:
-    return LocalTensor(
-        name=name, part=ShardSpec.all_of(tensor.shape), dtype=tensor.dtype, find=partial(_itself, tensor)
+    return StateDictView(
+        entries={name: weights.mine[first] for name, first in names_of_entries.items()}, weights=weights
     )
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _full_entry(name: str, tensor: Tensor) -> LocalTensor:
+    return LocalTensor(
+        name=name, part=ShardSpec.all_of(tensor.shape), dtype=tensor.dtype, find=partial(_return_tensor, tensor)
+    )
+
+
+def _return_tensor(tensor: Tensor) -> Tensor:
     return tensor

@@ -29,7 +29,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def to_bytes(name: str, tensor: Tensor) -> TensorBytes:
     """Return the tensor's bytes on the CPU, without a copy if it is there already."""
-    return TensorBytes(name=name, dtype=_name(name, tensor.dtype), shape=tuple(tensor.shape), data=_data(tensor))
+    return TensorBytes(
+        name=name, dtype=_dtype_name(name, tensor.dtype), shape=tuple(tensor.shape), data=_tensor_data(tensor)
+    )
 
 
 def lazy_tensor(
@@ -37,21 +39,28 @@ def lazy_tensor(
     *,
     dtype: torch.dtype,
     shape: Shape,
-    find: Callable[[], Tensor],
+    get_tensor: Callable[[], Tensor],
     at: Shape | None = None,
     whole: Shape | None = None,
 ) -> LazyTensor:
-    """Return a tensor, or the piece at offset `at`, whose bytes are taken from `find` when they are written."""
-    return LazyTensor(name=name, dtype=_name(name, dtype), shape=shape, make=lambda: _data(find()), at=at, whole=whole)
+    """Return a tensor, or the piece at offset `at`, whose bytes are taken from `get_tensor` when they are written."""
+    return LazyTensor(
+        name=name,
+        dtype=_dtype_name(name, dtype),
+        shape=shape,
+        load_data=lambda: _tensor_data(get_tensor()),
+        at=at,
+        whole=whole,
+    )
 
 
-def _name(name: str, dtype: torch.dtype) -> str:
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise CheckpointError(f"{name} has the type {dtype}, which can't be saved.")
     return _NAMES[dtype]
 
 
-def _data(tensor: Tensor) -> memoryview:
+def _tensor_data(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array) if flat.numel() else memoryview(b"")
@@ -68,47 +77,47 @@ def from_bytes(value: TensorBytes) -> Tensor:
 
 def deduplicate_storages(tensors: Mapping[str, Tensor]) -> tuple[list[Writable], dict[str, str]]:
     """Return each storage once, under its first name, and the other names of tied tensors."""
-    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    first_names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}
-    kept: list[Writable] = []
+    writable: list[Writable] = []
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and place in first:
-            aliases[name] = first[place]
+        storage_key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() and storage_key in first_names:
+            aliases[name] = first_names[storage_key]
             continue
-        first[place] = name
-        kept.append(
-            lazy_tensor(name, dtype=tensor.dtype, shape=tuple(tensor.shape), find=partial(Tensor.detach, tensor))
+        first_names[storage_key] = name
+        writable.append(
+            lazy_tensor(name, dtype=tensor.dtype, shape=tuple(tensor.shape), get_tensor=partial(Tensor.detach, tensor))
         )
-    return kept, aliases
+    return writable, aliases
 
 
 class WeightsDigest:
-    """A digest of all values, by name; equal exactly if every bit is. Names come in sorted order."""
+    """A digest of tensors; equal exactly if every bit is. Tensors are added in the sorted order of their names."""
 
     def __init__(self) -> None:
-        self._total = hashlib.sha256()
-        self._last = ""
+        self._hasher = hashlib.sha256()
+        self._last_name = ""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one tensor, which may be freed afterwards."""
-        assert name >= self._last
+        assert name >= self._last_name
         value = to_bytes(name, tensor)
-        self._total.update(f"{name} {value.dtype} {value.shape}".encode())
-        self._total.update(value.data)
-        self._last = name
+        self._hasher.update(f"{name} {value.dtype} {value.shape}".encode())
+        self._hasher.update(value.data)
+        self._last_name = name
 
-    def text(self) -> str:
+    def hexdigest(self) -> str:
         """Return the digest in hexadecimal."""
-        return self._total.hexdigest()
+        return self._hasher.hexdigest()
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the digest of tensors that come in sorted order of their names."""
-    found = WeightsDigest()
+    digest = WeightsDigest()
     for name, tensor in tensors:
-        found.add(name, tensor)
-    return found.text()
+        digest.add(name, tensor)
+    return digest.hexdigest()
 
 
 def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:

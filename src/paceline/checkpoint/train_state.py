@@ -13,13 +13,24 @@ from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
 from paceline.checkpoint.files.manifest import rank_file
 from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
-from paceline.checkpoint.lr_schedule_state import changed_schedules, load_schedule, moved_options, replay
-from paceline.checkpoint.optimizer_options import changed_keys, kept_now
-from paceline.checkpoint.optimizer_state import Shares, load_options, load_state, optimizer_scalars, own_state
-from paceline.checkpoint.shard_ownership import owned_shards, read_part, writer_rank
-from paceline.checkpoint.state_dict_view import StateDictView, list_model
-from paceline.checkpoint.state_json import from_plain, to_plain, without_job_created
-from paceline.checkpoint.state_outside_state_dict import NonPersistentBuffers, extra_state, load_extra_state, tensors_of
+from paceline.checkpoint.lr_schedule_state import advance_schedule, changed_schedules, load_schedule, scheduled_options
+from paceline.checkpoint.optimizer_options import changed_keys, job_controlled_options
+from paceline.checkpoint.optimizer_state import (
+    OptimizerShards,
+    load_group_options,
+    load_optimizer_state,
+    local_state,
+    optimizer_scalars,
+)
+from paceline.checkpoint.shard_ownership import owned_shards, read_shard, writer_rank
+from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
+from paceline.checkpoint.state_json import decode_state, drop_job_created, encode_state
+from paceline.checkpoint.state_outside_state_dict import (
+    NonPersistentBuffers,
+    get_extra_state,
+    load_extra_state,
+    state_dict_tensors,
+)
 from paceline.checkpoint.tensor_bytes import DTYPES, deduplicate_storages, describe_tensor
 from paceline.comm.collective_errors import first_value_per_key, on_all_ranks
 from paceline.comm.process_group import World
@@ -37,36 +48,36 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The owner of all tensors in a checkpoint: a model and its update, and the shards that every rank holds."""
+    """The objects that a checkpoint saves: the model, its optimizer update, and the shards that every rank holds."""
 
     model: nn.Module
     update: OptimizerUpdate
-    unlisted: NonPersistentBuffers
+    non_persistent_buffers: NonPersistentBuffers
     weights: ShardedTensors
-    shares: Shares
+    optimizer_shards: OptimizerShards
 
     @property
     def world(self) -> World:
         """The world of all ranks."""
-        return self.shares.world
+        return self.optimizer_shards.world
 
     @property
     def is_whole(self) -> bool:
         """Return whether every rank has all of the state: then the first one writes."""
-        return self.weights.is_whole and self.shares.kept.is_whole
+        return self.weights.is_whole and self.optimizer_shards.sharded.is_whole
 
 
-def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
+def create_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
     """Call the job's factory and check that every trainable parameter is in exactly one group.
 
     Raises:
-        JobError: a parameter is missing, twice there, or not the model's.
+        JobError: a parameter is missing, in two groups, or not the model's.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise JobError("the model has no trainable parameter.", hint="parameter.requires_grad_(True)")
-    made = job.optimizer(named)
-    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    created = job.optimizer(named)
+    optimizers = list(created) if isinstance(created, list | tuple) else [created]
     check_optimizers(optimizers, {id(p): name for name, p in named})
     return optimizers
 
@@ -75,7 +86,7 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> Non
     """Check that `optimizer=` returned optimizers, and that each of these parameters is in exactly one group.
 
     Raises:
-        JobError: a parameter is missing, twice there, or not the model's.
+        JobError: a parameter is missing, in two groups, or not the model's.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -86,33 +97,33 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> Non
     _check_groups(optimizers, names)
 
 
-def files_of(trained: TrainState) -> tuple[dict[str, list[Writable]], dict[str, Any]]:
-    """Return the tensors that this rank writes by file, and the JSON that goes with all of them.
+def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], dict[str, Any]]:
+    """Return the tensors that this rank writes, by file, and the JSON state that all ranks share.
 
     Every rank calls this.
 
     Raises:
-        CheckpointError: something of it can't be saved, on this rank or another.
+        CheckpointError: a part of the state can't be saved, on this rank or another.
     """
-    weights, shares, world = trained.weights, trained.shares, trained.world
-    listing = list_model(trained.model, weights=weights, world=world)
-    tensors, aliases = _model_tensors(trained, listing)
-    changed = trained.unlisted.changed(weights, world)
-    states, scalars = on_all_ranks(world, lambda: own_state(trained.update.optimizers, shares))
-    files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: changed, EMA: _averages(trained)})
-    files |= _named_files(shares.kept, world.rank, {OPTIMIZER: states})
-    scaler = trained.update.scaler
-    schedules = [to_plain(s.state_dict(), where=type(s).__name__) for s in trained.update.schedules]
+    weights, shards, world = train_state.weights, train_state.optimizer_shards, train_state.world
+    view = view_state_dict(train_state.model, weights=weights, world=world)
+    tensors, aliases = _model_tensors(train_state, view)
+    buffers = train_state.non_persistent_buffers.changed_buffers(weights, world)
+    states, scalars = on_all_ranks(world, lambda: local_state(train_state.update.optimizers, shards))
+    files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: buffers, EMA: _ema_tensors(train_state)})
+    files |= _named_files(shards.sharded, world.rank, {OPTIMIZER: states})
+    scaler = train_state.update.scaler
+    schedules = [encode_state(s.state_dict(), where=type(s).__name__) for s in train_state.update.schedules]
     return files, {
         "aliases": aliases,
-        "optimizers": optimizer_scalars(trained.update.optimizers, shares, scalars),
-        "schedules": [without_job_created(s) for s in schedules],
-        "scaler": None if scaler is None else to_plain(scaler.state_dict(), where="the loss scaler"),
-        "extra_state": _extra_state(trained),
+        "optimizers": optimizer_scalars(train_state.update.optimizers, shards, scalars),
+        "schedules": [drop_job_created(s) for s in schedules],
+        "scaler": None if scaler is None else encode_state(scaler.state_dict(), where="the loss scaler"),
+        "extra_state": _gather_extra_state(train_state),
     }
 
 
-def load_model(loaded: OpenCheckpoint, trained: TrainState) -> None:
+def load_model(checkpoint: OpenCheckpoint, train_state: TrainState) -> None:
     """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases stay.
 
     Every rank calls this, and reads no more than its own shards.
@@ -120,133 +131,157 @@ def load_model(loaded: OpenCheckpoint, trained: TrainState) -> None:
     Raises:
         CheckpointError: it is another model's, or not what was written.
     """
-    stored = loaded.files.get(MODEL, StoredTensors([]))
-    aliases: Mapping[str, str] = loaded.state.get("aliases", {})
-    listing = list_model(trained.model, weights=trained.weights, world=trained.world)
-    on_all_ranks(trained.world, lambda: _check_model(loaded, stored, aliases, listing))
-    on_all_ranks(trained.world, lambda: _load_tensors(loaded, stored, aliases, listing, trained))
-    load_extra_state(trained.model, loaded.state.get("extra_state", {}))
+    stored = checkpoint.files.get(MODEL, StoredTensors([]))
+    aliases: Mapping[str, str] = checkpoint.state.get("aliases", {})
+    view = view_state_dict(train_state.model, weights=train_state.weights, world=train_state.world)
+    on_all_ranks(train_state.world, lambda: _check_model(checkpoint, stored, aliases, view))
+    on_all_ranks(train_state.world, lambda: _load_tensors(checkpoint, stored, aliases, view, train_state))
+    load_extra_state(train_state.model, checkpoint.state.get("extra_state", {}))
 
 
 def _check_model(
-    loaded: OpenCheckpoint, stored: StoredTensors, aliases: Mapping[str, str], listing: StateDictView
+    checkpoint: OpenCheckpoint, stored: StoredTensors, aliases: Mapping[str, str], view: StateDictView
 ) -> None:
-    wanted = listing.structure
-    found = {name: describe_tensor(DTYPES[stored.dtype(name)], stored.shape(name)) for name in stored}
-    for name in wanted:
-        found.pop(name, None)
+    expected = view.structure
+    actual = {name: describe_tensor(DTYPES[stored.dtype(name)], stored.shape(name)) for name in stored}
+    for name in expected:
+        actual.pop(name, None)
         source = aliases.get(name, name)
         if source in stored:
-            found[name] = describe_tensor(DTYPES[stored.dtype(source)], stored.shape(source))
-    differing = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+            actual[name] = describe_tensor(DTYPES[stored.dtype(source)], stored.shape(source))
+    differing = sorted(name for name in {*expected, *actual} if expected.get(name) != actual.get(name))
     if differing:
         name = differing[0]
         raise CheckpointError(
-            f"{loaded.path.name} belongs to a different model: {first_names(differing)} differ.",
-            where=str(loaded.path),
-            cause=f"{name} is {found.get(name) or 'absent'} in the checkpoint and "
-            f"{wanted.get(name) or 'absent'} in the model",
+            f"{checkpoint.path.name} belongs to a different model: {first_names(differing)} differ.",
+            where=str(checkpoint.path),
+            cause=f"{name} is {actual.get(name) or 'absent'} in the checkpoint and "
+            f"{expected.get(name) or 'absent'} in the model",
             hint="the same --job.* settings as when it was saved",
         )
 
 
 def _load_tensors(
-    loaded: OpenCheckpoint,
+    checkpoint: OpenCheckpoint,
     stored: StoredTensors,
     aliases: Mapping[str, str],
-    listing: StateDictView,
-    trained: TrainState,
+    view: StateDictView,
+    train_state: TrainState,
 ) -> None:
-    done: set[tuple[str, str]] = set()
-    for name, held in listing.entries.items():
-        place = (aliases.get(name, name), held.name)
-        target = held.tensor
-        if target is not None and place not in done:
+    loaded_pairs: set[tuple[str, str]] = set()
+    for name, local in view.entries.items():
+        stored_and_local = (aliases.get(name, name), local.name)
+        target = local.tensor
+        if target is not None and stored_and_local not in loaded_pairs:
             with torch.no_grad():
-                copy_into(target, read_part(stored, place[0], part=held.part))
-            done.add(place)
-    trained.unlisted.restore(loaded.files.get(BUFFERS, StoredTensors([])), trained.weights)
+                copy_into(target, read_shard(stored, stored_and_local[0], shard=local.part))
+            loaded_pairs.add(stored_and_local)
+    train_state.non_persistent_buffers.restore(checkpoint.files.get(BUFFERS, StoredTensors([])), train_state.weights)
 
 
 def load_update(
-    loaded: OpenCheckpoint, trained: TrainState, *, began: Mapping[str, Any], now: Mapping[str, Any]
+    checkpoint: OpenCheckpoint,
+    train_state: TrainState,
+    *,
+    saved_identity: Mapping[str, Any],
+    current_identity: Mapping[str, Any],
 ) -> None:
     """Load the state of optimizers, schedules, loss scaler and EMA. Every rank calls this.
 
-    `began` is the identity of the run that saved, `now` of this one: changes since then keep their current values.
+    `saved_identity` is that of the run that saved. Options that differ in `current_identity` keep their current values.
     """
-    on_all_ranks(trained.world, lambda: _load_update(loaded, trained, began, now))
+    on_all_ranks(train_state.world, lambda: _load_update(checkpoint, train_state, saved_identity, current_identity))
 
 
-def _load_update(loaded: OpenCheckpoint, trained: TrainState, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    state, update = loaded.state, trained.update
+def _load_update(
+    checkpoint: OpenCheckpoint,
+    train_state: TrainState,
+    saved_identity: Mapping[str, Any],
+    current_identity: Mapping[str, Any],
+) -> None:
+    state, update = checkpoint.state, train_state.update
     if len(state["optimizers"]) != len(update.optimizers):
         raise CheckpointError(
             f"the checkpoint has {len(state['optimizers'])} optimizers, but the job builds {len(update.optimizers)}.",
-            where=str(loaded.path),
+            where=str(checkpoint.path),
             cause="the job's optimizer= has changed since",
             hint="the job as it was, or a new run with another --run-dir",
         )
-    for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
-        changes = _Changes.of(index, began, now)
+    for index, (optimizer, saved) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
+        changes = _Changes.from_identities(index, saved_identity, current_identity)
         for schedule in update.schedules[index : index + 1]:
-            if changes.is_moved:
-                replay(schedule, steps=loaded.step)
+            if changes.replays_schedule:
+                advance_schedule(schedule, steps=checkpoint.step)
             else:
                 load_schedule(schedule, state["schedules"][index])
-        if plain["kind"] == type(optimizer).__name__:
-            if len(plain["groups"]) == len(optimizer.param_groups):  # else accepted by the user: the job's own groups
-                kept = [changes.kept(number, group) for number, group in enumerate(optimizer.param_groups)]
-                load_options(optimizer, plain["groups"], kept=kept)
-            stored = loaded.files.get(OPTIMIZER, StoredTensors([]))
-            load_state(optimizer, plain, stored, shares=trained.shares, prefix=f"{index}/")
+        if saved["kind"] == type(optimizer).__name__:
+            if len(saved["groups"]) == len(optimizer.param_groups):  # else the user accepted new groups
+                excluded = [
+                    changes.job_controlled(number, group) for number, group in enumerate(optimizer.param_groups)
+                ]
+                load_group_options(optimizer, saved["groups"], excluded=excluded)
+            stored = checkpoint.files.get(OPTIMIZER, StoredTensors([]))
+            load_optimizer_state(optimizer, saved, stored, shards=train_state.optimizer_shards, prefix=f"{index}/")
     if update.scaler is not None and state.get("scaler"):
-        update.scaler.load_state_dict(from_plain(state["scaler"]))
+        update.scaler.load_state_dict(decode_state(state["scaler"]))
     if update.ema is not None:
-        load_ema(loaded, update.ema, weights=trained.weights)
+        load_ema(checkpoint, update.ema, weights=train_state.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Changes:
-    """The changes to one optimizer and its schedule since the run began: options then and now by group."""
+    """The changes to one optimizer and its schedule since the run began: saved and current options by group."""
 
-    then: Sequence[Mapping[str, Any]]
-    now: Sequence[Mapping[str, Any]]
+    saved_options: Sequence[Mapping[str, Any]]
+    current_options: Sequence[Mapping[str, Any]]
     has_new_schedule: bool
 
     @classmethod
-    def of(cls, index: int, began: Mapping[str, Any], now: Mapping[str, Any]) -> "_Changes":
-        has = now["optimizer"][index]["options"]
-        saved = began["optimizer"]
-        was = saved[index].get("options", has) if index < len(saved) else has
-        schedules = began["schedule"][index : index + 1], now["schedule"][index : index + 1]
+    def from_identities(
+        cls, index: int, saved_identity: Mapping[str, Any], current_identity: Mapping[str, Any]
+    ) -> "_Changes":
+        current_options = current_identity["optimizer"][index]["options"]
+        saved_optimizers = saved_identity["optimizer"]
+        saved_options = (
+            saved_optimizers[index].get("options", current_options)
+            if index < len(saved_optimizers)
+            else current_options
+        )
+        schedules = saved_identity["schedule"][index : index + 1], current_identity["schedule"][index : index + 1]
         is_new = len(schedules[0]) != len(schedules[1]) or any(changed_schedules(*schedules))
-        return cls(then=was if len(was) == len(has) else has, now=has, has_new_schedule=is_new)
+        return cls(
+            saved_options=saved_options if len(saved_options) == len(current_options) else current_options,
+            current_options=current_options,
+            has_new_schedule=is_new,
+        )
 
     @property
-    def is_moved(self) -> bool:
+    def replays_schedule(self) -> bool:
         """Return whether the schedule is replayed from the beginning."""
-        options = zip(self.then, self.now, strict=True)
+        options = zip(self.saved_options, self.current_options, strict=True)
         return self.has_new_schedule or any(changed_keys(then, now) for then, now in options)
 
-    def kept(self, number: int, group: Mapping[str, Any]) -> set[str]:
+    def job_controlled(self, number: int, group: Mapping[str, Any]) -> set[str]:
         """Return the options of a group that keep their current values."""
-        if not self.is_moved:
+        if not self.replays_schedule:
             return set()
-        moved = moved_options(group) if self.has_new_schedule else set()
-        return kept_now(group, then=self.then[number], now=self.now[number]) | moved
+        scheduled = scheduled_options(group) if self.has_new_schedule else set()
+        return (
+            job_controlled_options(group, saved=self.saved_options[number], current=self.current_options[number])
+            | scheduled
+        )
 
 
-def load_ema(loaded: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -> None:
+def load_ema(checkpoint: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -> None:
     """Load the EMA; an average that the checkpoint lacks starts at the weights, which were loaded before."""
-    stored = loaded.files.get(EMA, StoredTensors([]))
+    stored = checkpoint.files.get(EMA, StoredTensors([]))
     with torch.no_grad():
         for name, average, live in zip(ema.names, ema.averages, ema.live, strict=True):
-            part = weights.mine[name].part
+            shard = weights.mine[name].part
             if name not in stored:
                 average.copy_(live)
-            elif part.local is not None:
-                local_elements(average).copy_(read_part(stored, name, part=part))
+            elif shard.local is not None:
+                local_elements(average).copy_(read_shard(stored, name, shard=shard))
 
 
 def grid_state(grid: FixedPointGrid | None) -> dict[str, int | None]:
@@ -260,69 +295,73 @@ def load_grid(grid: FixedPointGrid | None, state: Mapping[str, int | None]) -> N
         grid.exponents = [state.get(name) for name in grid.names]
 
 
-def _model_tensors(trained: TrainState, listing: StateDictView) -> tuple[list[Writable], dict[str, str]]:
-    """Return weights and persistent buffers, a tied one under its first name, and the other names."""
-    weights, rank = trained.weights, trained.world.rank
+def _model_tensors(train_state: TrainState, view: StateDictView) -> tuple[list[Writable], dict[str, str]]:
+    """Return weights and persistent buffers, a tied one under its first name, and the aliases."""
+    weights, rank = train_state.weights, train_state.world.rank
     if weights.is_whole:
-        return deduplicate_storages(tensors_of(trained.model))
-    aliases = {name: held.name for name, held in listing.entries.items() if name != held.name}
-    found: list[Writable] = []
-    for name in dict.fromkeys(held.name for held in listing.entries.values()):
-        held = weights.mine[name]
-        found += owned_shards(name, dtype=held.dtype, find=held.find, parts=weights.parts(name), rank=rank)
-    return found, aliases
+        return deduplicate_storages(state_dict_tensors(train_state.model))
+    aliases = {name: held.name for name, held in view.entries.items() if name != held.name}
+    writable: list[Writable] = []
+    for name in dict.fromkeys(held.name for held in view.entries.values()):
+        local = weights.mine[name]
+        writable += owned_shards(name, dtype=local.dtype, get_tensor=local.find, parts=weights.parts(name), rank=rank)
+    return writable, aliases
 
 
-def _averages(trained: TrainState) -> list[Writable]:
-    ema, rank = trained.update.ema, trained.world.rank
-    found: list[Writable] = []
+def _ema_tensors(train_state: TrainState) -> list[Writable]:
+    ema, rank = train_state.update.ema, train_state.world.rank
+    writable: list[Writable] = []
     for name, tensor in zip(ema.names, ema.averages, strict=True) if ema is not None else ():
-        parts = trained.weights.parts(name)
-        found += owned_shards(name, dtype=tensor.dtype, find=partial(local_elements, tensor), parts=parts, rank=rank)
-    return found
+        parts = train_state.weights.parts(name)
+        writable += owned_shards(
+            name, dtype=tensor.dtype, get_tensor=partial(local_elements, tensor), parts=parts, rank=rank
+        )
+    return writable
 
 
-def _named_files(holding: ShardedTensors, rank: int, found: Mapping[str, list[Writable]]) -> dict[str, list[Writable]]:
+def _named_files(
+    sharded: ShardedTensors, rank: int, tensors_by_kind: Mapping[str, list[Writable]]
+) -> dict[str, list[Writable]]:
     """Return the tensors by file: the first rank's files if ranks hold everything, else each rank's own."""
-    if holding.is_whole:
+    if sharded.is_whole:
         always = (MODEL, OPTIMIZER)
-        return {kind: tensors for kind, tensors in found.items() if rank == 0 and (tensors or kind in always)}
-    return {rank_file(kind, rank): tensors for kind, tensors in found.items() if tensors}
+        return {kind: tensors for kind, tensors in tensors_by_kind.items() if rank == 0 and (tensors or kind in always)}
+    return {rank_file(kind, rank): tensors for kind, tensors in tensors_by_kind.items() if tensors}
 
 
-def _extra_state(trained: TrainState) -> dict[str, Any]:
+def _gather_extra_state(train_state: TrainState) -> dict[str, Any]:
     """Return each module's extra state, from the first rank that holds a part of it or of its nearest parent."""
-    world, weights = trained.world, trained.weights
-    mine = on_all_ranks(world, lambda: extra_state(trained.model))
+    world, weights = train_state.world, train_state.weights
+    local_state = on_all_ranks(world, lambda: get_extra_state(train_state.model))
     if weights.is_whole:
-        return mine
-    own = {name: value for name, value in mine.items() if _speaks(name, weights) == world.rank}
-    return first_value_per_key([*world.gather_json(own), mine])
+        return local_state
+    owned = {name: value for name, value in local_state.items() if _extra_state_owner(name, weights) == world.rank}
+    return first_value_per_key([*world.gather_json(owned), local_state])
 
 
-def _speaks(name: str, weights: ShardedTensors) -> int:
+def _extra_state_owner(name: str, weights: ShardedTensors) -> int:
     module = name.rpartition(".")[0]
     while module:
-        inside = [first for first in weights.names if first.startswith(f"{module}.")]
-        if inside:
-            return writer_rank(weights.parts(inside[0]))
+        parameters = [first for first in weights.names if first.startswith(f"{module}.")]
+        if parameters:
+            return writer_rank(weights.parts(parameters[0]))
         module = module.rpartition(".")[0]
     return 0
 
 
 def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-    seen: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
-    foreign = [number for number in seen if number not in names]
-    missing = [name for number, name in names.items() if number not in seen]
-    twice = [names[number] for number, times in seen.items() if times > 1 and number in names]
-    if missing or twice or foreign:
+                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    foreign = [number for number in counts if number not in names]
+    missing = [name for number, name in names.items() if number not in counts]
+    repeated = [names[number] for number, times in counts.items() if times > 1 and number in names]
+    if missing or repeated or foreign:
         parts = [
             f"no group holds {first_names(missing)}" if missing else "",
-            f"{first_names(twice)} are in two groups" if twice else "",
+            f"{first_names(repeated)} are in two groups" if repeated else "",
             f"{len(foreign)} parameters in its groups are not trainable parameters of this model" if foreign else "",
         ]
         raise JobError(

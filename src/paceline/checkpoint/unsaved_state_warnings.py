@@ -12,79 +12,89 @@ from torch.optim import Optimizer
 from paceline.comm.process_group import World
 from paceline.step.loss.modules_captured_by_loss import found_modules
 
-_SAVED = ("state", "param_groups", "defaults")
-_TORCH = ("_step_count", "_numel_cache")  # written by torch, to warn or to be faster
-_PLACES = (
+_SAVED_ATTRIBUTES = ("state", "param_groups", "defaults")
+_TORCH_ATTRIBUTES = ("_step_count", "_numel_cache")  # written by torch, to warn or to be faster
+_ADVICE = (
     "in the optimizer's state, self.state[p], or in a parameter group",
     "in a buffer of the model, self.register_buffer(name, tensor)",
 )
-_MODULE_S = frozenset(vars(nn.Module()))
-_SEVERAL = (list, tuple, set, deque)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_COLLECTIONS = (list, tuple, set, deque)
 _Leaf = tuple[Callable[[], Any], Any]
 _Leaves = dict[str, list[_Leaf]]
 
 
-class UntrackedOptimizerState:
-    """A record of attributes: of optimizers at creation, of modules at `begin`, after a run's first step.
+class UntrackedStateWarning:
+    """A warning about attributes that change but are in no checkpoint, based on a record of their initial values.
 
-    Objects that a first forward creates once (a cache, a mask) are no state: another run creates them again.
+    Optimizers are recorded at creation, modules at `start_tracking`, after the first step: objects that the first
+    forward creates (a cache, a mask) are not state, because a resumed run creates them again.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, model: nn.Module | None = None, loss: Any = None) -> None:
         self._optimizers = optimizers
         self._model = model
-        own = {id(module) for module in model.modules()} if model is not None else set()
-        self._loss = [pair for pair in found_modules(loss) if id(pair[1]) not in own]
-        self._before = _of_optimizers(optimizers)
-        self._begun: _Leaves | None = None
-        self._told = False
+        model_ids = {id(module) for module in model.modules()} if model is not None else set()
+        self._loss = [pair for pair in found_modules(loss) if id(pair[1]) not in model_ids]
+        self._initial_optimizers = _leaves_of_optimizers(optimizers)
+        self._initial_modules: _Leaves | None = None
+        self._has_warned = False
 
-    def begin(self) -> None:
+    def start_tracking(self) -> None:
         """Record the current attributes of the modules."""
-        self._begun = self._of_modules()
+        self._initial_modules = self._module_leaves()
 
-    def note(self, world: World | None = None) -> str:
+    def warning_text(self, world: World | None = None) -> str:
         """Return once which attributes changed on any rank, else an empty string. All ranks of `world` call this."""
-        found = (
-            [*_changed(self._before, _of_optimizers(self._optimizers))],
-            [] if self._begun is None else [*_changed(self._begun, self._of_modules())],
+        changed = (
+            [*_changed_names(self._initial_optimizers, _leaves_of_optimizers(self._optimizers))],
+            [] if self._initial_modules is None else [*_changed_names(self._initial_modules, self._module_leaves())],
         )
-        told = [found] if world is None else world.gather_json(found)
-        owned = [list(dict.fromkeys(name for each in told for name in each[owner])) for owner in range(len(found))]
-        names = [name for each in owned for name in each]
-        if self._told or not names:
+        changed_by_rank = [changed] if world is None else world.gather_json(changed)
+        names_by_owner = [
+            list(dict.fromkeys(name for each in changed_by_rank for name in each[owner]))
+            for owner in range(len(changed))
+        ]
+        names = [name for each in names_by_owner for name in each]
+        if self._has_warned or not names:
             return ""
-        self._told = True
+        self._has_warned = True
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        places = [place for place, each in zip(_PLACES, owned, strict=True) if each]
+        advice = [place for place, each in zip(_ADVICE, names_by_owner, strict=True) if each]
         return (
             f"checkpoints do not contain {shown}, and a resumed run starts with the job's initial value: "
-            f"keep it {', and '.join(places)}"
+            f"keep it {', and '.join(advice)}"
         )
 
-    def _of_modules(self) -> _Leaves:
-        found: _Leaves = {}
+    def _module_leaves(self) -> _Leaves:
+        leaves: _Leaves = {}
         for path, module in self._model.named_modules() if self._model is not None else ():
-            found |= _of_module(path or type(module).__name__, module)
+            leaves |= _leaves_of_module(path or type(module).__name__, module)
         for path, module in self._loss:
-            found |= _of_module(path, module)
-            found |= {f"{path}.{name}": [_leaf(tensor)] for name, tensor in module.named_buffers(recurse=False)}
-        return found
+            leaves |= _leaves_of_module(path, module)
+            leaves |= {f"{path}.{name}": [_leaf(tensor)] for name, tensor in module.named_buffers(recurse=False)}
+        return leaves
 
 
-def _of_module(path: str, module: nn.Module) -> _Leaves:
+def _leaves_of_module(path: str, module: nn.Module) -> _Leaves:
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         return {}
-    own = {name: value for name, value in vars(module).items() if name not in _MODULE_S}
-    return {f"{path}.{name}": list(_leaves(value, None)) for name, value in own.items()}
+    attributes = {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
+    return {f"{path}.{name}": list(_leaves(value, None)) for name, value in attributes.items()}
 
 
-def _of_optimizers(optimizers: Sequence[Optimizer]) -> _Leaves:
-    found: _Leaves = {}
+def _leaves_of_optimizers(optimizers: Sequence[Optimizer]) -> _Leaves:
+    leaves: _Leaves = {}
     for optimizer in optimizers:
-        own = {name: value for name, value in vars(optimizer).items() if name not in (*_SAVED, *_TORCH)}
-        found |= {f"{type(optimizer).__name__}.{name}": list(_leaves(value, optimizer)) for name, value in own.items()}
-    return found
+        attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in (*_SAVED_ATTRIBUTES, *_TORCH_ATTRIBUTES)
+        }
+        leaves |= {
+            f"{type(optimizer).__name__}.{name}": list(_leaves(value, optimizer)) for name, value in attributes.items()
+        }
+    return leaves
 
 
 def _leaves(value: Any, owner: Optimizer | None) -> Iterator[_Leaf]:
@@ -94,16 +104,16 @@ def _leaves(value: Any, owner: Optimizer | None) -> Iterator[_Leaf]:
     if isinstance(value, Tensor):
         yield _leaf(value)
     elif isinstance(value, np.ndarray | np.generic):
-        yield _nothing, value.tobytes() if value.dtype != object else None
+        yield _no_tensor, value.tobytes() if value.dtype != object else None
     elif isinstance(value, int | float | complex | str) and not (owner is not None and isinstance(value, bool | str)):
-        yield _nothing, value
+        yield _no_tensor, value
     elif isinstance(value, Optimizer) and owner is not None:
         shared = value.state is owner.state
-        inner = {k: v for k, v in vars(value).items() if k not in (*_SAVED, *_TORCH)}
+        inner = {k: v for k, v in vars(value).items() if k not in (*_SAVED_ATTRIBUTES, *_TORCH_ATTRIBUTES)}
         yield from _leaves([*inner.values(), {} if shared else [*value.state.values()]], owner)
     elif isinstance(value, Mapping):
         yield from _leaves([*value.values()], owner)
-    elif isinstance(value, _SEVERAL):
+    elif isinstance(value, _COLLECTIONS):
         for item in value:
             yield from _leaves(item, owner)
 
@@ -112,19 +122,20 @@ def _leaf(tensor: Tensor) -> _Leaf:
     return weakref.ref(tensor), 0 if tensor.is_inference() else tensor._version
 
 
-def _nothing() -> None:
-    """Stand in for the tensor reference of a number."""
+def _no_tensor() -> None:
+    """Return None, as the tensor reference of a number."""
 
 
-def _changed(before: _Leaves, now: _Leaves) -> Iterator[str]:
-    return (name for name, leaves in now.items() if not _same(before.get(name, []), leaves))
+def _changed_names(before: _Leaves, after: _Leaves) -> Iterator[str]:
+    return (name for name, leaves in after.items() if not _are_same_leaves(before.get(name, []), leaves))
 
 
-def _same(before: Sequence[_Leaf], now: Sequence[_Leaf]) -> bool:
-    return len(before) == len(now) and all(
-        one() is other() and _equal(count, number) for (one, count), (other, number) in zip(before, now, strict=True)
+def _are_same_leaves(before: Sequence[_Leaf], after: Sequence[_Leaf]) -> bool:
+    return len(before) == len(after) and all(
+        one() is other() and _are_equal_values(count, number)
+        for (one, count), (other, number) in zip(before, after, strict=True)
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal_values(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)

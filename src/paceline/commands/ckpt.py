@@ -11,21 +11,21 @@ from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
     LATEST,
     OpenCheckpoint,
-    all_steps,
-    is_mark_lost,
-    load,
-    pointed_checkpoint,
-    step_of,
-    verify,
+    check_checkpoint,
+    is_mark_broken,
+    list_checkpoints,
+    open_checkpoint,
+    parse_step,
+    resolve_mark,
 )
 from paceline.checkpoint.files.hf_folder import WEIGHTS as WEIGHTS_FILE
-from paceline.checkpoint.files.hf_folder import check_consolidated, write_folder
-from paceline.checkpoint.files.resharding_reader import StoredTensors, check_pieces
+from paceline.checkpoint.files.hf_folder import check_consolidated, write_model_folder
+from paceline.checkpoint.files.resharding_reader import StoredTensors, check_digests
 from paceline.checkpoint.files.safetensors_io import LazyTensor, Shape
 from paceline.console.formatting import did_you_mean, first_names, format_size, plural
 from paceline.errors import CheckpointError, MachineError, UsageError
 from paceline.filesystem.atomic_files import folder_bytes, read_json
-from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.filesystem.run_lock import refuse_links
 from paceline.run_folder.run_folder import find_run, newest_or_tell
 
@@ -48,9 +48,10 @@ class CheckpointRow:
 def ls(run: str | None = None) -> list[CheckpointRow]:
     """List every checkpoint of a run; each is read completely and compared with its digests."""
     folder, _ = find_run(run, trains=True)
-    marks = {mark: pointed_checkpoint(folder.checkpoints, mark) for mark in (LATEST, BEST)}
+    marks = {mark: resolve_mark(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
-        _row(path, tuple(mark for mark, at in marks.items() if at == path)) for path in all_steps(folder.checkpoints)
+        _row(path, tuple(mark for mark, at in marks.items() if at == path))
+        for path in list_checkpoints(folder.checkpoints)
     ]
 
 
@@ -77,12 +78,12 @@ def verify_checkpoint(run: str | None = None) -> Verified:
         return _verify_consolidated(Path(run))
     folder, checkpoint = find_run(run, trains=True)
     final = folder.path / CONSOLIDATED
-    steps = all_steps(folder.checkpoints)
+    steps = list_checkpoints(folder.checkpoints)
     path = checkpoint or (steps[-1] if steps else None)
     if path is None:
         raise CheckpointError("the run has no checkpoint.", where=str(folder.checkpoints))
-    verify(path)
-    found = Verified(step=step_of(path), path=str(path), num_bytes=folder_bytes(path))
+    check_checkpoint(path)
+    found = Verified(step=parse_step(path), path=str(path), num_bytes=folder_bytes(path))
     if checkpoint is not None or not final.is_dir():
         return found
     if check_consolidated(final):
@@ -123,7 +124,7 @@ def diff(one: str | None, other: str | None) -> Difference:
     """
     if one is None or other is None:
         raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
-    first, second = (load(_newest(each)) for each in (one, other))
+    first, second = (open_checkpoint(_newest(each)) for each in (one, other))
     tensors, only = dict[str, list[str]](), dict[str, tuple[list[str], list[str]]]()
     for kind in dict.fromkeys([*first.files, *second.files]):
         a, b = (each.files.get(kind, StoredTensors([])) for each in (first, second))
@@ -159,7 +160,7 @@ def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
     both = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
     alike = {name for name in both if _digests(a, name).keys() == _digests(b, name).keys()}
     for stored in (a, b):
-        check_pieces(piece for name in both if name in alike for piece in stored.pieces(name))
+        check_digests(piece for name in both if name in alike for piece in stored.shards(name))
     equal = {
         name
         for name in both
@@ -170,7 +171,7 @@ def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
 
 def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]:
     """Return the digest of each piece, keyed by the piece's offset and shape."""
-    return {(piece.at, piece.entry.shape): piece.entry.digest for piece in stored.pieces(name)}
+    return {(piece.offset, piece.entry.shape): piece.entry.digest for piece in stored.shards(name)}
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
@@ -190,13 +191,13 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
             where=str(place.resolve()),
             hint=f"paceline ckpt prune {place.resolve().parent} --keep {keep}",
         )
-    if is_mark_lost(place, BEST):
+    if is_mark_broken(place, BEST):
         raise CheckpointError(
             f"{place / BEST} can't be read: the best checkpoint is not known, so none is removed.",
             where=str(place),
             hint=f"echo step-NNNNNNNN > {place / BEST} names it; without one: rm {place / BEST}",
         )
-    return checkpoints.prune(place, keep=keep)
+    return checkpoints.prune_checkpoints(place, keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +225,12 @@ def consolidate(
             "--raw and --average name different weights.", hint="give one of them; the average is the default"
         )
     folder, checkpoint = find_run(run, trains=True)
-    path = pointed_checkpoint(folder.checkpoints, BEST) if best else checkpoint or newest_or_tell(folder)
+    path = resolve_mark(folder.checkpoints, BEST) if best else checkpoint or newest_or_tell(folder)
     if path is None:
         raise CheckpointError("the run has no best checkpoint.", where=str(folder.checkpoints))
     if to.exists():
         raise CheckpointError(f"{to} exists and is not overwritten.", hint="another --to")
-    loaded = load(path)
+    loaded = open_checkpoint(path)
     if average and AVERAGE not in loaded.files:
         raise CheckpointError(
             f"{path.name} contains no average.",
@@ -238,8 +239,8 @@ def consolidate(
             hint="leave --average out",
         )
     config = _config_of(folder.path / CONSOLIDATED / "config.json")
-    with as_checkpoint_error("the consolidated weights", to):
-        write_folder(to, _weights(loaded, raw=raw), config=config)
+    with convert_to_save_error("the consolidated weights", to):
+        write_model_folder(to, _weights(loaded, raw=raw), config=config)
     kind = "the average (ema)" if AVERAGE in loaded.files and not raw else "the weights in training"
     return Consolidated(path=str(to), step=loaded.step, weights=kind)
 
@@ -265,7 +266,7 @@ def _weights(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
     for name, first in names.items():
         stored = average if first in average else weights
         make = partial(_bytes, stored, first)
-        found.append(LazyTensor(name=name, dtype=stored.dtype(first), shape=stored.shape(first), make=make))
+        found.append(LazyTensor(name=name, dtype=stored.dtype(first), shape=stored.shape(first), load_data=make))
     return found
 
 
@@ -276,12 +277,12 @@ def _bytes(stored: StoredTensors, name: str) -> memoryview:
 def _row(path: Path, marks: tuple[str, ...]) -> CheckpointRow:
     held = folder_bytes(path)
     try:
-        verify(path)
+        check_checkpoint(path)
     except (CheckpointError, MachineError) as error:
         return CheckpointRow(
-            step=step_of(path), path=str(path), num_bytes=held, good=False, reason=error.what, marks=marks
+            step=parse_step(path), path=str(path), num_bytes=held, good=False, reason=error.what, marks=marks
         )
-    return CheckpointRow(step=step_of(path), path=str(path), num_bytes=held, good=True, reason="", marks=marks)
+    return CheckpointRow(step=parse_step(path), path=str(path), num_bytes=held, good=True, reason="", marks=marks)
 
 
 def unknown_action_error(word: str) -> UsageError:

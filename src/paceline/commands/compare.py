@@ -19,9 +19,9 @@ from paceline.reporting.run_comparison import (
     write_page,
 )
 from paceline.run_folder.run_folder import RunFolder
-from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings, ranks_part
+from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings, first_rank_difference
 from paceline.verification.fingerprints.fingerprint import Recording, has_recording, num_ranks, read_recording
-from paceline.verification.rung_result import FLOOR
+from paceline.verification.rung_result import RECORDING_FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def compare(
     if comparisons and not all(_is_run(path) for path in paths):
         return _answer([], [], comparisons, page=None, notes=_notes(recordings))
     sides = read_sides(paths)
-    divergences = loss_divergences(sides, floor=FLOOR)
+    divergences = loss_divergences(sides, floor=RECORDING_FLOOR)
     replaced = page is not None and Path(page).exists()
     page_path = write_page(sides, divergences, to=Path(page)) if page is not None else None
     return _answer(sides, divergences, comparisons, page=page_path, over=replaced, notes=_notes(recordings))
@@ -183,7 +183,7 @@ def _replicas(path: Path) -> list[str]:
         ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
     except UsageError as error:
         return [f"{path}: its ranks were not compared with each other: {error.what}"]
-    apart = ranks_part(ranks)
+    apart = first_rank_difference(ranks)
     if apart is None:
         return []
     return [f"{path}: rank {apart['rank']} diverges from rank 0 at step {apart['step']}, first in {apart['parameter']}"]

@@ -18,7 +18,7 @@ from paceline.planner.layout.mesh import mesh_of
 from paceline.reporting.layout_comparison import Measured, text, write_layouts
 from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
-from paceline.verification.rung_result import FLOOR, verdict_of_distance
+from paceline.verification.rung_result import RECORDING_FLOOR, judge_distance
 
 ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:measure"
 _REFUSED, _FAILED = "refused", "failed"
@@ -219,7 +219,7 @@ def _judged(found: list[Measured]) -> list[Measured]:
 
 def _verdict(each: Measured, first: dict[float, float]) -> str:
     apart = max((abs(loss - first[step]) / max(abs(first[step]), 1e-30) for step, loss in each.losses if step in first))
-    return verdict_of_distance(apart, FLOOR)
+    return judge_distance(apart, RECORDING_FLOOR)
 
 
 def _code(each: Measured) -> int:

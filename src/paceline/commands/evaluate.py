@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 
-from paceline.checkpoint.files.checkpoint_folder import BEST, pointed_checkpoint
+from paceline.checkpoint.files.checkpoint_folder import BEST, resolve_mark
 from paceline.commands.command_table import EvaluateOptions, Printed
 from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, failure_result
 from paceline.config.job_reference import parse_jobref
@@ -41,7 +41,7 @@ def evaluate(
     if common.job_handle is None:
         parse_jobref(task.job)
     if best:
-        checkpoint = pointed_checkpoint(folder.checkpoints, BEST)
+        checkpoint = resolve_mark(folder.checkpoints, BEST)
         if checkpoint is None:
             raise UsageError(f"{folder.path} has no best checkpoint.", hint=f"paceline ckpt ls {folder.path}")
     how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")

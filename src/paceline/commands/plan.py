@@ -30,7 +30,7 @@ from paceline.config.layout import parse_layout
 from paceline.config.task import Task
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.filesystem.atomic_files import refuse_place, writing
+from paceline.filesystem.atomic_files import check_writable, report_write_errors
 from paceline.launch.environments import detect_world
 from paceline.planner.advice.plan_file_diff import diff_plan_files
 from paceline.planner.hardware.cluster import Cluster, fleet_of
@@ -123,7 +123,7 @@ def plan(
     _refuse_layouts(named, layouts=layouts)
     _refuse_seconds(seconds)
     if page is not None:
-        refuse_place(Path(page))
+        check_writable(Path(page))
     before = None if against is None else _read_before(Path(against))
     fleet = None if cluster.strip() == "here" else read_fleet(cluster)
     if fleet is not None:
@@ -149,7 +149,7 @@ def plan(
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
     if page is not None:
         over = Path(page).exists()
-        with writing(Path(page)):
+        with report_write_errors(Path(page)):
             write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from paceline.commands.command_table import Printed, ReportOptions
 from paceline.errors import UsageError
-from paceline.filesystem.atomic_files import refuse_place
+from paceline.filesystem.atomic_files import check_writable
 from paceline.reporting.run_report import write_report
 from paceline.run_folder.run_folder import find_run
 
@@ -18,7 +18,7 @@ def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
     folder, _ = find_run(run)
     to = Path(page) if page is not None else folder.report
     try:
-        refuse_place(to)
+        check_writable(to)
     except UsageError as error:
         raise UsageError(error.what, hint="--page FILE writes it elsewhere") from None
     return write_report(folder, to=to)

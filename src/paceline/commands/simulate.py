@@ -15,7 +15,7 @@ from paceline.commands.plan import refuse_ranks
 from paceline.config.layout import parse_layout
 from paceline.console.formatting import format_precise_duration
 from paceline.errors import ExitCode, UsageError
-from paceline.filesystem.atomic_files import refuse_place, writing
+from paceline.filesystem.atomic_files import check_writable, report_write_errors
 from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
@@ -131,7 +131,7 @@ def simulate(
     if layout is not None:
         parse_layout(layout)
     if page is not None:
-        refuse_place(Path(page))
+        check_writable(Path(page))
     mean = None if failures is None else read_quantity(failures, measures=QuantityKind.TIME, name="--failures")
     checkpoints = Checkpoints(
         stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
@@ -179,7 +179,7 @@ def _simulation(
     value = step.as_json() | {"timed_step_seconds": seconds} | ({"failures": left.as_json()} if left else {})
     if page is not None:
         over = page.exists()
-        with writing(page):
+        with report_write_errors(page):
             write_step(forecast, step, left, job=job.stem, to=page)
         value["page"] = str(page)
         lines.append(page_line(page, over=over))

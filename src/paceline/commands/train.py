@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of
+from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
 from paceline.commands.command_table import Printed, TrainOptions
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
@@ -70,10 +70,10 @@ def train(
 def came_to(outcome: CommandOutcome) -> dict[str, Any]:
     """Return the last step, the last evaluation and, if it was written, the digest of a run that completed."""
     run = RunFolder(outcome.run)
-    latest = pointed_checkpoint(run.checkpoints, LATEST)
+    latest = resolve_mark(run.checkpoints, LATEST)
     if outcome.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
         return {}
-    step, weights = step_of(latest), json_or_none(run.path / "weights.json")
+    step, weights = parse_step(latest), json_or_none(run.path / "weights.json")
     found: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
     told = [event for event in read_history(run).of("EvalDone") if event.get("step", step + 1) <= step]
     if told:

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.consolidate import consolidate
+from paceline.checkpoint.consolidate import consolidate_weights
 from paceline.checkpoint.optimizer_state import (
-    INNER,
+    NESTED_PREFIX,
     NO_PARAMETER,
-    Shares,
+    OptimizerShards,
     optimizer_scalars,
     shared_state,
     split_state,
 )
-from paceline.checkpoint.state_dict_view import StateDictView, list_model
-from paceline.checkpoint.state_json import from_plain, without_job_created
-from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
+from paceline.checkpoint.state_json import decode_state, drop_job_created
+from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import read_json, sync_folder, write_json
-from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.parallel.initialization.safetensors_loading import SafetensorsFolder
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
@@ -45,29 +45,29 @@ def save_folder(
     Raises:
         SaveError, CheckpointError: the folder can't be written; raised on every rank.
     """
-    shares = Shares(named=placed.named, kept=placed.kept, world=world)
+    shares = OptimizerShards(parameters=placed.named, sharded=placed.kept, world=world)
     aside = folder.with_name(f".{folder.name}.saving")
-    weights = list_model(model, weights=placed.weights, world=world)
+    weights = view_state_dict(model, weights=placed.weights, world=world)
     single = _single(optimizers, shares)
     held, scalars = on_all_ranks(world, lambda: _states(optimizers, shares, single))
     states = ShardedTensors(world=world, held=held)
     plain = [_plain(said) for said in optimizer_scalars(optimizers, shares, scalars)]
     listed = StateDictView(entries=states.mine, weights=states)
     config = getattr(model, "config", None)
-    on_all_ranks(world, lambda: consolidate(weights, aside, config=config, world=world))
-    on_all_ranks(world, lambda: consolidate(listed, aside / OPTIMIZER, config=None, world=world))
+    on_all_ranks(world, lambda: consolidate_weights(weights, aside, config=config, world=world))
+    on_all_ranks(world, lambda: consolidate_weights(listed, aside / OPTIMIZER, config=None, world=world))
     on_all_ranks(world, lambda: _end(aside, folder, plain) if world.is_main else None)
 
 
 def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
-    with as_checkpoint_error("the placed model", folder):
+    with convert_to_save_error("the placed model", folder):
         write_json(aside / OPTIMIZER / OPTIONS, list(plain))
         sync_folder(aside)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
 
 
-def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
+def _single(optimizers: Sequence[Optimizer], shares: OptimizerShards) -> frozenset[str]:
     """Return the names of state tensors that are one number for a full parameter, such as Adam's `step`.
 
     If a rank holds one element of a parameter, its moments also have one element, so such a tensor is ambiguous.
@@ -83,7 +83,7 @@ def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
     ]
     numbers = {name: key for name, key, value, may_be_cut in seen if value.numel() == 1 and not may_be_cut}
     others = sorted({key for _, key, value, _ in seen if value.numel() != 1})
-    said = [(numbers, others)] if shares.kept.is_whole else shares.world.gather_json((numbers, others))
+    said = [(numbers, others)] if shares.sharded.is_whole else shares.world.gather_json((numbers, others))
     names = {name for found, _ in said for name in found}
     keys = {key for found, _ in said for key in found.values()} - {key for _, found in said for key in found}
     return frozenset(names | {name for name, key, _, _ in seen if key in keys})
@@ -94,7 +94,7 @@ def _stored_name(index: int, name: str, key: Any) -> str:
 
 
 def _states(
-    optimizers: Sequence[Optimizer], shares: Shares, single: frozenset[str]
+    optimizers: Sequence[Optimizer], shares: OptimizerShards, single: frozenset[str]
 ) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
     """Return the tensors of every optimizer's state, and its other values as JSON by parameter name.
 
@@ -113,7 +113,7 @@ def _states(
             state = optimizer.state.get(parameter, {})
             alone = {id(value) for key, value in state.items() if _stored_name(index, name, key) in single}
             takes = partial(_is_stored, parameter.shape, alone)
-            tensors, plain = split_state(state, name=name, kind=kind, takes=takes)
+            tensors, plain = split_state(state, name=name, kind=kind, accepts=takes)
             for key, value in tensors.items():
                 part = _part_of(value, parameter, name=name, key=key, kind=kind, shares=shares)
                 find = partial(Tensor.detach, value)
@@ -131,8 +131,8 @@ def _states(
     return held, scalars
 
 
-def _named(optimizer: Optimizer, shares: Shares) -> list[tuple[nn.Parameter, str]]:
-    names = shares.names
+def _named(optimizer: Optimizer, shares: OptimizerShards) -> list[tuple[nn.Parameter, str]]:
+    names = shares.parameter_names
     return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -140,10 +140,10 @@ def _is_stored(shape: torch.Size, alone: Container[int], value: Tensor) -> bool:
     return id(value) not in alone and (value.shape == shape or value.numel() != 1)
 
 
-def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: Shares) -> ShardSpec:
+def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: OptimizerShards) -> ShardSpec:
     if value.shape == parameter.shape:
-        return shares.kept.mine[name].part
-    if shares.kept.is_whole:
+        return shares.sharded.mine[name].part
+    if shares.sharded.is_whole:
         return ShardSpec.all_of(value.shape)
     raise CheckpointError(
         f"the state {key} of {kind} for {name} can't be saved: its shape differs from the part of {name} that this "
@@ -155,7 +155,7 @@ def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str
 def _plain(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return groups with the options that JSON can hold, and state values that are not tensors."""
     options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
-    return {"kind": optimizer["kind"], "groups": without_job_created(options), "scalars": optimizer["scalars"]}
+    return {"kind": optimizer["kind"], "groups": drop_job_created(options), "scalars": optimizer["scalars"]}
 
 
 def _listed(model: nn.Module) -> dict[str, str]:
@@ -163,7 +163,7 @@ def _listed(model: nn.Module) -> dict[str, str]:
     firsts = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     known = {name: firsts[id(tensor)] for name, tensor in every}
-    return {name: known[name] for name in tensors_of(model) if name in known}
+    return {name: known[name] for name in state_dict_tensors(model) if name in known}
 
 
 def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
@@ -221,18 +221,18 @@ def _load_optimizer(
         if key.startswith(prefix):
             keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
     for group, options in zip(optimizer.param_groups, plain["groups"], strict=True):
-        found = from_plain(options)
+        found = decode_state(options)
         group.update({key: value for key, value in found.items() if value is not None or group.get(key) is None})
         for parameter in group["params"]:
             name = names[id(parameter)]
             read = partial(_state, shelf, kept.mine[name].part, parameter, f"{prefix}{name}/")
-            state = from_plain(plain["scalars"].get(name, {}), find=read)
+            state = decode_state(plain["scalars"].get(name, {}), fetch=read)
             leaves = [key.rpartition("/")[2] for key in keys.get(name, [])]
-            state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(INNER)}
+            state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(NESTED_PREFIX)}
             if state:
                 optimizer.state[parameter] = state
     for key, value in plain["scalars"].get(NO_PARAMETER, []):
-        optimizer.state[from_plain(key)] = from_plain(value, find=lambda inner: shelf.whole(f"{prefix}/{inner}"))
+        optimizer.state[decode_state(key)] = decode_state(value, fetch=lambda inner: shelf.whole(f"{prefix}/{inner}"))
 
 
 def _state(shelf: SafetensorsFolder, part: ShardSpec, parameter: Tensor, prefix: str, leaf: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Atomic writes that survive a crash (aside, flushed, renamed), and safe reads of untrusted files."""
+"""Atomic writes that survive a crash (temporary file, flush, rename), and safe reads of untrusted files."""
 
 import errno
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.errors import UsageError
 
-MOST_BYTES = 64 << 20
-_MOST_DIGITS = 300
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR, errno.ENXIO)
+MAX_BYTES = 64 << 20
+_MAX_DIGITS = 300
+_DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR, errno.ENXIO)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -23,7 +23,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space where `folder` is or will be."""
+    """Return the free space on the disk of `folder`, which may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -40,23 +40,23 @@ def sync_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Replace a file atomically: a reader sees the old text or the new. Only the owner can read a `private` one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
         flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666
-        with os.fdopen(open_in_place(aside, flags, mode), "w", encoding="utf-8", errors="replace") as file:
+        with os.fdopen(open_no_follow(temporary, flags, mode), "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 @contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Turn a disk error in the block into one that names the place that the user chose.
+def report_write_errors(path: Path) -> Iterator[None]:
+    """Convert a disk error in the block into a usage error that names the path.
 
     Raises:
         UsageError: it can't be written, or is full.
@@ -65,18 +65,18 @@ def writing(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         hint = "another path, on a writable disk with free space"
-        raise UsageError(f"{place} can't be written: {error.strerror}.", hint=hint) from None
+        raise UsageError(f"{path} can't be written: {error.strerror}.", hint=hint) from None
 
 
-def refuse_place(file: Path) -> None:
-    """Check before anything runs that this file can be written at the end.
+def check_writable(file: Path) -> None:
+    """Check before a run that this output file can be written at its end.
 
     Raises:
-        UsageError: it can't.
+        UsageError: it can't be written.
     """
     if file.is_dir():
         raise UsageError(f"{file} is a folder, but a file must be written there.", hint=str(file / "page.html"))
-    with writing(file):
+    with report_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.try")
         probe.touch()
@@ -102,7 +102,7 @@ def open_regular(path: Path) -> int:
     return handle
 
 
-def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file of bounded size.
 
     Raises:
@@ -111,19 +111,19 @@ def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most_bytes:
-            raise ValueError(f"{path.name} has more than {most_bytes} bytes")
-        return file.read(size)  # allocates memory for all of them at once
+        if size > max_bytes:
+            raise ValueError(f"{path.name} has more than {max_bytes} bytes")
+        return file.read(size)  # a known size: memory is allocated once
 
 
-def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
-    """Read a JSON file that anyone may have written.
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
+    """Read an untrusted JSON file.
 
     Raises:
         OSError: it can't be read.
         ValueError: it is no regular file, too large, or no JSON.
     """
-    return parse_json(read_regular(path, most_bytes=most_bytes))
+    return parse_json(read_regular(path, max_bytes=max_bytes))
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -133,22 +133,22 @@ def parse_json(text: bytes | str) -> Any:
         ValueError: it is not JSON, is nested too deep, or does not fit into memory.
     """
     try:
-        return json.loads(text, parse_int=_bounded)
+        return json.loads(text, parse_int=_parse_int)
     except (RecursionError, MemoryError) as error:
         raise ValueError(f"nested too deep, or too large: {type(error).__name__}") from None
 
 
-def _bounded(digits: str) -> float:
-    """Return an integer, or a float if the number is so large that it could not have been written by us."""
-    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+def _parse_int(digits: str) -> float:
+    """Return an integer, or a float if it has more digits than any number that Paceline writes."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
 def is_damage(error: OSError) -> bool:
     """Return whether the file is missing or not regular; other errors mean that a good file can't be read now."""
-    return error.errno in _NO_FILE
+    return error.errno in _DAMAGE_ERRNOS
 
 
-def open_in_place(path: Path, flags: int, mode: int = 0o644) -> int:
+def open_no_follow(path: Path, flags: int, mode: int = 0o644) -> int:
     """Open a file of a run folder for writing, without following a link.
 
     Raises:

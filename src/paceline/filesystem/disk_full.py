@@ -39,8 +39,8 @@ _CAUSES = {
 
 
 @contextmanager
-def as_checkpoint_error(what: str, folder: Path) -> Iterator[None]:
-    """Turn an operating system error in the block into a checkpoint error.
+def convert_to_save_error(description: str, folder: Path) -> Iterator[None]:
+    """Convert an `OSError` in the block into a `SaveError`.
 
     Raises:
         SaveError: no space or no permission.
@@ -48,17 +48,17 @@ def as_checkpoint_error(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cause, hint = explain_refusal(error, folder)
+        cause, hint = explain_disk_error(error, folder)
         raise SaveError(
-            f"{what} could not be written: {error.strerror or error}.",
+            f"{description} could not be written: {error.strerror or error}.",
             where=str(folder),
             cause=cause,
             hint=f"{hint}; older checkpoints are unchanged",
         ) from error
 
 
-def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
-    """Return why the system did not accept a write into `folder`, and what to do."""
+def explain_disk_error(error: OSError, folder: Path) -> tuple[str, str]:
+    """Return the cause of a failed write into `folder`, and a hint."""
     if error.errno == errno.ENOSPC and _has_no_inodes(folder):
         return "no more files can be created there: all inodes are used (`df -i`)", "remove some files"
     if error.errno == errno.ENOTEMPTY and not os.access(folder, os.W_OK | os.X_OK):
@@ -68,7 +68,7 @@ def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
     return f"{format_size(free_bytes(folder))} are free there", "free some space"
 
 
-def is_full(folder: Path) -> bool:
+def is_disk_full(folder: Path) -> bool:
     """Return whether not even a small file can be written there."""
     return _has_no_inodes(folder) or free_bytes(folder) < _SMALL_FILE_BYTES
 
@@ -76,5 +76,5 @@ def is_full(folder: Path) -> bool:
 def _has_no_inodes(folder: Path) -> bool:
     while not folder.exists():
         folder = folder.parent
-    found = os.statvfs(folder)
-    return found.f_files > 0 and found.f_favail == 0
+    stats = os.statvfs(folder)
+    return stats.f_files > 0 and stats.f_favail == 0

@@ -1,6 +1,6 @@
-"""The lock of a run folder: one run at a time. The kernel releases it when its last holder ends, however it ends.
+"""The lock of a run folder: one run at a time. The kernel releases it when the last process that holds it ends.
 
-The launcher takes it and its workers inherit it. So a launcher that was killed does not release it while one of its
+The launcher takes the lock and its workers inherit it. So a killed launcher does not release it while one of its
 workers is still exiting, and no later run writes at the same time.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import SaveError, UsageError
-from paceline.filesystem.atomic_files import open_in_place, writing
+from paceline.filesystem.atomic_files import open_no_follow, report_write_errors
 
 LOCK = ".lock"
-_NEVER_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
-_OWN_LINKS = ("checkpoints", "consolidated")
+_FORBIDDEN_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
+_USER_LINKS = ("checkpoints", "consolidated")
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -43,54 +43,54 @@ class RunLock:
 
     def close_in_forks(self) -> None:
         """Close the lock in forked children: a child of the job may outlive the run, and does not write into it."""
-        os.register_at_fork(after_in_child=self._close_here)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
-    def _close_here(self) -> None:
+    def _close_in_child(self) -> None:
         handle, self.handle = self.handle, -1
         if handle >= 0:
             with suppress(OSError):
                 os.close(handle)
 
 
-def lock_run_folder(folder: Path, *, wait: Callable[[str], None]) -> RunLock:
+def lock_run_folder(folder: Path, *, on_wait: Callable[[str], None]) -> RunLock:
     """Lock the run folder for this run. If the holder has ended and its workers are still exiting, wait for them.
 
-    `wait` is told once why. On a disk without locks, only a holder on this machine is found.
+    `on_wait` is called once with the reason. On a disk without locks, only a holder on this machine is found.
 
     Raises:
         UsageError: another run writes there.
     """
-    handle = _opened(folder)
-    deadline, told = time.monotonic() + _WAIT_SECONDS, False
+    handle = _open_lock_file(folder)
+    deadline, has_reported = time.monotonic() + _WAIT_SECONDS, False
     try:
-        while not _taken(handle):
-            holder = _read(handle)
+        while not _try_lock(handle):
+            holder = _read_holder(handle)
             if is_holder_alive(holder) or time.monotonic() > deadline:
-                raise _refusal(folder, holder)
-            if not told:
-                wait(f"waiting for processes of an earlier run in {folder} to end")
-            told = True
+                raise _in_use_error(folder, holder)
+            if not has_reported:
+                on_wait(f"waiting for processes of an earlier run in {folder} to end")
+            has_reported = True
             time.sleep(_POLL_SECONDS)
-        with writing(folder):
-            _write(handle)
+        with report_write_errors(folder):
+            _write_holder(handle)
     except BaseException:
         os.close(handle)
         raise
     return RunLock(handle)
 
 
-def _opened(folder: Path) -> int:
+def _open_lock_file(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
-        return open_in_place(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        return open_no_follow(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(
             f"{folder / LOCK} can't be written: {error.strerror}.", hint="--run-dir on a writable disk"
         ) from None
 
 
-def is_held(folder: Path) -> bool:
+def is_run_folder_locked(folder: Path) -> bool:
     """Return whether a run writes there now; on a disk without locks, whether the recorded holder lives."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -98,26 +98,26 @@ def is_held(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        holder = _read(handle)
+        holder = _read_holder(handle)
         return bool(holder) and holder.get("host") != socket.gethostname() and is_holder_alive(holder)
     except OSError as error:
-        return isinstance(error, BlockingIOError) or is_holder_alive(_read(handle))
+        return isinstance(error, BlockingIOError) or is_holder_alive(_read_holder(handle))
     finally:
         os.close(handle)
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise an error for a run folder prepared with links: a run would write to where they point.
+    """Raise an error for links in a run folder, through which a run would write to another place.
 
     The folders of checkpoints and of the final model may be the user's own links, to a larger disk.
 
     Raises:
         UsageError: naming the link.
     """
-    for name in (*_NEVER_LINKS, *_OWN_LINKS):
+    for name in (*_FORBIDDEN_LINKS, *_USER_LINKS):
         path = folder / name
-        if path.is_symlink() and (name in _NEVER_LINKS or path.lstat().st_uid != os.geteuid()):
-            which = "" if name in _NEVER_LINKS else " that another user created"
+        if path.is_symlink() and (name in _FORBIDDEN_LINKS or path.lstat().st_uid != os.geteuid()):
+            which = "" if name in _FORBIDDEN_LINKS else " that another user created"
             raise UsageError(
                 f"{path} is a link to {path.readlink()}: the run would write to that place.",
                 cause=f"links{which} in a run folder are not followed",
@@ -130,7 +130,7 @@ class FolderIdentity:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known = self._identify()
+        self._identity = self._identify()
 
     def check(self) -> None:
         """Check that the folder of this run still exists.
@@ -138,7 +138,7 @@ class FolderIdentity:
         Raises:
             SaveError: it was moved or removed, or another has its name.
         """
-        if self._identify() != self._known:
+        if self._identify() != self._identity:
             raise SaveError(
                 f"the run folder {self._folder} was moved or removed.",
                 where=str(self._folder),
@@ -148,18 +148,18 @@ class FolderIdentity:
 
     def _identify(self) -> tuple[int, int] | None:
         """Return the identity of the lock file: it is held open, so that its inode is not reused."""
-        return _number_of(self._folder / LOCK) or _number_of(self._folder)
+        return _device_and_inode(self._folder / LOCK) or _device_and_inode(self._folder)
 
 
-def _number_of(path: Path) -> tuple[int, int] | None:
+def _device_and_inode(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        stats = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return stats.st_dev, stats.st_ino
 
 
-def _taken(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -167,18 +167,18 @@ def _taken(handle: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return not is_holder_alive(_read(handle))
+        return not is_holder_alive(_read_holder(handle))
     return True
 
 
-def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
+def _in_use_error(folder: Path, holder: dict[str, Any]) -> UsageError:
     pid, host = holder.get("pid", "?"), holder.get("host", "?")
     cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
     if not is_holder_alive(holder):
         cause, hint = "workers of a run are still alive although its launcher has ended", f"fuser -v {folder / LOCK}"
-        pids = _openers(folder / LOCK)
+        pids = _pids_with_open_file(folder / LOCK)
         if pids:
-            cause += f": {', '.join(f'process {pid} ({_command(pid)})' for pid in pids[:4])}"
+            cause += f": {', '.join(f'process {pid} ({_command_line(pid)})' for pid in pids[:4])}"
             hint = f"kill {' '.join(map(str, pids))}, unless it should continue"
     return UsageError(
         f"{folder} is in use: process {pid} on {host} has been writing there since {holder.get('since', '?')}.",
@@ -187,34 +187,36 @@ def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
     )
 
 
-def _openers(path: Path) -> list[int]:
+def _pids_with_open_file(path: Path) -> list[int]:
     """Return the other processes of this machine that have the file open, as far as this user may see them."""
-    found = []
+    pids = []
     with suppress(OSError):
-        own = os.stat(path)  # noqa: PTH116  beside the stat of an open handle's link
+        lock_stat = os.stat(path)  # noqa: PTH116  compared with the stat of an open handle's link
         for folder in Path("/proc").glob("[0-9]*/fd"):
             with suppress(OSError):
-                if int(folder.parent.name) != os.getpid() and any(_is_same(own, link) for link in folder.iterdir()):
-                    found.append(int(folder.parent.name))
-    return sorted(found)
+                if int(folder.parent.name) != os.getpid() and any(
+                    _is_same(lock_stat, link) for link in folder.iterdir()
+                ):
+                    pids.append(int(folder.parent.name))
+    return sorted(pids)
 
 
-def _is_same(own: os.stat_result, link: Path) -> bool:
+def _is_same(lock_stat: os.stat_result, link: Path) -> bool:
     try:
-        return os.path.samestat(own, link.stat())
+        return os.path.samestat(lock_stat, link.stat())
     except OSError:
         return False
 
 
-def _command(pid: int) -> str:
+def _command_line(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return "?"
-    return " ".join(words).strip()[:80]
+    return " ".join(arguments).strip()[:80]
 
 
-def _write(handle: int) -> None:
+def _write_holder(handle: int) -> None:
     """Write this process into the lock file as its holder."""
     os.ftruncate(handle, 0)
     os.pwrite(handle, json.dumps(this_process()).encode(), 0)
@@ -226,15 +228,15 @@ def this_process() -> dict[str, Any]:
     return {
         "pid": pid,
         "host": socket.gethostname(),
-        "born": birth_of(pid),
+        "born": process_start_time(pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _read(handle: int) -> dict[str, Any]:
+def _read_holder(handle: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(os.pread(handle, 4096, 0))
-        return found if isinstance(found, dict) else {}
+        holder = json.loads(os.pread(handle, 4096, 0))
+        return holder if isinstance(holder, dict) else {}
     return {}
 
 
@@ -244,7 +246,7 @@ def is_holder_alive(holder: dict[str, Any]) -> bool:
         return False
     if holder.get("host") != socket.gethostname():
         return True
-    born = birth_of(_pid_of(holder))
+    born = process_start_time(_pid_of(holder))
     return born is not None and born == holder.get("born")
 
 
@@ -254,8 +256,8 @@ def _pid_of(holder: dict[str, Any]) -> int:
     return pid if isinstance(pid, int) else 0
 
 
-def birth_of(pid: int) -> str | None:
-    """Return a process's start time, which tells a reused process id apart; None if it has ended."""
+def process_start_time(pid: int) -> str | None:
+    """Return a process's start time, which identifies it if its process id is reused; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LOCK = ".scratch"
-_KEPT_SECONDS = 86400.0
+_MAX_AGE_SECONDS = 86400.0
 
 
 class ScratchFolder:
@@ -35,7 +35,7 @@ class ScratchFolder:
 def scratch_folder(name: str) -> Iterator[ScratchFolder]:
     """Create a temporary folder of this name and a random suffix, and remove it afterwards."""
     prefix = f"paceline-{name}-"
-    remove_abandoned(prefix)
+    remove_abandoned_folders(prefix)
     path = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
     folder = ScratchFolder(path, os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     try:
@@ -46,28 +46,28 @@ def scratch_folder(name: str) -> Iterator[ScratchFolder]:
         folder.close()
 
 
-def remove_abandoned(prefix: str) -> None:
+def remove_abandoned_folders(prefix: str) -> None:
     """Remove this user's folders whose process was killed, and those that were kept for over a day.
 
     A folder whose name begins with a dot is still being created: its lock is not held yet.
     """
-    home = Path(tempfile.gettempdir())
-    for path in [*home.glob(f"{prefix}*"), *home.glob(f".{prefix}*")]:
+    temp_root = Path(tempfile.gettempdir())
+    for path in [*temp_root.glob(f"{prefix}*"), *temp_root.glob(f".{prefix}*")]:
         with suppress(OSError):
-            found = path.lstat()
-            if path.is_symlink() or not path.is_dir() or found.st_uid != os.geteuid():
+            stats = path.lstat()
+            if path.is_symlink() or not path.is_dir() or stats.st_uid != os.geteuid():
                 continue
-            is_old = time.time() - found.st_mtime > _KEPT_SECONDS
-            if is_old if path.name.startswith(".") else _is_free(path / _LOCK, without=is_old):
+            is_old = time.time() - stats.st_mtime > _MAX_AGE_SECONDS
+            if is_old if path.name.startswith(".") else _is_free(path / _LOCK, if_missing=is_old):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_free(lock: Path, *, without: bool) -> bool:
-    """Return whether no process holds the lock; `without` if there is no lock file, as for a kept folder."""
+def _is_free(lock: Path, *, if_missing: bool) -> bool:
+    """Return whether no process holds the lock; `if_missing` if there is no lock file, as in a kept folder."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return without
+        return if_missing
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, step_of, was_saved
+from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, parse_step, resolve_mark
 from paceline.config.secret_settings import holds_secret
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, UsageError
-from paceline.filesystem.atomic_files import write_json, writing
+from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.supervisor import Agent, forkserver_command
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
@@ -78,7 +78,7 @@ def can_resume_run(run: Path, exit_code: int, failure: Failure | None) -> bool:
         return False
     if failure is None or exit_code == ExitCode.MACHINE or has_external_cause(failure):
         return True
-    return was_saved(RunFolder(run).checkpoints)
+    return has_saves(RunFolder(run).checkpoints)
 
 
 def has_external_cause(failure: Failure) -> bool:
@@ -96,7 +96,7 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     """
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
-    run_lock = lock_run_folder(request.run.path, wait=print_line) if request.saves_checkpoints else None
+    run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
     try:
         outcome = _run_attempt(request, on_start, run_lock)
         for _ in range(_MAX_RESTARTS):
@@ -117,7 +117,7 @@ def _run_attempt(
     attempt = request.run.next_attempt()
     folder = request.run.attempt_folder(attempt)
     payload = {**(request.payload or {}), "attempt": attempt}
-    with writing(request.run.path):
+    with report_write_errors(request.run.path):
         folder.mkdir(parents=True)
         write_json(
             folder / "request.json",
@@ -176,7 +176,7 @@ def _has_lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
 def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
     """Return the request that restarts from the newest checkpoint, and print how many steps are lost."""
     assert outcome.failure is not None
-    newest, step = pointed_checkpoint(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
+    newest, step = resolve_mark(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
     description = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
     if newest is None:
         print_line(
@@ -184,7 +184,7 @@ def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRe
             sys.stderr,
         )
         return request
-    num_lost = max(0, step - step_of(newest))
+    num_lost = max(0, step - parse_step(newest))
     print_line(
         f"{description} after step {step}. Resuming from {newest.name}: {plural(num_lost, 'step')} are repeated",
         sys.stderr,
@@ -235,7 +235,7 @@ def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: S
     if outcome.exit_code == ExitCode.STOPPED:
         return f"Stopped and saved. Resume: {resume_command}"
     if outcome.exit_code:
-        has_checkpoint = was_saved(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
+        has_checkpoint = has_saves(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
         return "Stopped at once." + (
             f" Resume{' from the last save' if has_checkpoint else ''}: {resume_command}" if resume_command else ""
         )

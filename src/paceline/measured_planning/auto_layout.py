@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import LATEST, pointed_checkpoint, was_saved
+from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, resolve_mark
 from paceline.config.compression import parse_compress
 from paceline.config.loading import as_typed, settings_from_text
 from paceline.config.parse_auto_layout import AUTO, is_auto
@@ -155,7 +155,7 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
     before = task.options["forecast"]["peak_bytes"]
     if failure.requested_bytes > before:  # no layout explains this allocation
         return None
-    newest = pointed_checkpoint(run.checkpoints, LATEST)
+    newest = resolve_mark(run.checkpoints, LATEST)
     place = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"
     why = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
     at = f" at step {failure.step}" if failure.step else ""
@@ -165,7 +165,7 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
         sys.stderr,
     )
     found = on_rung(task, rungs)
-    if not was_saved(run.checkpoints):
+    if not has_saves(run.checkpoints):
         return replace(found, resume=None)
     return replace(found, resume="newest", allow=tuple(dict.fromkeys([*task.allow, CUT])))
 

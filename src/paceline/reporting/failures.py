@@ -4,7 +4,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, all_steps, pointed_checkpoint, step_of, verify
+from paceline.checkpoint.files.checkpoint_folder import (
+    BEST,
+    LATEST,
+    check_checkpoint,
+    list_checkpoints,
+    parse_step,
+    resolve_mark,
+)
 from paceline.console.formatting import format_size
 from paceline.errors import CheckpointError, MachineError
 from paceline.filesystem.atomic_files import folder_bytes
@@ -97,10 +104,10 @@ def _named(failure: dict[str, Any]) -> str:
 
 def show_checkpoints(run: RunFolder) -> str:
     """Show every checkpoint; if all together are small, each is read and compared with its digests."""
-    steps = all_steps(run.checkpoints)
+    steps = list_checkpoints(run.checkpoints)
     if not steps:
         return ""
-    marks = {mark: pointed_checkpoint(run.checkpoints, mark) for mark in (LATEST, BEST)}
+    marks = {mark: resolve_mark(run.checkpoints, mark) for mark in (LATEST, BEST)}
     whole = sum(folder_bytes(path) for path in steps)
     rows = []
     for path in steps:
@@ -108,7 +115,7 @@ def show_checkpoints(run: RunFolder) -> str:
         badges = "".join(f'<span class="badge">{mark}</span> ' for mark, at in marks.items() if at == path)
         shown = {"good": "bitwise", "bad": "different"}.get(word, "")
         rows.append(
-            f"<tr><td>{step_of(path):,}</td><td>{format_size(folder_bytes(path))}</td>"
+            f"<tr><td>{parse_step(path):,}</td><td>{format_size(folder_bytes(path))}</td>"
             f'<td><span class="badge {shown}">{word}</span> {badges}</td><td>{escape(reason or path.name)}</td></tr>'
         )
     head = "<tr><th>step</th><th>size</th><th></th><th></th></tr>"
@@ -117,7 +124,7 @@ def show_checkpoints(run: RunFolder) -> str:
 
 def _state(path: Path) -> tuple[str, str]:
     try:
-        verify(path)
+        check_checkpoint(path)
     except (CheckpointError, MachineError) as error:
         return "bad", error.what
     return "good", ""

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.job_reference import GIVEN
-from paceline.filesystem.atomic_files import write_text, writing
-from paceline.filesystem.run_lock import is_held
+from paceline.filesystem.atomic_files import report_write_errors, write_text
+from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
 from paceline.reporting.failures import last_failure, show_checkpoints, show_failures, show_torn
 from paceline.reporting.forecast_section import show_foretold
@@ -26,7 +26,7 @@ def write_report(run: RunFolder, *, to: Path | None = None) -> Path:
         UsageError: it can't be written.
     """
     to = to or run.report
-    with writing(to):
+    with report_write_errors(to):
         write_text(to, run_page(run))
     return to
 
@@ -77,7 +77,7 @@ def status_of(history: History) -> str:
         return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
     if _has_ended(history):
         return str(history.last_of("RunEnded").get("status"))
-    if is_held(history.run.path):
+    if is_run_folder_locked(history.run.path):
         return "running"
     return "failed" if history.starts or history.steps else "not started"
 

@@ -43,7 +43,7 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
 
 def _answer_of(path: Path) -> dict[str, Any] | None:
     try:
-        answer = read_json(path, most_bytes=_MOST_BYTES)
+        answer = read_json(path, max_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return None
     is_one = isinstance(answer, dict) and answer.get("verdict") and isinstance(answer.get("rungs"), list)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.checkpoint.files.checkpoint_folder import all_steps, newest_good, none_usable, step_of, was_saved
+from paceline.checkpoint.files.checkpoint_folder import (
+    find_newest_usable,
+    has_saves,
+    list_checkpoints,
+    no_usable_checkpoint,
+    parse_step,
+)
 from paceline.checkpoint.files.manifest import MANIFEST
 from paceline.config.task import Task
 from paceline.console.formatting import closest_word
@@ -102,7 +108,7 @@ def number_run(path: Path, *, root: Path = ROOT) -> None:
 def _number_of(path: Path) -> int:
     """Return a run's number; 0 for a run of an older version without numbers, which is older than all others."""
     try:
-        text = read_regular(path / NUMBER, most_bytes=32).decode(errors="replace")
+        text = read_regular(path / NUMBER, max_bytes=32).decode(errors="replace")
     except (OSError, ValueError):
         return 0
     return int(text) if text.isdecimal() else 0
@@ -139,7 +145,7 @@ def _begun(path: Path) -> tuple[int, str, str]:
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
     """Return the newest run of a job that has saved something; if none has, the newest that reached training."""
-    saved = [path for path in (root / name).glob("*") if was_saved(RunFolder(path).checkpoints)]
+    saved = [path for path in (root / name).glob("*") if has_saves(RunFolder(path).checkpoints)]
     if saved:
         return RunFolder(max(saved, key=_begun))
     newest = newest_run(name, root=root, trains=True)
@@ -166,7 +172,7 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     """
     own = RunFolder(Path(run)) if run else None
     if resume is None:
-        return own, ("newest" if own is not None and was_saved(own.checkpoints) else None)
+        return own, ("newest" if own is not None and has_saves(own.checkpoints) else None)
     if not resume:
         found = own or newest_saved_run(name)
         if found is None or not found.path.is_dir():
@@ -176,7 +182,7 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     if own is None or own.path.resolve() == origin.path.resolve():
         _check_not_aside(origin, checkpoint)
         return origin, str(checkpoint or "newest")
-    if was_saved(own.checkpoints):
+    if has_saves(own.checkpoints):
         return own, "newest"
     return own, str(checkpoint or newest_or_tell(origin))
 
@@ -187,9 +193,9 @@ def newest_or_tell(run: RunFolder, *, tells: bool = True) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    path, refused = newest_good(run.checkpoints)
+    path, refused = find_newest_usable(run.checkpoints)
     if path is None:
-        raise none_usable(run.checkpoints, refused)
+        raise no_usable_checkpoint(run.checkpoints, refused)
     for one in refused:
         if tells and not one.is_unfinished:
             print_line(str(one), sys.stderr)
@@ -226,7 +232,7 @@ def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tu
         what = f"{text} is not a folder, but a run must be one." if path.exists() else f"there is no run {text}."
         raise UsageError(what, cause=_near(path, root), hint=_newest_hint(path, root))
     run = RunFolder(path)
-    if not (run.events.exists() or run.logs.exists() or all_steps(run.checkpoints)):
+    if not (run.events.exists() or run.logs.exists() or list_checkpoints(run.checkpoints)):
         raise UsageError(
             f"{text} is not a run folder.",
             cause=_near(path, root) or "it has neither events nor checkpoints",
@@ -240,7 +246,7 @@ def is_checkpoint(path: Path) -> bool:
     run = RunFolder(path)
     if not path.is_dir() or run.events.exists() or run.logs.exists():
         return False
-    return (path / MANIFEST).exists() or step_of(path) >= 0
+    return (path / MANIFEST).exists() or parse_step(path) >= 0
 
 
 def _near(path: Path, root: Path) -> str:

@@ -10,39 +10,39 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paceline.checkpoint.collective_write import write_checkpoint
-from paceline.checkpoint.consolidate import consolidate
-from paceline.checkpoint.error_feedback_state import held_files, load_held
+from paceline.checkpoint.consolidate import consolidate_weights
+from paceline.checkpoint.error_feedback_state import collect_error_feedback, load_error_feedback
 from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
     OpenCheckpoint,
     UnusableCheckpoint,
-    is_mark_lost,
-    load,
+    find_newest_usable,
+    has_saves,
+    is_mark_broken,
     mark_best,
-    newest_good,
-    none_usable,
-    prune,
+    no_usable_checkpoint,
+    open_checkpoint,
+    prune_checkpoints,
     step_name,
-    was_saved,
 )
-from paceline.checkpoint.files.hf_folder import WEIGHTS, digest_files, seal
-from paceline.checkpoint.files.manifest import amend_state
-from paceline.checkpoint.lr_schedule_state import describe_saved, describe_schedules
-from paceline.checkpoint.optimizer_state import Shares, group_names, optimizer_scalars, own_state
+from paceline.checkpoint.files.hf_folder import WEIGHTS, add_digest, digest_files
+from paceline.checkpoint.files.manifest import update_state
+from paceline.checkpoint.lr_schedule_state import describe_saved_schedules, describe_schedules
+from paceline.checkpoint.optimizer_state import OptimizerShards, group_names, local_state, optimizer_scalars
 from paceline.checkpoint.pipedream_state import Files, StashedWeightsState
 from paceline.checkpoint.resume_checks import check_identity, record_settings
-from paceline.checkpoint.state_dict_view import list_model
+from paceline.checkpoint.state_dict_view import view_state_dict
 from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.checkpoint.train_state import (
     TrainState,
-    files_of,
+    collect_files,
     grid_state,
     load_ema,
     load_grid,
     load_model,
     load_update,
 )
-from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.comm.process_group import World
 from paceline.config.task import Task
@@ -51,7 +51,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
 from paceline.events import CheckpointRefused, CheckpointSaved, Event, Note
 from paceline.filesystem.atomic_files import folder_bytes, write_json
-from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.filesystem.run_lock import FolderIdentity
 from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
@@ -70,9 +70,9 @@ def build_train_state(setup: TrainingSetup) -> TrainState:
     return TrainState(
         model=setup.model,
         update=setup.update,
-        unlisted=setup.unlisted,
+        non_persistent_buffers=setup.unlisted,
         weights=setup.weights,
-        shares=Shares(named=setup.named, kept=setup.kept, world=setup.site),
+        optimizer_shards=OptimizerShards(parameters=setup.named, sharded=setup.kept, world=setup.site),
     )
 
 
@@ -82,7 +82,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
     `job` is the name of the job's file, or empty for a Python object, which has none.
     """
     train_state = build_train_state(setup)
-    groups = group_names(setup.update.optimizers, train_state.shares)
+    groups = group_names(setup.update.optimizers, train_state.optimizer_shards)
     optimizers = [
         {
             "kind": type(o).__name__,
@@ -93,7 +93,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         for o, parameter_names, options in zip(setup.update.optimizers, groups, setup.given, strict=True)
     ]
     return {
-        "model": list_model(setup.model, weights=setup.weights, world=setup.site).structure,
+        "model": view_state_dict(setup.model, weights=setup.weights, world=setup.site).structure,
         "job": job,
         "data": {"num_samples": num_samples, "fingerprint": data},
         "seed": setup.settings.seed,
@@ -186,11 +186,11 @@ class Checkpointer:
         self._folder = folder
         self._identity = identity
         self._names = names
-        self._untracked_state = UntrackedOptimizerState(setup.update.optimizers, model=setup.model, loss=setup.job.loss)
+        self._untracked_state = UntrackedStateWarning(setup.update.optimizers, model=setup.model, loss=setup.job.loss)
         self._folder_identity = FolderIdentity(folder.parent)
         self._has_reported_lost_mark = False
         self.last_saved = (
-            resumed_checkpoint.step if resumed_checkpoint is not None and resumed_checkpoint.is_in(folder) else -1
+            resumed_checkpoint.step if resumed_checkpoint is not None and resumed_checkpoint.belongs_to(folder) else -1
         )
 
     def save(self, *, cursor: Cursor, loader: BatchLoader, extra: Mapping[str, Any], is_best: bool) -> list[Event]:
@@ -202,9 +202,9 @@ class Checkpointer:
         start_time = time.perf_counter()
         loader_state = dict(loader.state())
         with self._setup.step.synchronised_weights() as local_weights:
-            files, state = files_of(build_train_state(self._setup))
+            files, state = collect_files(build_train_state(self._setup))
             files, state = build_rule_state(self._setup).extend(files, {**state, "stash": None}, local_weights)
-            error_feedback_files, error_feedback_state = held_files(self._setup.placed.reducer)
+            error_feedback_files, error_feedback_state = collect_error_feedback(self._setup.placed.reducer)
             files |= error_feedback_files
             state |= {
                 "held_back": error_feedback_state,
@@ -221,11 +221,11 @@ class Checkpointer:
                 step=cursor.step,
                 files=files,
                 state=state,
-                place=self._folder_identity,
+                folder_identity=self._folder_identity,
             )
         self.last_saved = cursor.step
         on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
-        untracked_warning = self._untracked_state.note(self._world)
+        untracked_warning = self._untracked_state.warning_text(self._world)
         if not self._world.is_main:
             return []
         seconds = time.perf_counter() - start_time
@@ -236,7 +236,7 @@ class Checkpointer:
 
     def _note_lost_mark(self) -> str:
         """Return a warning, once, if the mark of the best checkpoint cannot be read."""
-        is_newly_lost = is_mark_lost(self._folder, BEST) and not self._has_reported_lost_mark
+        is_newly_lost = is_mark_broken(self._folder, BEST) and not self._has_reported_lost_mark
         self._has_reported_lost_mark |= is_newly_lost
         return (
             f"{self._folder / BEST} can't be read: the best checkpoint is not known, so none is removed. "
@@ -250,10 +250,10 @@ class Checkpointer:
             CheckpointError: the optimizers have state that no checkpoint can hold.
         """
         setup = self._setup
-        optimizers, shares = setup.update.optimizers, build_train_state(setup).shares
-        _, scalars = on_all_ranks(setup.site, partial(own_state, optimizers, shares))
+        optimizers, shares = setup.update.optimizers, build_train_state(setup).optimizer_shards
+        _, scalars = on_all_ranks(setup.site, partial(local_state, optimizers, shares))
         optimizer_scalars(optimizers, shares, scalars)
-        self._untracked_state.begin()
+        self._untracked_state.start_tracking()
 
     def amend(self, *, extra: Mapping[str, Any], is_best: bool) -> None:
         """Write the outcome of an evaluation into the checkpoint of this step. Every rank must call this.
@@ -268,22 +268,22 @@ class Checkpointer:
 
     def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
         if self._world.is_main:
-            with as_checkpoint_error(f"the evaluation at {path.name}", self._folder):
-                amend_state(path, extra=dict(extra))
+            with convert_to_save_error(f"the evaluation at {path.name}", self._folder):
+                update_state(path, extra=dict(extra))
 
     def _mark_and_prune(self, path: Path, step: int, is_best: bool) -> None:
         if not self._world.is_main:
             return
         if is_best:
-            with as_checkpoint_error(f"that step {step} is the best", self._folder):
+            with convert_to_save_error(f"that step {step} is the best", self._folder):
                 mark_best(self._folder, path)
-        with as_checkpoint_error("the list of checkpoints, without the oldest,", self._folder):
-            prune(self._folder, keep=self._setup.settings.checkpoint.keep)
+        with convert_to_save_error("the list of checkpoints, without the oldest,", self._folder):
+            prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep)
 
 
 def checkpoint_to_resume(task: Task) -> str | None:
     """Return the checkpoint to resume from. Call this with the run folder locked: another run may have saved."""
-    if task.resume is None and task.verb == "train" and task.run and was_saved(RunFolder(Path(task.run)).checkpoints):
+    if task.resume is None and task.verb == "train" and task.run and has_saves(RunFolder(Path(task.run)).checkpoints):
         return "newest"
     return task.resume
 
@@ -297,7 +297,7 @@ def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tu
     chosen: str | None = None
     refusals: list[tuple[str, str]] = []
     if world.is_main and requested is None:
-        path, unusable = newest_good(folder)
+        path, unusable = find_newest_usable(folder)
         chosen, refusals = (str(path) if path else None), [(str(refusal.path), refusal.reason) for refusal in unusable]
     elif requested is not None:
         chosen = str(requested)
@@ -306,9 +306,9 @@ def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tu
     events: list[Event] = [CheckpointRefused(path=str(one.path), reason=one.reason) for one in refused]
     if chosen is None:
         if any(not one.is_unfinished for one in refused):
-            raise none_usable(folder, refused, instead="start a new run with another --run-dir")
+            raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
         return None, events
-    return load(Path(chosen)), events
+    return open_checkpoint(Path(chosen)), events
 
 
 def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
@@ -317,7 +317,7 @@ def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
     names = [{"names": [group["names"] for group in entry["groups"]]} for entry in state["optimizers"]]
     identity = state["identity"]
     optimizers = [{**saved_groups, **entry} for saved_groups, entry in zip(names, identity["optimizer"], strict=False)]
-    return {"schedule": describe_saved(state["schedules"]), **identity, "optimizer": optimizers}
+    return {"schedule": describe_saved_schedules(state["schedules"]), **identity, "optimizer": optimizers}
 
 
 def restore(
@@ -368,11 +368,11 @@ def _restore(
     is_same_rule = loaded.state["identity"].get("update") == identity["update"]
     state_of_rule = build_rule_state(setup)
     rule_view = state_of_rule.view(loaded, is_same=is_same_rule)
-    load_update(rule_view, train_state, began=read_saved_identity(loaded), now=identity)
+    load_update(rule_view, train_state, saved_identity=read_saved_identity(loaded), current_identity=identity)
     load_grid(setup.grid, loaded.state.get("grid", {}))
     state_of_rule.load(rule_view, is_same=is_same_rule)
     if loaded.state["identity"].get("compress") == identity["compress"]:
-        load_held(loaded, setup.placed.reducer, world=setup.world)
+        load_error_feedback(loaded, setup.placed.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
     setup.step.steps_done = cursor.step
     setup.step.replica.buffers.begin()
@@ -400,22 +400,22 @@ def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
 def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     if not is_writer(setup) or (setup.weights.is_whole and not setup.world.is_main):
         return ""
-    listing = list_model(setup.model, weights=setup.weights, world=setup.site)
-    digest = weights_digest(listing.wholes(sorted(listing.entries)))
+    listing = view_state_dict(setup.model, weights=setup.weights, world=setup.site)
+    digest = weights_digest(listing.full_tensors(sorted(listing.entries)))
     record: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     record |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
     if setup.world.is_main:
-        with as_checkpoint_error(WEIGHTS, run):  # remove the old digest until the folder is complete
+        with convert_to_save_error(WEIGHTS, run):  # remove the old digest until the folder is complete
             (run / WEIGHTS).unlink(missing_ok=True)
     with setup.as_evaluated():
-        folder = consolidate(
+        folder = consolidate_weights(
             listing, run / "consolidated", config=getattr(setup.model, "config", None), world=setup.site
         )
         if setup.update.ema is not None:
-            record["average"] = weights_digest(listing.wholes(sorted(listing.entries)))
+            record["average"] = weights_digest(listing.full_tensors(sorted(listing.entries)))
     if setup.world.is_main:
-        with as_checkpoint_error("weights.json", run):
-            write_json(run / WEIGHTS, seal({**record, "files": digest_files(folder)}))
+        with convert_to_save_error("weights.json", run):
+            write_json(run / WEIGHTS, add_digest({**record, "files": digest_files(folder)}))
     if setup.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {record['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"

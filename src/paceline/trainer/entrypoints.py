@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.files.checkpoint_folder import load
+from paceline.checkpoint.files.checkpoint_folder import open_checkpoint
 from paceline.config.task import Task
 from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
@@ -46,7 +46,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     path = (
         Path(requested_checkpoint) if requested_checkpoint else newest_or_tell(run_folder, tells=session.world.is_main)
     )
-    loaded = load(path)
+    loaded = open_checkpoint(path)
     restore_weights(loaded, setup=session.setup)
     session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
     event = session.loop.evaluate(split=split)

@@ -11,7 +11,7 @@ from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
 from paceline.checkpoint.files.manifest import rank_file
 from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
-from paceline.checkpoint.shard_ownership import owned_shards, read_part
+from paceline.checkpoint.shard_ownership import owned_shards, read_shard
 from paceline.checkpoint.train_state import OPTIMIZER
 from paceline.comm.collective_errors import on_all_ranks
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
@@ -118,13 +118,13 @@ def _site_file(site: int, name: str) -> str:
 def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
     parts = _sharding_of(setup, name).parts(name)
     yield from owned_shards(
-        key, dtype=tensor.dtype, find=partial(Tensor.detach, tensor), parts=parts, rank=setup.site.rank
+        key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), parts=parts, rank=setup.site.rank
     )
 
 
 def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup) -> Tensor | None:
     part = _sharding_of(setup, name).mine[name].part
-    return None if key not in stored or part.local is None else read_part(stored, key, part=part)
+    return None if key not in stored or part.local is None else read_shard(stored, key, shard=part)
 
 
 def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:

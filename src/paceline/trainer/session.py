@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import BEST, OpenCheckpoint, pointed_checkpoint, step_of
-from paceline.checkpoint.files.superseded_checkpoints import set_aside
-from paceline.checkpoint.lr_schedule_state import refuse_short
-from paceline.checkpoint.resume_checks import note_changes
+from paceline.checkpoint.files.checkpoint_folder import BEST, OpenCheckpoint, parse_step, resolve_mark
+from paceline.checkpoint.files.superseded_checkpoints import move_superseded
+from paceline.checkpoint.lr_schedule_state import refuse_short_schedules
+from paceline.checkpoint.resume_checks import describe_changes
 from paceline.comm.process_group import World
 from paceline.config.job_reference import file_name
 from paceline.config.loading import as_toml
@@ -25,7 +25,7 @@ from paceline.errors import raise_all
 from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json, write_json, write_text
-from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.inherited_environment import attempt_folder
@@ -107,13 +107,13 @@ class Session:
 
     def _report_best_checkpoint(self) -> None:
         """Tell the user how to get the best step's weights, if the best step is not the last one."""
-        best_checkpoint = pointed_checkpoint(self.run.checkpoints, BEST)
+        best_checkpoint = resolve_mark(self.run.checkpoints, BEST)
         uses_best = self.prepared_job.job.best is not None or self.prepared_job.job.early_stopping is not None
-        if uses_best and best_checkpoint is not None and step_of(best_checkpoint) != self.loop.cursor.step:
+        if uses_best and best_checkpoint is not None and parse_step(best_checkpoint) != self.loop.cursor.step:
             text = (
                 f"consolidated/ has the weights of step {self.loop.cursor.step}, the last one; the "
                 "best weights are from step "
-                f"{step_of(best_checkpoint)}: paceline ckpt consolidate {self.run.path} --best --to best"
+                f"{parse_step(best_checkpoint)}: paceline ckpt consolidate {self.run.path} --best --to best"
             )
             self.event_bus.emit(Note(text=text))
 
@@ -191,7 +191,7 @@ class _SessionBuilder:
         if loaded is not None:
             cursor = restore(loaded, setup=self.setup, identity=identity, allow=prepared_job.task.allow)
             events += self._set_aside_later_checkpoints(loaded)
-            changes = note_changes(loaded.state.get("settings"), prepared_job.settings)
+            changes = describe_changes(loaded.state.get("settings"), prepared_job.settings)
             events += [Note(text=text, level="warning") for text in changes]
         loader = self._make_loader(cursor, data_properties)
         event_bus = self._make_event_bus()
@@ -220,7 +220,7 @@ class _SessionBuilder:
         )
         if prepared_job.task.verb == "train":
             self.setup.step.replica.contract.ask_sum()
-            refuse_short(self.setup.update.schedules, total_steps=loop.total_steps)
+            refuse_short_schedules(self.setup.update.schedules, total_steps=loop.total_steps)
             refuse_large_batch(self.setup.plan, num_samples=loader.num_samples)
             events += self._schedule_notes(loader, loop) if not cursor.step else []
         self._announce(cursor, loaded, events, loader=loader, loop=loop, forecast=forecast)
@@ -256,11 +256,11 @@ class _SessionBuilder:
 
     def _set_aside_later_checkpoints(self, loaded: OpenCheckpoint) -> list[Event]:
         """Move aside the checkpoints that are newer than the one from which this run resumes."""
-        is_older_checkpoint = self.requested_checkpoint is not None and loaded.is_in(self.run.checkpoints)
+        is_older_checkpoint = self.requested_checkpoint is not None and loaded.belongs_to(self.run.checkpoints)
         if not (is_older_checkpoint and self.world.is_main and self.prepared_job.task.verb == "train"):
             return []
-        with as_checkpoint_error("later checkpoints,", self.run.checkpoints):
-            folder = set_aside(self.run.checkpoints, start=loaded.path)
+        with convert_to_save_error("later checkpoints,", self.run.checkpoints):
+            folder = move_superseded(self.run.checkpoints, start=loaded.path)
         return [] if folder is None else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {folder}")]
 
     def _read_data_properties(self) -> DatasetProperties | None:
@@ -428,7 +428,7 @@ class _SessionBuilder:
         if loaded is None and self.resume is not None:
             lines.append("resumed: nothing had been saved, so the run starts at its first step")
         if loaded is not None:
-            is_same = loaded.is_in(self.run.checkpoints)
+            is_same = loaded.belongs_to(self.run.checkpoints)
             lines.append(
                 f"resumed: {loaded.path.name if is_same else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
             )

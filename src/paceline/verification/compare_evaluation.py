@@ -1,4 +1,4 @@
-"""Compare the layout's evaluation with that of one process at equal weights: each sample once, sums over counts."""
+"""Compare the layout's evaluation with that of one process at equal weights, over each sample exactly once."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,185 +15,203 @@ from torch.utils.data import (
     Subset,
 )
 
-from paceline.checkpoint.state_outside_state_dict import tensors_of
+from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.data.reader_process import read_apart
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.torch_internals.rng import host_states, seed_all, stream_key
 from paceline.trainer.evaluation.evaluator import EvaluatedSplit, Evaluator
 from paceline.trainer.setup.build_training_setup import TrainingSetup
-from paceline.verification.noise_floor import MARGIN, ModelSnapshot, nudge_weights
+from paceline.verification.noise_floor import MARGIN, ModelSnapshot, perturb_weights
 from paceline.verification.reference.process_group_isolation import single_process
 from paceline.verification.reference.reference import Reference
 from paceline.verification.rung_result import RungResult
 
 _EVALUATED_BATCHES = 4
-_METRIC = 1e-6
-_CUT = 1e-4  # relative difference of a metric between two batch sizes that rounding may explain
-_RUNS = 3
-_UNITS = 4.0  # machine epsilons of the forward's precision by which a layout's arithmetic may move every weight
+_METRIC_TOLERANCE = 1e-6
+_BATCH_SIZE_TOLERANCE = 1e-4  # relative difference of a metric between two batch sizes that rounding may explain
+_NUM_PERTURBED_RUNS = 3
+_PERTURBATION_EPS = 4.0  # in machine epsilons of the autocast type: how far a perturbation moves every weight
 
 
-def evaluated_by(built: TrainingSetup) -> EvaluatedSplit | None:
-    """Return the layout's own evaluation of a few batches; None for data that cannot be cut."""
-    data = _some(built.job.eval_data, built)
+def evaluate_layout(setup: TrainingSetup) -> EvaluatedSplit | None:
+    """Evaluate a few batches with the layout; return None if the data cannot be indexed."""
+    data = _select_subset(setup.job.eval_data, setup)
     if data is None:
         return None
-    evaluator = Evaluator(built)
-    size = built.plan.micro_batch_size
+    evaluator = Evaluator(setup)
+    size = setup.plan.micro_batch_size
     return evaluator.run(data, batch_size=size, name="eval_data")
 
 
 def judge_evaluation(
     rung_result: RungResult,
-    built: TrainingSetup,
+    setup: TrainingSetup,
     reference: Reference,
-    evaluated: EvaluatedSplit,
+    layout_evaluation: EvaluatedSplit,
     steps: int,
-    theirs: Mapping[str, Tensor],
+    layout_tensors: Mapping[str, Tensor],
 ) -> None:
     """Compare the layout's evaluation with one process that evaluates the layout's own weights."""
     with torch.no_grad():
-        for name, tensor in tensors_of(reference.model).items():
-            if name in theirs:  # a tied parameter is stored under its first name
-                copy_into(tensor, theirs[name])
-    by_hand = _ByHand(built, reference)
-    right = by_hand.metrics()
-    if by_hand.samples != evaluated.samples:
-        cause = f"evaluation saw {evaluated.samples} samples instead of {by_hand.samples}"
-        rung_result.blame(step=steps, parameter="(evaluation)", cause=cause)
-    rung_result.warning = by_hand.warning()
-    apart = {name: _apart(evaluated.metrics.get(name, math.nan), value) for name, value in right.items()}
-    floors = by_hand.floors() if any(apart.values()) and not by_hand.draws else {}
-    for name, far in apart.items():
-        if far and by_hand.draws:
+        for name, tensor in state_dict_tensors(reference.model).items():
+            if name in layout_tensors:  # a tied parameter is stored under its first name
+                copy_into(tensor, layout_tensors[name])
+    reference_evaluation = _ReferenceEvaluation(setup, reference)
+    expected = reference_evaluation.compute_metrics()
+    if reference_evaluation.samples != layout_evaluation.samples:
+        cause = f"evaluation saw {layout_evaluation.samples} samples instead of {reference_evaluation.samples}"
+        rung_result.record_difference(step=steps, parameter="(evaluation)", cause=cause)
+    rung_result.warning = reference_evaluation.batch_size_warning()
+    distances = {
+        name: _metric_distance(layout_evaluation.metrics.get(name, math.nan), value) for name, value in expected.items()
+    }
+    floors = (
+        reference_evaluation.measure_floors()
+        if any(distances.values()) and not reference_evaluation.draws_random_numbers
+        else {}
+    )
+    for name, distance in distances.items():
+        if distance and reference_evaluation.draws_random_numbers:
             rung_result.detail += (
                 f" {name} was not compared: its evaluation draws random numbers, which differ on each rank."
             )
             continue
-        rung_result.count("metrics", 1)
-        if far and not far <= floors[name]:
-            found = evaluated.metrics.get(name, math.nan)
+        rung_result.count_compared("metrics", 1)
+        if distance and not distance <= floors[name]:
+            value = layout_evaluation.metrics.get(name, math.nan)
             cause = (
-                f"evaluation: {name} is {found:.6g} instead of {right[name]:.6g} at equal weights: a "
+                f"evaluation: {name} is {value:.6g} instead of {expected[name]:.6g} at equal weights: a "
                 "different mean, or samples "
                 "left out"
             )
-            rung_result.blame(step=steps, parameter="(evaluation)", cause=cause)
+            rung_result.record_difference(step=steps, parameter="(evaluation)", cause=cause)
 
 
-class _ByHand:
-    """An evaluation by one process, which can be repeated with disturbed weights. `draws`: it draws random numbers."""
+class _ReferenceEvaluation:
+    """A one-process evaluation that can be repeated with perturbed weights."""
 
-    def __init__(self, built: TrainingSetup, reference: Reference) -> None:
-        self._built, self._reference = built, reference
-        self._collate = built.job.collate or torch.utils.data.default_collate
-        data = _some(built.job.eval_data, built)
+    def __init__(self, setup: TrainingSetup, reference: Reference) -> None:
+        self._setup, self._reference = setup, reference
+        self._collate = setup.job.collate or torch.utils.data.default_collate
+        data = _select_subset(setup.job.eval_data, setup)
         if isinstance(data, DataLoader):
-            self._collate = built.job.collate or data.collate_fn
+            self._collate = setup.job.collate or data.collate_fn
             data = data.dataset
         self._data = data
-        self._metrics = {n: m for n, m in (built.job.metrics or {}).items() if not hasattr(m, "compute")}
+        self._metrics = {n: m for n, m in (setup.job.metrics or {}).items() if not hasattr(m, "compute")}
         self.samples = len(data)
-        self.draws = False
-        self._right: dict[str, float] = {}
+        self.draws_random_numbers = False
+        self._expected: dict[str, float] = {}
 
-    def metrics(self) -> dict[str, float]:
-        """Return every metric that is a quotient of sums."""
-        self._right = self._run()
-        return self._right
+    def compute_metrics(self) -> dict[str, float]:
+        """Return every metric that is a sum divided by a count."""
+        self._expected = self._evaluate()
+        return self._expected
 
-    def warning(self) -> str:
+    def batch_size_warning(self) -> str:
         """Return a warning about the metrics that depend on how a split is cut into batches; empty if none does."""
-        size = self._built.plan.micro_batch_size
-        if self.draws or size < 2 or not self._metrics or self._built.job.loss_over == "batch":
+        size = self._setup.plan.micro_batch_size
+        if self.draws_random_numbers or size < 2 or not self._metrics or self._setup.job.loss_over == "batch":
             return ""
-        halves = self._run(size // 2)
-        found = [name for name in self._metrics if not _is_near(halves[name], self._right[name])]
-        if found and not self.draws and self._run() == self._right:  # no state is kept between two evaluations
-            floors = self.floors()
-            found = [name for name in found if abs(halves[name] - self._right[name]) > floors[name]]
-        if not found or self.draws:
+        halves = self._evaluate(size // 2)
+        differing = [name for name in self._metrics if not _is_close(halves[name], self._expected[name])]
+        if (
+            differing and not self.draws_random_numbers and self._evaluate() == self._expected
+        ):  # the metrics keep no state between two evaluations
+            floors = self.measure_floors()
+            differing = [name for name in differing if abs(halves[name] - self._expected[name]) > floors[name]]
+        if not differing or self.draws_random_numbers:
             return ""
-        name = found[0]
+        name = differing[0]
         return (
-            f"metric {name} is not a sum over samples: it is {self._right[name]:.4g} in batches of {size} and "
+            f"metric {name} is not a sum over samples: it is {self._expected[name]:.4g} in batches of {size} and "
             f"{halves[name]:.4g} in batches of {size // 2} (a mean that is returned with a count?), so it depends on "
             "eval.batch_size, in one process too. Hint: return (sum, count) over the samples of the batch."
         )
 
-    def floors(self) -> dict[str, float]:
-        """Return how far each metric moves when the weights move by the rounding of the forward's precision."""
-        start, floors = ModelSnapshot(self._reference.model), dict.fromkeys(self._right, 0.0)
-        kind = self._reference.spec.autocast
-        for run in range(_RUNS):
-            nudge_weights(
-                self._reference.model, seed=run, least=0.0 if kind is None else _UNITS * torch.finfo(kind).eps
+    def measure_floors(self) -> dict[str, float]:
+        """Return the noise floor of each metric: its change if every weight is perturbed by rounding."""
+        start, floors = ModelSnapshot(self._reference.model), dict.fromkeys(self._expected, 0.0)
+        autocast_dtype = self._reference.config.autocast
+        for run in range(_NUM_PERTURBED_RUNS):
+            perturb_weights(
+                self._reference.model,
+                seed=run,
+                min_step=0.0 if autocast_dtype is None else _PERTURBATION_EPS * torch.finfo(autocast_dtype).eps,
             )
-            for name, value in self._run().items():
-                floors[name] = max(floors[name], MARGIN * abs(value - self._right[name]))
-            start.put_back()
+            for name, value in self._evaluate().items():
+                floors[name] = max(floors[name], MARGIN * abs(value - self._expected[name]))
+            start.restore()
         return floors
 
-    def _run(self, size: int | None = None) -> dict[str, float]:
-        reference, data, size = self._reference, self._data, size or self._built.plan.micro_batch_size
+    def _evaluate(self, size: int | None = None) -> dict[str, float]:
+        reference, data, size = self._reference, self._data, size or self._setup.plan.micro_batch_size
         sums: dict[str, list[float]] = {}
         reference.model.eval()
-        seed = self._built.settings.seed
-        split = self._built.data.split(data, name="eval_data")
+        seed = self._setup.settings.seed
+        split = self._setup.data.split(data, name="eval_data")
         with torch.no_grad(), single_process():
-            batches, self.draws = read_apart(split, lambda: _batches_of(data, size, self._collate, seed=seed))
+            batches, self.draws_random_numbers = read_apart(
+                split, lambda: _collate_batches(data, size, self._collate, seed=seed)
+            )
             for number, (batch, rows) in enumerate(batches):
                 seed_all(stream_key(seed, "evaluate", number))
-                before = host_states()
+                generator_states = host_states()
                 batch = reference.cast(batch)
-                output, terms = reference.terms_of(batch, rows)
+                output, terms = reference.forward_batch(batch, rows)
                 pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
-                with reference.precision():
+                with reference.autocast():
                     pairs |= {name: metric(output, batch) for name, metric in self._metrics.items()}
-                self.draws = self.draws or host_states() != before
+                self.draws_random_numbers = self.draws_random_numbers or host_states() != generator_states
                 for name, pair in pairs.items():
                     total = sums.setdefault(name, [0.0, 0.0])
                     total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
         return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
-def _batches_of(
+def _collate_batches(
     data: Any, size: int, collate: Callable[[list[Any]], Any], *, seed: int
 ) -> tuple[list[tuple[Any, int]], bool]:
     """Return every batch of a small split with its number of samples, and whether reading draws random numbers."""
-    found, draws = [], False
+    batches, draws = [], False
     for start in range(0, len(data), size):
-        part = range(start, min(start + size, len(data)))
+        indices = range(start, min(start + size, len(data)))
         seed_all(stream_key(seed, "microbatch", 0, start))
-        before = host_states()
-        found.append((collate([data[i] for i in part]), len(part)))
-        draws = draws or host_states() != before
-    return found, draws
+        generator_states = host_states()
+        batches.append((collate([data[i] for i in indices]), len(indices)))
+        draws = draws or host_states() != generator_states
+    return batches, draws
 
 
-def _apart(found: float, right: float) -> float:
-    """Return how far a metric is off; 0 if the rounding of the sums alone explains it."""
-    none = not math.isfinite(found) and not math.isfinite(right)
-    if none or math.isclose(found, right, rel_tol=_METRIC, abs_tol=_METRIC):
+def _metric_distance(value: float, expected: float) -> float:
+    """Return the distance of a metric from its expected value; 0 if rounding of the sums explains it."""
+    both_nonfinite = not math.isfinite(value) and not math.isfinite(expected)
+    if both_nonfinite or math.isclose(value, expected, rel_tol=_METRIC_TOLERANCE, abs_tol=_METRIC_TOLERANCE):
         return 0.0
-    return abs(found - right) if math.isfinite(found - right) else math.inf
+    return abs(value - expected) if math.isfinite(value - expected) else math.inf
 
 
-def _is_near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_CUT, abs_tol=_CUT) or not math.isfinite(one - other)
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_BATCH_SIZE_TOLERANCE, abs_tol=_BATCH_SIZE_TOLERANCE) or not math.isfinite(
+        one - other
+    )
 
 
-def _some(data: Any, built: TrainingSetup) -> Any:
+def _select_subset(data: Any, setup: TrainingSetup) -> Any:
     """Return a subset of the split that is not divisible by the number of ranks; a DataLoader keeps its collation."""
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
     if isinstance(data, DataLoader):
-        plain = isinstance(data.sampler, SequentialSampler | RandomSampler | DistributedSampler)
-        part = _some(data.dataset, built) if plain and not getattr(data.sampler, "replacement", False) else None
-        return part and DataLoader(part, batch_size=data.batch_size, collate_fn=data.collate_fn)
+        has_standard_sampler = isinstance(data.sampler, SequentialSampler | RandomSampler | DistributedSampler)
+        subset = (
+            _select_subset(data.dataset, setup)
+            if has_standard_sampler and not getattr(data.sampler, "replacement", False)
+            else None
+        )
+        return subset and DataLoader(subset, batch_size=data.batch_size, collate_fn=data.collate_fn)
     is_stream = isinstance(data, IterableDataset)
     if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return None
-    size = built.plan.micro_batch_size
-    total = read_apart(built.data.split(data, name="eval_data"), lambda: len(data))
-    return Subset(data, range(min(total, _EVALUATED_BATCHES * built.world.world_size * size + 1))) if total else None
+    size = setup.plan.micro_batch_size
+    total = read_apart(setup.data.split(data, name="eval_data"), lambda: len(data))
+    return Subset(data, range(min(total, _EVALUATED_BATCHES * setup.world.world_size * size + 1))) if total else None

@@ -16,284 +16,320 @@ from paceline.step.step_totals import StepResult
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.job_data import cut_for, feed_for
 from paceline.verification.compare_step import StepComparison
-from paceline.verification.diagnosis.local_gradients import can_replay, microbatch_gradients, own_gradients
-from paceline.verification.diagnosis.module_outputs import first_apart, watch_layout
+from paceline.verification.diagnosis.local_gradients import (
+    can_run_locally,
+    compute_local_gradients,
+    gather_local_gradients,
+)
+from paceline.verification.diagnosis.module_outputs import first_differing_module, record_layout_outputs
 from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.diagnosis.rank_names import RankNames
-from paceline.verification.diagnosis.rerun import linear_view
-from paceline.verification.gather_copies import broadcast_tensor, differing_parts, gather_all_copies
+from paceline.verification.diagnosis.rerun import sample_elements
+from paceline.verification.gather_copies import broadcast_full_tensor, gather_copies, part_distances
 from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.reference.sample_reader import num_rows
 from paceline.verification.rung_result import DIFFERENT, RungResult
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
-class Lockstep:
-    """A lockstep comparison that runs on every rank; rank 0 holds the reference and judges."""
+class LockstepComparison:
+    """A lockstep comparison that runs on every rank; rank 0 holds the reference and forms the verdict."""
 
-    def __init__(self, *, built: TrainingSetup, reference: Reference | None, say: Say) -> None:
-        self._built = built
-        self._world = built.world
+    def __init__(self, *, setup: TrainingSetup, reference: Reference | None, report_progress: ReportProgress) -> None:
+        self._setup = setup
+        self._world = setup.world
         self._reference = reference
-        self._say = say
-        self._last: Mapping[str, Tensor] = {}
-        self._moved: dict[str, bool] = {}  # for parameters with a gradient: whether the rate was ever above 0
-        self._has_stepped = self._has_moved = self._was_zero = False
+        self._report_progress = report_progress
+        self._last_gradient: Mapping[str, Tensor] = {}
+        self._had_positive_rate: dict[str, bool] = {}  # by parameter with a gradient: whether its rate was ever above 0
+        self._has_compared_update = self._has_changed_weights = self._had_zero_rate = False
         self.rung_result = RungResult()
 
     def run(self, cursors: Sequence[Cursor]) -> RungResult:
         """Compare one step at each cursor."""
-        self._compare_start()
-        for done, cursor in enumerate(cursors, 1):
-            at = RunPosition(step=cursor.step, epoch=cursor.epoch, position=cursor.position)
-            last = ", the epoch's short last batch" if at.number > done else ""
-            self._say(f"step {at.number}{last} ({done} of the {len(cursors)} that are compared)")
-            self._step(cursor, at)
+        self._compare_initial_state()
+        for number, cursor in enumerate(cursors, 1):
+            position = RunPosition(step=cursor.step, epoch=cursor.epoch, batch_start=cursor.position)
+            suffix = ", the epoch's short last batch" if position.step_number > number else ""
+            self._report_progress(
+                f"step {position.step_number}{suffix} ({number} of the {len(cursors)} that are compared)"
+            )
+            self._compare_step(cursor, position)
             if self._world.share_json(self.rung_result.first_difference is not None):
                 break
         if self._reference is not None and self.rung_result.first_difference is None:
-            self.rung_result.leave_out(self._untested(self._reference, steps=len(cursors)))
-        found: RungResult = RungResult(**self._world.share_json(vars(self.rung_result)))
-        return found
+            self.rung_result.record_uncovered(self._untested_note(self._reference, steps=len(cursors)))
+        shared_result: RungResult = RungResult(**self._world.share_json(vars(self.rung_result)))
+        return shared_result
 
-    def _untested(self, reference: Reference, *, steps: int) -> str:
-        """Return what the compared steps did not test."""
-        if not self._has_stepped:
+    def _untested_note(self, reference: Reference, *, steps: int) -> str:
+        """Return a note about what the compared steps did not test."""
+        if not self._has_compared_update:
             return "gradients and weights: no compared step has a finite gradient in one process"
-        moved = self._moved if self._has_moved else dict.fromkeys(self._moved, False)
-        rated = reference.rated()
-        rises = self._was_zero and any(rated[name] for name, has in moved.items() if not has)
-        return unmoved_weights_note(moved, steps=steps, rises=rises)
+        changed = (
+            self._had_positive_rate if self._has_changed_weights else dict.fromkeys(self._had_positive_rate, False)
+        )
+        has_rate = reference.has_positive_rate()
+        rate_rises = self._had_zero_rate and any(has_rate[name] for name, has in changed.items() if not has)
+        return unchanged_weights_note(changed, steps=steps, rate_rises=rate_rises)
 
-    def _compare_start(self) -> None:
+    def _compare_initial_state(self) -> None:
         """Compare the initial weights and buffers on every rank."""
-        wanted = {} if self._reference is None else _state(self._reference.model)
-        found = differing_parts(self._mine(), wanted, holding=self._built.weights, world=self._world)
-        for name, far in found.items() if self._reference is not None else ():
-            self.rung_result.note(DIFFERENT, difference=max(far.values()))
-            self.rung_result.blame(step=1, parameter=name, cause=self._unequal(name, list(far)))
+        expected = {} if self._reference is None else _named_tensors(self._reference.model)
+        distances = part_distances(self._local_tensors(), expected, sharded=self._setup.weights, world=self._world)
+        for name, distance_by_rank in distances.items() if self._reference is not None else ():
+            self.rung_result.record(DIFFERENT, difference=max(distance_by_rank.values()))
+            self.rung_result.record_difference(
+                step=1, parameter=name, cause=self._initial_difference_cause(name, list(distance_by_rank))
+            )
             return
 
-    def _unequal(self, name: str, ranks: Sequence[int]) -> str:
+    def _initial_difference_cause(self, name: str, ranks: Sequence[int]) -> str:
         """Return the likely cause of a tensor that differs from the one that one process built."""
-        here = ", ".join(map(str, ranks))
-        if name not in self._built.weights.parameters:
+        rank_list = ", ".join(map(str, ranks))
+        if name not in self._setup.weights.parameters:
             return (
-                f"unequal initial buffers on rank {here}: a forward before the first step (used to plan a layout) "
+                f"unequal initial buffers on rank {rank_list}: a forward before the first step (used to plan a layout) "
                 "has written to it, or the build is not repeatable"
             )
-        again = "the build is not repeatable" if 0 in ranks else "not built from the same seed, nor broadcast"
-        return f"unequal initial weights on rank {here}: {again}"
+        reason = "the build is not repeatable" if 0 in ranks else "not built from the same seed, nor broadcast"
+        return f"unequal initial weights on rank {rank_list}: {reason}"
 
-    def _step(self, cursor: Cursor, at: RunPosition) -> None:
-        self._take_over()
+    def _compare_step(self, cursor: Cursor, position: RunPosition) -> None:
+        self._load_reference_state()
         try:
-            given = self._given(cursor)
-        except DesyncError as error:  # on every rank
-            self.rung_result.blame(step=at.number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}")
-            return
-        self._built.step.steps_done = cursor.step
-        judge, before = None, []
-        if self._reference is not None:
-            before = self._reference.statistics()
-            places = RankNames(mesh=self._built.worlds.mesh, holding=self._built.kept)
-            judge = StepComparison(
-                reference=self._reference, at=at, rung_result=self.rung_result, last=self._last, places=places
+            step_input = self._read_step_input(cursor)
+        except DesyncError as error:  # raised on every rank
+            self.rung_result.record_difference(
+                step=position.step_number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}"
             )
-        self._see(given, judge)
-        if self._world.share_json(judge is not None and judge.wants_quiet):
-            self._see_quiet(given, judge)
-        right = {} if judge is None else judge.right
-        if self._world.share_json(judge is None or judge.is_finite):
-            self._update(right, judge, cursor.step)
-            self._last = right
+            return
+        self._setup.step.steps_done = cursor.step
+        comparison, statistics = None, []
+        if self._reference is not None:
+            statistics = self._reference.copy_statistics()
+            rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=self._setup.kept)
+            comparison = StepComparison(
+                reference=self._reference,
+                position=position,
+                rung_result=self.rung_result,
+                last_gradient=self._last_gradient,
+                rank_names=rank_names,
+            )
+        self._compare_forward_backward(step_input, comparison)
+        if self._world.share_json(comparison is not None and comparison.needs_dropout_rerun):
+            self._rerun_without_dropout(step_input, comparison)
+        expected_gradient = {} if comparison is None else comparison.expected_gradient
+        if self._world.share_json(comparison is None or comparison.is_finite):
+            self._compare_update(expected_gradient, comparison, cursor.step)
+            self._last_gradient = expected_gradient
         elif self._reference is not None:
-            self._reference.skip(before)
+            self._reference.restore_statistics(statistics)
 
-    def _see(self, given: StepInput, judge: StepComparison | None) -> None:
-        model = self._built.model
+    def _compare_forward_backward(self, step_input: StepInput, comparison: StepComparison | None) -> None:
+        model = self._setup.model
         model.train()
-        result = self._built.step.gradients(given)
+        result = self._setup.step.gradients(step_input)
         self._check_counts(result)
-        read = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in given.micro]
-        rows = self._read(read)
+        local_rows = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in step_input.micro]
+        rows = self._gather_rows(local_rows)
         losses = self._world.gather_json(result.loss)
-        gradients = self._gradients()
-        buffers = self._buffers()
-        if judge is not None:
-            seen = ObservedStep(
+        gradients = self._gather_gradients()
+        buffers = self._gather_buffers()
+        if comparison is not None:
+            observed = ObservedStep(
                 gradients=gradients,
                 buffers=buffers,
                 losses=losses,
-                ran=[index for index, _, _, _ in rows],
+                executed_microbatches=[index for index, _, _, _ in rows],
                 samples={index: samples for index, samples, _, _ in rows},
                 contents={index: content for index, _, content, _ in rows},
-                rows={index: number for index, _, _, number in rows},
-                replicas=self._built.worlds.data.world_size,
+                row_counts={index: number for index, _, _, number in rows},
+                replicas=self._setup.worlds.data.world_size,
             )
-            judge.see(seen)
-        self._see_own(given, judge, gradients)
-        self._see_forward(given, judge)
+            comparison.compare_forward_backward(observed)
+        self._compare_local_gradients(step_input, comparison, gradients)
+        self._compare_module_outputs(step_input, comparison)
 
-    def _read(self, mine: list[Any]) -> list[Any]:
+    def _gather_rows(self, local_rows: list[Any]) -> list[Any]:
         """Return the microbatches that every replica read; report ranks of one replica that read different ones."""
-        found: dict[int, list[Any]] = {}
-        for rank, (replica, rows) in enumerate(self._world.gather_json([self._built.worlds.data.rank, mine])):
-            if found.setdefault(replica, rows) != rows:
+        rows_by_replica: dict[int, list[Any]] = {}
+        for rank, (replica, rows) in enumerate(self._world.gather_json([self._setup.worlds.data.rank, local_rows])):
+            if rows_by_replica.setdefault(replica, rows) != rows:
                 cause = f"data order: rank {rank} read different samples than the other ranks of replica {replica}"
-                self.rung_result.blame(step=self._built.step.steps_done + 1, parameter="(data)", cause=cause)
-        return [row for rows in found.values() for row in rows]
+                self.rung_result.record_difference(
+                    step=self._setup.step.steps_done + 1, parameter="(data)", cause=cause
+                )
+        return [row for rows in rows_by_replica.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
         """Report counts that `train` refuses, since they explain the gradient; every rank has the same counts."""
         try:
             result.reduced.check_counts()
         except JobError as error:
-            self.rung_result.blame(
-                step=self._built.step.steps_done + 1, parameter="(count)", cause=error.what.rstrip(".")
+            self.rung_result.record_difference(
+                step=self._setup.step.steps_done + 1, parameter="(count)", cause=error.what.rstrip(".")
             )
 
-    def _see_own(
-        self, given: StepInput, judge: StepComparison | None, gradients: Sequence[Mapping[str, Tensor]]
+    def _compare_local_gradients(
+        self, step_input: StepInput, comparison: StepComparison | None, gradients: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """Compute gradients that nothing explains yet on each rank alone."""
-        names, known = self._world.share_json(None if judge is None else (judge.unexplained, judge.known)) or ((), None)
-        if not names or not can_replay(self._built):
+        """Compute the unexplained gradients on each rank without reduction, and compare them with the reference."""
+        names, global_counts = self._world.share_json(
+            None if comparison is None else (comparison.unexplained, comparison.global_counts)
+        ) or ((), None)
+        if not names or not can_run_locally(self._setup):
             return
-        self._take_over()
-        mine = own_gradients(self._built, given, names=names, known=known)
-        if not all(self._world.gather_json(mine is not None)) or mine is None:
+        self._load_reference_state()
+        local_gradients = compute_local_gradients(self._setup, step_input, names=names, global_counts=global_counts)
+        if not all(self._world.gather_json(local_gradients is not None)) or local_gradients is None:
             return
-        targets = {m.name: m.parameter for m in self._built.named}
-        size = sum(linear_view(targets[name]).numel() for name in names)
-        own = microbatch_gradients(self._built, mine, num_micro=given.num_micro, size=size)
-        if judge is not None:
-            judge.see_own(own, gradients, replicas=self._world.world_size)
+        targets = {m.name: m.parameter for m in self._setup.named}
+        size = sum(sample_elements(targets[name]).numel() for name in names)
+        gathered = gather_local_gradients(self._setup, local_gradients, num_micro=step_input.num_micro, size=size)
+        if comparison is not None:
+            comparison.compare_local_gradients(gathered, gradients, replicas=self._world.world_size)
 
-    def _see_forward(self, given: StepInput, judge: StepComparison | None) -> None:
-        """Find where the forward first differs, if nothing explains it yet and the forward is cut or recomputed."""
-        plan, worlds = self._built.plan, self._built.worlds
+    def _compare_module_outputs(self, step_input: StepInput, comparison: StepComparison | None) -> None:
+        """Find the first module whose output differs, if a gradient is unexplained and the forward is sharded."""
+        plan, worlds = self._setup.plan, self._setup.worlds
         remat = plan.asked.remat != "none"
-        asks = self._world.share_json(judge is not None and bool(judge.unexplained))
-        if not asks or not (remat or set(worlds.mesh.split) - {"dp_replicate"}):
+        is_unexplained = self._world.share_json(comparison is not None and bool(comparison.unexplained))
+        if not is_unexplained or not (remat or set(worlds.mesh.split) - {"dp_replicate"}):
             return
-        first = min(worlds.data.world_size, given.num_micro)
-        right = None if judge is None else judge.watched(first)
-        self._take_over()
-        mine = watch_layout(self._built, given, microbatches=first)
-        found = first_apart(self._built, mine, right)
-        if judge is not None:
-            judge.see_forward(found, remat=remat)
+        num_microbatches = min(worlds.data.world_size, step_input.num_micro)
+        reference_outputs = None if comparison is None else comparison.record_module_outputs(num_microbatches)
+        self._load_reference_state()
+        layout_outputs = record_layout_outputs(self._setup, step_input, microbatches=num_microbatches)
+        difference = first_differing_module(self._setup, layout_outputs, reference_outputs)
+        if comparison is not None:
+            comparison.report_module_outputs(difference, remat=remat)
 
-    def _see_quiet(self, given: StepInput, judge: StepComparison | None) -> None:
+    def _rerun_without_dropout(self, step_input: StepInput, comparison: StepComparison | None) -> None:
         """Run the step again on both sides with every dropout rate at zero."""
-        models = [*self._built.models] if self._reference is None else [*self._built.models, self._reference.model]
+        models = [*self._setup.models] if self._reference is None else [*self._setup.models, self._reference.model]
         with without_dropout(models):
-            self._take_over()
-            self._built.step.gradients(given)
-            gradients = self._gradients()
-            if judge is not None:
-                judge.see_quiet(gradients)
-        self._take_over()
+            self._load_reference_state()
+            self._setup.step.gradients(step_input)
+            gradients = self._gather_gradients()
+            if comparison is not None:
+                comparison.report_dropout_rerun(gradients)
+        self._load_reference_state()
 
-    def _gradients(self) -> list[dict[str, Tensor]]:
-        named, scaler = self._built.named, self._built.update.scaler
+    def _gather_gradients(self) -> list[dict[str, Tensor]]:
+        named, scaler = self._setup.named, self._setup.update.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
-        mine = {m.name: m.parameter.grad.detach() / scale for m in named if m.parameter.grad is not None}
-        return gather_all_copies(mine, holding=self._built.kept, world=self._world)
+        local_gradients = {m.name: m.parameter.grad.detach() / scale for m in named if m.parameter.grad is not None}
+        return gather_copies(local_gradients, sharded=self._setup.kept, world=self._world)
 
-    def _buffers(self) -> list[dict[str, Tensor]]:
-        names = [name for name, _ in self._built.model.named_buffers()]
-        mine = {name: tensor for name, tensor in self._mine().items() if name in names}
-        return gather_all_copies(mine, holding=self._built.weights, world=self._world, names=names)
+    def _gather_buffers(self) -> list[dict[str, Tensor]]:
+        names = [name for name, _ in self._setup.model.named_buffers()]
+        local_buffers = {name: tensor for name, tensor in self._local_tensors().items() if name in names}
+        return gather_copies(local_buffers, sharded=self._setup.weights, world=self._world, names=names)
 
-    def _mine(self) -> dict[str, Tensor]:
+    def _local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of every parameter and buffer."""
-        held = self._built.weights.mine.values()
-        return {one.name: one.tensor for one in held if one.tensor is not None}
+        local_tensors = self._setup.weights.mine.values()
+        return {one.name: one.tensor for one in local_tensors if one.tensor is not None}
 
-    def _take_over(self) -> None:
-        """Give every rank the reference's weights and buffers."""
-        source = {} if self._reference is None else _state(self._reference.model)
+    def _load_reference_state(self) -> None:
+        """Copy the reference's weights and buffers to every rank."""
+        source = {} if self._reference is None else _named_tensors(self._reference.model)
         with torch.no_grad():
-            for name, held in self._built.weights.mine.items():
-                value = broadcast_tensor(name, source.get(name), holding=self._built.weights, world=self._world)
-                if held.tensor is not None and value is not None:
-                    copy_into(held.tensor, value)
-        self._built.step.replica.buffers.begin()  # this copy, not a forward, wrote the buffers
+            for name, local in self._setup.weights.mine.items():
+                value = broadcast_full_tensor(name, source.get(name), sharded=self._setup.weights, world=self._world)
+                if local.tensor is not None and value is not None:
+                    copy_into(local.tensor, value)
+        self._setup.step.replica.buffers.begin()  # this copy, not a forward, wrote the buffers
 
-    def _given(self, cursor: Cursor) -> StepInput:
-        feed = feed_of(self._built, cursor)
+    def _read_step_input(self, cursor: Cursor) -> StepInput:
+        loader = build_layout_loader(self._setup, cursor)
         try:
-            return next(iter(feed))
+            return next(iter(loader))
         finally:
-            feed.close()
+            loader.close()
 
-    def _update(self, right: Mapping[str, Tensor], judge: StepComparison | None, step: int) -> None:
-        """Apply the same gradient in both optimizers; then the weights must be equal on every rank."""
-        names = set(self._world.share_json(sorted(right)))
-        kept, weights = self._built.kept, self._built.weights
-        before = (
-            {} if self._reference is None else {n: t.detach().clone() for n, t in _state(self._reference.model).items()}
+    def _compare_update(
+        self, expected_gradient: Mapping[str, Tensor], comparison: StepComparison | None, step: int
+    ) -> None:
+        """Step both optimizers with the reference's gradient, and compare the weights on every rank."""
+        names = set(self._world.share_json(sorted(expected_gradient)))
+        kept, weights = self._setup.kept, self._setup.weights
+        weights_before = (
+            {}
+            if self._reference is None
+            else {n: t.detach().clone() for n, t in _named_tensors(self._reference.model).items()}
         )
         values = {
-            name: broadcast_tensor(name, right.get(name), holding=kept, world=self._world)
+            name: broadcast_full_tensor(name, expected_gradient.get(name), sharded=kept, world=self._world)
             for name in kept.names
             if name in names
         }
-        for member in self._built.named:
+        for member in self._setup.named:
             member.parameter.grad = values.get(member.name)
-        scaler, self._built.update.scaler = self._built.update.scaler, None  # this gradient is not scaled
-        norm, _ = self._built.update.commit(step=step + 1, loss=0.0)
-        self._built.update.scaler = scaler
+        scaler, self._setup.update.scaler = self._setup.update.scaler, None  # this gradient is not scaled
+        norm, _ = self._setup.update.commit(step=step + 1, loss=0.0)
+        self._setup.update.scaler = scaler
         norms = self._world.gather_json(None if norm is None else float(norm))
-        everybody = gather_all_copies(self._mine(), holding=weights, world=self._world, names=kept.names)
-        if self._reference is None or judge is None:
+        copies = gather_copies(self._local_tensors(), sharded=weights, world=self._world, names=kept.names)
+        if self._reference is None or comparison is None:
             return
-        rated, self._has_stepped = self._reference.rated(), True
-        self._was_zero = not all(rated.values())
-        self._reference.update(right)
+        has_rate, self._has_compared_update = self._reference.has_positive_rate(), True
+        self._had_zero_rate = not all(has_rate.values())
+        self._reference.update(expected_gradient)
         for name, value in self._reference.weights().items():
-            if name in right and bool(right[name].any()):
-                self._moved[name] = self._moved.get(name, False) or rated[name]
-                self._has_moved = self._has_moved or not torch.equal(value, before[name])
-        judge.norms(norms)
-        places = RankNames(mesh=self._built.worlds.mesh, holding=weights)
-        for copy, after in enumerate(everybody):
-            changed = {n: t for n, t in after.items() if copy == 0 or t is not everybody[0][n]}
-            where = f", on rank {copy}" if copy else ""
-            judge.update(before=before, after=changed, where=where, weights=places, copy=copy)
+            if name in expected_gradient and bool(expected_gradient[name].any()):
+                self._had_positive_rate[name] = self._had_positive_rate.get(name, False) or has_rate[name]
+                self._has_changed_weights = self._has_changed_weights or not torch.equal(value, weights_before[name])
+        comparison.compare_norms(norms)
+        rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=weights)
+        for copy, weights_after in enumerate(copies):
+            changed = {n: t for n, t in weights_after.items() if copy == 0 or t is not copies[0][n]}
+            location = f", on rank {copy}" if copy else ""
+            comparison.compare_weights(
+                weights_before=weights_before,
+                weights_after=changed,
+                location=location,
+                rank_names=rank_names,
+                copy=copy,
+            )
 
 
-def unmoved_weights_note(moved: Mapping[str, bool], *, steps: int, rises: bool) -> str:
-    """Return a note about weights that have a gradient but did not move, so that their update was not tested.
+def unchanged_weights_note(changed: Mapping[str, bool], *, steps: int, rate_rises: bool) -> str:
+    """Return a note about weights that have a gradient but did not change, so that their update was not tested.
 
-    A few may stay because of rounding (a gradient near zero), so the note needs all of them unmoved, or a rate of 0.
-    `rises`: the rate of some was 0 and is above 0 in the next step.
+    `changed` is False for a weight whose learning rate was 0, and for all weights if no step changed any of them.
+    `rate_rises`: the rate of some of them is above 0 in the next step.
     """
-    still = [name for name, has in moved.items() if not has]
-    if not still:
+    unchanged = [name for name, has in changed.items() if not has]
+    if not unchanged:
         return ""
-    who = "the weights" if len(still) == len(moved) else f"{len(still)} of {len(moved)} weights ({still[0]} first)"
-    more = f". Hint: --steps {2 * steps}, because the learning rate is above 0 after these steps" if rises else ""
-    return f"{who}: no step changed them (the learning rate is 0 or too small), so their update was not tested{more}"
-
-
-def feed_of(built: TrainingSetup, cursor: Cursor) -> BatchLoader:
-    """Return the layout's own loader, starting at `cursor`."""
-    settings = built.settings
-    return feed_for(
-        built.data,
-        settings,
-        cut=cut_for(built.plan, settings, built.worlds.data),
-        cursor=cursor,
-        sample_seeds=settings.data.sample_seeds,
-        shards=settings.data.shards,
-        agree=built.world.gather_json,
+    subject = (
+        "the weights"
+        if len(unchanged) == len(changed)
+        else f"{len(unchanged)} of {len(changed)} weights ({unchanged[0]} first)"
+    )
+    hint = f". Hint: --steps {2 * steps}, because the learning rate is above 0 after these steps" if rate_rises else ""
+    return (
+        f"{subject}: no step changed them (the learning rate is 0 or too small), so their update was not tested{hint}"
     )
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def build_layout_loader(setup: TrainingSetup, cursor: Cursor) -> BatchLoader:
+    """Return the layout's own loader, starting at `cursor`."""
+    settings = setup.settings
+    return feed_for(
+        setup.data,
+        settings,
+        cut=cut_for(setup.plan, settings, setup.worlds.data),
+        cursor=cursor,
+        sample_seeds=settings.data.sample_seeds,
+        shards=settings.data.shards,
+        agree=setup.world.gather_json,
+    )
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

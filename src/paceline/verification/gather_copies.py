@@ -1,4 +1,4 @@
-"""Gather tensors from all ranks as whole tensors, one set for each copy that the layout keeps."""
+"""Gather tensors from all ranks as full tensors, one set for each copy of the model in the layout."""
 
 import hashlib
 import math
@@ -13,63 +13,76 @@ from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.verification.tensor_distance import euclidean_distance
 
 
-def gather_all_copies(
-    mine: Mapping[str, Tensor], *, holding: ShardedTensors, world: World, names: Sequence[str] | None = None
+def gather_copies(
+    local_tensors: Mapping[str, Tensor], *, sharded: ShardedTensors, world: World, names: Sequence[str] | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return the whole tensors of every copy, valid on rank 0. Only copies that differ from the first are sent.
+    """Return the full tensors of every copy, valid on rank 0. Only copies that differ from the first are sent.
 
-    A tensor that its holders lack (a gradient that did not come) is absent from their copy.
+    A tensor that is missing on its ranks (a parameter without a gradient) is absent from their copy.
     """
-    told = world.gather_json(tensor_digests(mine))
-    names = holding.names if names is None else names
-    most = max((len(holding.copies(name)) for name in names), default=0)
-    found: list[dict[str, Tensor]] = [{} for _ in range(max(most, 1))]
+    digests_by_rank = world.gather_json(digest_tensors(local_tensors))
+    names = sharded.names if names is None else names
+    num_copies = max((len(sharded.copies(name)) for name in names), default=0)
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(max(num_copies, 1))]
     for name in names:
-        copies = holding.copies(name)
-        seen = [[told[rank].get(name) for rank in ranks] for ranks in copies]
-        for number, parts in enumerate(found):
+        copies = sharded.copies(name)
+        digests_by_copy = [[digests_by_rank[rank].get(name) for rank in ranks] for ranks in copies]
+        for number, parts in enumerate(gathered):
             copy = number if number < len(copies) else 0
-            if any(digest is None for digest in seen[copy]):
+            if any(digest is None for digest in digests_by_copy[copy]):
                 continue
-            if number and seen[copy] == seen[0] and name in found[0]:
-                parts[name] = found[0][name]
-            elif len({digest for digests in seen for digest in digests}) == 1 and len(copies) == world.world_size:
-                parts[name] = mine[name]  # every rank holds the same whole tensor
+            if number and digests_by_copy[copy] == digests_by_copy[0] and name in gathered[0]:
+                parts[name] = gathered[0][name]
+            elif (
+                len({digest for digests in digests_by_copy for digest in digests}) == 1
+                and len(copies) == world.world_size
+            ):
+                parts[name] = local_tensors[name]  # every rank holds the same full tensor
             else:
-                parts[name] = holding.whole(name, mine.get(name), copy=copy)
-    return found
+                parts[name] = sharded.whole(name, local_tensors.get(name), copy=copy)
+    return gathered
 
 
-def differing_parts(
-    mine: Mapping[str, Tensor], right: Mapping[str, Tensor], *, holding: ShardedTensors, world: World
+def part_distances(
+    local_tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, sharded: ShardedTensors, world: World
 ) -> dict[str, dict[int, float]]:
-    """Return by name how far each rank's part is from rank 0's whole tensors `right`, where any bit differs."""
-    found: dict[str, dict[int, float]] = {}
-    for name in holding.names:
-        whole = broadcast_tensor(name, right.get(name), holding=holding, world=world)
-        same = whole is None or (name in mine and digest(mine[name]) == digest(whole))
-        far = None if same or whole is None else euclidean_distance(mine[name], whole) if name in mine else math.inf
-        for rank, size in enumerate(world.gather_json(far)):
+    """Return the distance of each rank's part from rank 0's full tensor, by name and rank, where any bit differs."""
+    distances: dict[str, dict[int, float]] = {}
+    for name in sharded.names:
+        expected_part = broadcast_full_tensor(name, expected.get(name), sharded=sharded, world=world)
+        same = expected_part is None or (
+            name in local_tensors and digest_tensor(local_tensors[name]) == digest_tensor(expected_part)
+        )
+        distance = (
+            None
+            if same or expected_part is None
+            else euclidean_distance(local_tensors[name], expected_part)
+            if name in local_tensors
+            else math.inf
+        )
+        for rank, size in enumerate(world.gather_json(distance)):
             if size is not None:
-                found.setdefault(name, {})[rank] = size
-    return found
+                distances.setdefault(name, {})[rank] = size
+    return distances
 
 
-def broadcast_tensor(name: str, whole: Tensor | None, *, holding: ShardedTensors, world: World) -> Tensor | None:
-    """Broadcast rank 0's whole tensor; each rank keeps its own part."""
-    held = holding.mine[name]
-    sent = whole.detach().to(world.device, held.dtype).contiguous() if whole is not None else None
+def broadcast_full_tensor(
+    name: str, full_tensor: Tensor | None, *, sharded: ShardedTensors, world: World
+) -> Tensor | None:
+    """Broadcast rank 0's full tensor, and return this rank's part of it."""
+    local = sharded.mine[name]
+    sent = full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
     if sent is None:
-        sent = torch.empty(held.part.shape, dtype=held.dtype, device=world.device)
-    return holding.take(name, world.broadcast(sent))
+        sent = torch.empty(local.part.shape, dtype=local.dtype, device=world.device)
+    return sharded.take(name, world.broadcast(sent))
 
 
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the digest of each tensor's bytes, by name."""
-    return {name: digest(tensor) for name, tensor in tensors.items()}
+    return {name: digest_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def digest(tensor: Tensor) -> str:
+def digest_tensor(tensor: Tensor) -> str:
     """Return the BLAKE2b digest of the tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""

@@ -1,4 +1,4 @@
-"""The job in the precision of a comparison, with its model placed as the plan says."""
+"""Build a job in the precision of a comparison, in the layout of the plan."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,46 +14,46 @@ from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.optimizers import make_scaler
 from paceline.trainer.setup.prepare import PreparedJob
-from paceline.verification.precision_cast import as_type, in_type
+from paceline.verification.precision_cast import cast_model, cast_tensor
 
 LOSS_SCALE = 1024.0
 
 
-def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
+def make_cast(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     """Return a function that casts floating tensors of a batch to this type, and complex ones to its complex type."""
 
-    return _as_it_is if dtype is None else lambda batch: map_tensors(batch, lambda tensor: as_type(tensor, dtype))
+    return _identity if dtype is None else lambda batch: map_tensors(batch, lambda tensor: cast_tensor(tensor, dtype))
 
 
-def job_in(job: Job, dtype: torch.dtype | None) -> Job:
+def cast_job(job: Job, dtype: torch.dtype | None) -> Job:
     """Return the job with its model in this precision, and also its loss if that is a module (class weights)."""
     if dtype is None:
         return job
-    loss = in_type(deepcopy(job.loss), dtype) if isinstance(job.loss, nn.Module) else job.loss
-    return replace(job, model=lambda: in_type(job.model(), dtype), loss=loss)
+    loss = cast_model(deepcopy(job.loss), dtype) if isinstance(job.loss, nn.Module) else job.loss
+    return replace(job, model=lambda: cast_model(job.model(), dtype), loss=loss)
 
 
 def build_in_precision(
-    ready: PreparedJob, world: World, dtype: torch.dtype | None, *, scale: float = LOSS_SCALE
+    prepared_job: PreparedJob, world: World, dtype: torch.dtype | None, *, loss_scale: float = LOSS_SCALE
 ) -> TrainingSetup:
-    """Return this rank's share of the run in this precision; `scale` is the fp16 loss scale."""
-    settings = ready.settings
-    job = job_in(ready.job, dtype)
+    """Build this rank's training setup in this precision; `loss_scale` is for fp16."""
+    settings = prepared_job.settings
+    job = cast_job(prepared_job.job, dtype)
     if dtype is not None:
-        job = replace(job, collate=_casting(job, cast_to(dtype)))
+        job = replace(job, collate=_cast_collated(job, make_cast(dtype)))
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
-    built = build_training_setup(job=job, settings=settings, plan=ready.plan, world=world)
-    built.refuse_training()
-    if built.update.scaler is not None:  # a low constant scale: after an overflow there is nothing to compare
-        options = {"init_scale": scale, "growth_interval": 1 << 30}
-        built.update.scaler = make_scaler(built.kept, world, **options)
-    return built
+    setup = build_training_setup(job=job, settings=settings, plan=prepared_job.plan, world=world)
+    setup.refuse_training()
+    if setup.update.scaler is not None:  # a low constant scale: after an overflow there is nothing to compare
+        options = {"init_scale": loss_scale, "growth_interval": 1 << 30}
+        setup.update.scaler = make_scaler(setup.kept, world, **options)
+    return setup
 
 
-def _casting(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+def _cast_collated(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
     collate = job.collate or getattr(job.train_data, "collate_fn", None) or torch.utils.data.default_collate
     return lambda rows: cast(collate(rows))
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

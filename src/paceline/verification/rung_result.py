@@ -5,16 +5,16 @@ from typing import Any
 
 BITWISE, ROUNDING, DIFFERENT = "bitwise", "rounding", "different"
 VERDICTS = (BITWISE, ROUNDING, DIFFERENT)
-UNDECIDED = "undecided"  # the verdict of a whole answer if no rung compared anything with one process
-FLOOR = 1e-4  # relative distance between two recorded runs
+UNDECIDED = "undecided"  # the verdict of an answer if no rung compared anything with one process
+RECORDING_FLOOR = 1e-4  # relative distance between two recorded runs
 
 
 @dataclass(kw_only=True)
 class RungResult:
     """The result of one rung. Plain JSON, so that rank 0 can share it with the other ranks.
 
-    `left_out`: what the verdict does not cover, although the user would expect it. `by_micro`: the job was not shown to
-    give the same results with other microbatches.
+    `left_out`: what the verdict does not cover, although the user would expect it. `by_micro`: the results may depend
+    on how a batch is split into microbatches.
     """
 
     verdict: str = BITWISE
@@ -27,36 +27,36 @@ class RungResult:
     by_micro: bool = False
     compared: dict[str, int] = field(default_factory=dict)
 
-    def note(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:
-        """Record a verdict, and keep the distance that exceeds its own floor the most."""
+    def record(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:
+        """Record a verdict, and store the distance that exceeds its floor the most."""
         self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
-        if _excess(difference, floor) > _excess(self.max_difference, self.noise_floor):
+        if _floor_ratio(difference, floor) > _floor_ratio(self.max_difference, self.noise_floor):
             self.max_difference, self.noise_floor = difference, floor
 
-    def blame(self, *, step: int, parameter: str, cause: str) -> None:
-        """Record a difference; only the first one is kept."""
+    def record_difference(self, *, step: int, parameter: str, cause: str) -> None:
+        """Record a difference; only the first one is stored."""
         self.verdict = DIFFERENT
         if self.first_difference is None:
             self.first_difference = {"step": step, "parameter": parameter, "cause": cause}
 
-    def leave_out(self, what: str) -> None:
+    def record_uncovered(self, description: str) -> None:
         """Record something that the verdict does not cover."""
-        if what and what not in self.left_out:
-            self.left_out = f"{self.left_out}; {what}" if self.left_out else what
+        if description and description not in self.left_out:
+            self.left_out = f"{self.left_out}; {description}" if self.left_out else description
 
-    def count(self, kind: str, number: int) -> None:
+    def count_compared(self, kind: str, number: int) -> None:
         """Record how many things of a kind were compared."""
         self.compared[kind] = self.compared.get(kind, 0) + number
 
 
-def verdict_of_distance(apart: float, floor: float) -> str:
+def judge_distance(distance: float, floor: float) -> str:
     """Return the verdict on one distance; NaN is different from everything."""
-    if apart == 0.0:
+    if distance == 0.0:
         return BITWISE
-    return ROUNDING if apart <= floor else DIFFERENT
+    return ROUNDING if distance <= floor else DIFFERENT
 
 
-def _excess(difference: float, floor: float) -> float:
+def _floor_ratio(difference: float, floor: float) -> float:
     if difference != difference:
         return float("inf")
     return difference / floor if floor > 0.0 else (float("inf") if difference > 0.0 else 0.0)

@@ -22,12 +22,12 @@ def euclidean_norm(value: Tensor) -> float:
 def euclidean_distance(one: Tensor, other: Tensor) -> float:
     """Return the Euclidean norm of the difference. It is 0 where both are the same infinity or both NaN."""
     left, right = to_double(one), to_double(other)
-    apart = left - right
-    if not bool(torch.isfinite(apart).all()):
-        apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
-    return float(apart.norm())
+    difference = left - right
+    if not bool(torch.isfinite(difference).all()):
+        difference = difference.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
+    return float(difference.norm())
 
 
-def eps_of(value: Tensor) -> float:
-    """Return the relative step of its type's numbers; it is 0 for whole numbers."""
+def machine_epsilon(value: Tensor) -> float:
+    """Return the machine epsilon of the tensor's type; 0 for integers."""
     return float(torch.finfo(value.dtype).eps) if value.is_floating_point() or value.is_complex() else 0.0

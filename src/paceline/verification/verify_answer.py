@@ -1,4 +1,4 @@
-"""The answer of `verify`: fixed keys, the rungs, and lines for a console."""
+"""The answer of `verify` as JSON, and as a table for the console."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ class Rung:
 
     def as_json(self) -> dict[str, Any]:
         """Return the rung as JSON for the answer."""
-        found = self.result
+        result = self.result
         return {
             "name": self.name,
             "rules_out": self.rules_out,
-            "verdict": found.verdict if self.is_decided else UNDECIDED,
-            "max_difference": found.max_difference,
-            "noise_floor": found.noise_floor,
-            "compared": found.compared,
-            "detail": found.detail.strip(),
-            "warning": found.warning,
-            "left_out": found.left_out,
-            "first_difference": found.first_difference,
+            "verdict": result.verdict if self.is_decided else UNDECIDED,
+            "max_difference": result.max_difference,
+            "noise_floor": result.noise_floor,
+            "compared": result.compared,
+            "detail": result.detail.strip(),
+            "warning": result.warning,
+            "left_out": result.left_out,
+            "first_difference": result.first_difference,
             "seconds": round(self.seconds, 3),
         }
 
@@ -55,7 +55,7 @@ def verify_answer(
     worst = max(results, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""
     is_decided = worst.verdict == DIFFERENT or any(rung.is_decided for rung in rungs[1:])
-    value = {
+    answer = {
         "verdict": worst.verdict if is_decided else UNDECIDED,
         "reference": f"serial {rule}" if rule else "single",
         "layout": layout,
@@ -70,47 +70,47 @@ def verify_answer(
         "first_difference": next((f.first_difference for f in results if f.first_difference is not None), None),
         "rungs": [rung.as_json() for rung in rungs],
     }
-    return {**value, "lines": verdict_table(value)}
+    return {**answer, "lines": verdict_table(answer)}
 
 
-def verdict_table(value: dict[str, Any]) -> list[str]:
+def verdict_table(answer: dict[str, Any]) -> list[str]:
     """Return the answer as a small table and one sentence."""
     rows = [("", "rung", "verdict", "apart", "floor", "compared")]
-    for rung in value["rungs"]:
+    for rung in answer["rungs"]:
         mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] or rung["left_out"] else "✓"
         counts = ", ".join(plural(number, kind.removesuffix("s")) for kind, number in rung["compared"].items())
-        apart, floor = (_shown(rung[key]) for key in ("max_difference", "noise_floor"))
-        rows.append((mark, rung["name"], rung["verdict"], apart, floor, counts))
+        difference, floor = (_format_distance(rung[key]) for key in ("max_difference", "noise_floor"))
+        rows.append((mark, rung["name"], rung["verdict"], difference, floor, counts))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"  {rung['name']}: {rung['detail']}" for rung in value["rungs"] if rung["detail"]]
-    warnings = [f"  warning: {rung['warning']}" for rung in value["rungs"] if rung["warning"]]
+    lines += [f"  {rung['name']}: {rung['detail']}" for rung in answer["rungs"] if rung["detail"]]
+    warnings = [f"  warning: {rung['warning']}" for rung in answer["rungs"] if rung["warning"]]
     warnings += [
-        f"  not covered: {what}." for what in dict.fromkeys(rung["left_out"] for rung in value["rungs"]) if what
+        f"  not covered: {text}." for text in dict.fromkeys(rung["left_out"] for rung in answer["rungs"]) if text
     ]
-    return [*lines, *warnings, _sentence(value)]
+    return [*lines, *warnings, _sentence(answer)]
 
 
-def _sentence(value: dict[str, Any]) -> str:
-    first = value["first_difference"]
+def _sentence(answer: dict[str, Any]) -> str:
+    first = answer["first_difference"]
     if first is not None:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
-    if value["verdict"] == UNDECIDED:
+    if answer["verdict"] == UNDECIDED:
         return "UNDECIDED: nothing could be compared with one process, for the reason above"
-    meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
-    ranks = plural(value["ranks"], "rank")
-    process = f"one process{_of(value)}"
-    if value["by_micro"]:  # with other microbatches, one process may train differently
-        process += f" in microbatches of {value['micro_batch_size']}"
-    same = f"{value['layout']} on {ranks} is the same training as {process}: {value['verdict']} ({meaning})"
-    if value["rungs"][0]["warning"]:
-        same += "; a different micro_batch_size changes the training: see the warning"
-    return f"{same}, except what is not covered" if any(rung["left_out"] for rung in value["rungs"]) else same
+    meaning = "bit for bit" if answer["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
+    ranks = plural(answer["ranks"], "rank")
+    process = f"one process{_rule_suffix(answer)}"
+    if answer["by_micro"]:  # with other microbatches, one process may train differently
+        process += f" in microbatches of {answer['micro_batch_size']}"
+    sentence = f"{answer['layout']} on {ranks} is the same training as {process}: {answer['verdict']} ({meaning})"
+    if answer["rungs"][0]["warning"]:
+        sentence += "; a different micro_batch_size changes the training: see the warning"
+    return f"{sentence}, except what is not covered" if any(rung["left_out"] for rung in answer["rungs"]) else sentence
 
 
-def _of(value: dict[str, Any]) -> str:
-    return "" if value["reference"] == "single" else f" that does {value['reference'].removeprefix('serial ')}"
+def _rule_suffix(answer: dict[str, Any]) -> str:
+    return "" if answer["reference"] == "single" else f" that does {answer['reference'].removeprefix('serial ')}"
 
 
-def _shown(value: float) -> str:
+def _format_distance(value: float) -> str:
     return f"{value:.1e}" if value else "0"

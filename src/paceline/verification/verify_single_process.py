@@ -1,4 +1,4 @@
-"""The first rung: one process compared with itself. No layout can correct what fails here."""
+"""The first rung: one process compared with itself. A job that fails here fails in every layout."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,77 +10,82 @@ from paceline.data.stream.iterable_loader import checksum
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.verification.noise_floor import ModelSnapshot, is_rounding, measure_floors
 from paceline.verification.reference.dropout_isolation import NoDropout, has_dropout, without_dropout
-from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
+from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 from paceline.verification.reference.sample_reader import num_rows
-from paceline.verification.rung_result import DIFFERENT, RungResult, verdict_of_distance
+from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, to_double
 
-_SUM = 1e-4
-_EPS = 16
-_TWICE = 0.5
-_MOST_CUT = 4
-_NAMED = 3
-_DRAWS = (
+_SUM_TOLERANCE = 1e-4
+_SUM_TOLERANCE_EPS = 16
+_FACTOR_TOLERANCE = 0.5
+_MAX_SPLIT_MICROBATCHES = 4
+_MAX_NAMES = 3
+_NOT_DETERMINISTIC = (
     "the job: the same batch gives different gradients the second time; the model or loss draws random numbers "
     "(a random generator that is not reseeded for each microbatch), or keeps state that is not a buffer"
 )
-_ORDER = (
+_UNSTABLE_ORDER = (
     "the job: the order of the samples differs at the second call; order= or the DataLoader's sampler "
     "draws from an unseeded generator, or keeps one from epoch to epoch"
 )
-_START = RunPosition(step=0, epoch=0, position=0)
+_START = RunPosition(step=0, epoch=0, batch_start=0)
 
 
-def run_single(make: Callable[[], Reference]) -> RungResult:
+def verify_single_process(make_reference: Callable[[], Reference]) -> RungResult:
     """Run the same batch twice, then in halves, to test that the job is deterministic and its loss a sum."""
     rung_result = RungResult(by_micro=True)
-    _twice(make, rung_result)
-    _halves(make(), rung_result)
+    _compare_repeated_batch(make_reference, rung_result)
+    _compare_parts(make_reference(), rung_result)
     return rung_result
 
 
-def _twice(make: Callable[[], Reference], rung_result: RungResult) -> None:
-    first, second = make(), make()
+def _compare_repeated_batch(make_reference: Callable[[], Reference], rung_result: RungResult) -> None:
+    first, second = make_reference(), make_reference()
     for name, value in ModelSnapshot(first.model).tensors.items():
         if euclidean_distance(value, ModelSnapshot(second.model).tensors[name]):
-            rung_result.blame(
+            rung_result.record_difference(
                 step=1, parameter=name, cause="the job builds other weights each time, although the seed is the same"
             )
             return
-    one, other = first.pieces(_START), second.pieces(_START)
-    if [piece.samples for piece in one] != [piece.samples for piece in other]:
-        rung_result.blame(step=1, parameter="(data)", cause=_ORDER)
+    first_microbatches, second_microbatches = first.read_microbatches(_START), second.read_microbatches(_START)
+    if [piece.samples for piece in first_microbatches] != [piece.samples for piece in second_microbatches]:
+        rung_result.record_difference(step=1, parameter="(data)", cause=_UNSTABLE_ORDER)
         return
-    differing = _other_contents(one, other)
-    if differing is not None:
-        cause = f"the job: microbatch {differing} differs at the second read; train_data draws its own random numbers"
-        rung_result.blame(step=1, parameter="(data)", cause=cause)
+    changed_index = _first_changed_microbatch(first_microbatches, second_microbatches)
+    if changed_index is not None:
+        cause = (
+            f"the job: microbatch {changed_index} differs at the second read; train_data draws its own random numbers"
+        )
+        rung_result.record_difference(step=1, parameter="(data)", cause=cause)
         return
     start = ModelSnapshot(first.model)
-    gradient, again = first.gradient(_START, pieces=one), second.gradient(_START, pieces=other)
-    _compare(rung_result, first, gradient, again, one, start)
+    gradient, repeated = (
+        first.compute_gradient(_START, microbatches=first_microbatches),
+        second.compute_gradient(_START, microbatches=second_microbatches),
+    )
+    _compare_gradients(rung_result, first, gradient, repeated, first_microbatches, start)
     if rung_result.verdict != DIFFERENT:
-        rung_result.left_out = _untrained(first, one[0])
+        rung_result.left_out = _untrained_note(first, first_microbatches[0])
         rung_result.detail = "Deterministic." if rung_result.max_difference == 0.0 else "Deterministic to rounding."
-        rung_result.detail += _fewer_rows(one)
+        rung_result.detail += _dropped_rows_note(first_microbatches)
 
 
-def _untrained(reference: Reference, piece: Micro) -> str:
-    """Return a note on parameters that receive a gradient but are not the model's, so no optimizer holds them."""
-    found = reference.strangers(piece)
-    if not found:
+def _untrained_note(reference: Reference, microbatch: ReferenceMicrobatch) -> str:
+    """Return a note on parameters that receive a gradient but are not the model's, so no optimizer steps them."""
+    names = reference.foreign_parameters(microbatch)
+    if not names:
         return ""
-    shown = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     return (
         f"{shown} of the loss or the forward: parameters that are not the model's and are not trained, in one process "
         "too. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
     )
 
 
-def _fewer_rows(pieces: Sequence[Micro]) -> str:
+def _dropped_rows_note(microbatches: Sequence[ReferenceMicrobatch]) -> str:
     """Return a note about a collation that leaves samples out; one that packs all samples into one row is accepted."""
-    for index, piece in enumerate(pieces):
-        rows, samples = num_rows(piece.data), len(piece.samples)
+    for index, microbatch in enumerate(microbatches):
+        rows, samples = num_rows(microbatch.data), len(microbatch.samples)
         if 1 < rows < samples:
             return (
                 f" The collation returns {rows} rows for the {samples} samples of microbatch {index}: are some dropped?"
@@ -88,41 +93,43 @@ def _fewer_rows(pieces: Sequence[Micro]) -> str:
     return ""
 
 
-def _compare(
+def _compare_gradients(
     rung_result: RungResult,
-    first: Reference,
-    one: Gradient,
-    other: Gradient,
-    pieces: Sequence[Micro],
+    reference: Reference,
+    gradient: ReferenceGradient,
+    repeated: ReferenceGradient,
+    microbatches: Sequence[ReferenceMicrobatch],
     start: ModelSnapshot,
 ) -> None:
-    names = {**one.total, **other.total}
+    names = {**gradient.total, **repeated.total}
     zeros = {name: torch.zeros_like(value) for name, value in names.items()}
-    apart = {n: euclidean_distance(one.total.get(n, zero), other.total.get(n, zero)) for n, zero in zeros.items()}
-    rung_result.count("gradients", len(apart))
-    if not any(apart.values()):
+    distances = {
+        n: euclidean_distance(gradient.total.get(n, zero), repeated.total.get(n, zero)) for n, zero in zeros.items()
+    }
+    rung_result.count_compared("gradients", len(distances))
+    if not any(distances.values()):
         return
-    if not is_rounding(one, other, first):
-        name = max(apart, key=lambda key: apart[key])
-        rung_result.blame(step=1, parameter=name, cause=_DRAWS)
+    if not is_rounding(gradient, repeated, reference):
+        name = max(distances, key=lambda key: distances[key])
+        rung_result.record_difference(step=1, parameter=name, cause=_NOT_DETERMINISTIC)
         return
-    floor = measure_floors(first, one, at=_START, pieces=pieces, start=start).gradients
-    for name in sorted(apart, key=lambda key: -apart[key] / max(floor.get(key, 0.0), 1e-300)):
-        verdict = verdict_of_distance(apart[name], floor.get(name, 0.0))
-        rung_result.note(verdict, difference=apart[name], floor=floor.get(name, 0.0))
+    floor = measure_floors(reference, gradient, position=_START, microbatches=microbatches, start=start).gradients
+    for name in sorted(distances, key=lambda key: -distances[key] / max(floor.get(key, 0.0), 1e-300)):
+        verdict = judge_distance(distances[name], floor.get(name, 0.0))
+        rung_result.record(verdict, difference=distances[name], floor=floor.get(name, 0.0))
         if verdict == DIFFERENT:
-            rung_result.blame(step=1, parameter=name, cause=_DRAWS)
+            rung_result.record_difference(step=1, parameter=name, cause=_NOT_DETERMINISTIC)
 
 
-def _halves(reference: Reference, rung_result: RungResult) -> None:
-    """Check that parts of a microbatch add up to it, if samples do not see each other.
+def _compare_parts(reference: Reference, rung_result: RungResult) -> None:
+    """Check that the gradients of a microbatch's parts add up to its gradient, as they do if samples are independent.
 
-    Halves may hold equally many targets by chance, so one sample against the rest is tried too.
+    Two halves may have equally many targets by chance, so a split after the first sample is tried too.
     """
     if rung_result.verdict == DIFFERENT:
         return
-    if reference.spec.autocast is not None:  # half precision would hide the difference
-        reference = reference.with_spec(autocast=None)
+    if reference.config.autocast is not None:  # half precision would hide the difference
+        reference = reference.with_config(autocast=None)
     if reference.job.loss_over == "batch":
         rung_result.detail += " The loss is over the whole batch: parts need not add up to it."
         rung_result.by_micro = bool(norms_with_statistics(reference.model)) or _draws_per_microbatch(reference)
@@ -130,45 +137,51 @@ def _halves(reference: Reference, rung_result: RungResult) -> None:
     if norms_with_statistics(reference.model):
         rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
         return
-    pieces = [piece for piece in reference.pieces(_START) if len(piece.samples) > 1][:_MOST_CUT]
-    cuts = [(piece, at) for piece in pieces for at in sorted({1, len(piece.samples) // 2})]
-    if not cuts:
+    microbatches = [piece for piece in reference.read_microbatches(_START) if len(piece.samples) > 1][
+        :_MAX_SPLIT_MICROBATCHES
+    ]
+    splits = [(piece, at) for piece in microbatches for at in sorted({1, len(piece.samples) // 2})]
+    if not splits:
         return
     eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
-    least = max(_SUM, _EPS * eps)
+    tolerance = max(_SUM_TOLERANCE, _SUM_TOLERANCE_EPS * eps)
     with without_dropout([reference.model]), NoDropout():
-        found = [_cut(reference, piece, at) for piece, at in cuts]
-        apart, _, divides_by_samples = max(found)
-        is_kept = apart > least and _again(reference, pieces[0], stream=0) > least
-        draws = apart > least and _again(reference, pieces[0], stream=1) > least
-    factor = median(each for _, each, _ in found)
-    if apart <= least:
+        results = [_compare_split(reference, piece, at) for piece, at in splits]
+        distance, _, divides_by_samples = max(results)
+        keeps_state = distance > tolerance and _rerun_distance(reference, microbatches[0], stream=0) > tolerance
+        draws_random_numbers = (
+            distance > tolerance and _rerun_distance(reference, microbatches[0], stream=1) > tolerance
+        )
+    factor = median(each for _, each, _ in results)
+    if distance <= tolerance:
         rung_result.detail += " The loss is a sum over samples."
         rung_result.by_micro = _draws_per_microbatch(reference)
         return
-    if is_kept:
+    if keeps_state:
         rung_result.detail += (
             " Halves were not compared: the model keeps state from one forward to the next (a hidden state, a "
             "cache, a counter, a buffer), so the same microbatch has a different gradient the second time."
         )
         return
-    if draws:
+    if draws_random_numbers:
         rung_result.detail += " Halves were not compared: the forward draws random numbers other than dropout."
         return
-    why, hint = _reason(reference, pieces[0], factor=factor, divides_by_samples=divides_by_samples)
+    reason, hint = _explain_parts(reference, microbatches[0], factor=factor, divides_by_samples=divides_by_samples)
     rung_result.warning = (
-        f"the loss is not a sum over samples: parts of a microbatch do not add up to it ({apart:.1e} off"
-        f"{f'; {why}' if why else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
+        f"the loss is not a sum over samples: parts of a microbatch do not add up to it ({distance:.1e} off"
+        f"{f'; {reason}' if reason else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
     )
 
 
-def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_samples: bool) -> tuple[str, str]:
+def _explain_parts(
+    reference: Reference, microbatch: ReferenceMicrobatch, *, factor: float, divides_by_samples: bool
+) -> tuple[str, str]:
     """Return why the parts do not add up, and what the job could do about it."""
     if reference.job.loss is None:
         return "", "give loss=(sum, count) instead of the model's own loss"
-    if abs(factor - 2.0) < _TWICE:
+    if abs(factor - 2.0) < _FACTOR_TOLERANCE:
         return "twice as much, like a mean that is returned with a count", "reduction='sum' with the count"
-    if not reference.gives_counts(piece):
+    if not reference.returns_counts(microbatch):
         return "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
     return (
         "although loss= returns (sum, count): the forward or the loss uses the whole microbatch (a mean over its "
@@ -176,52 +189,59 @@ def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_sam
     ), "the same micro_batch_size in every run, or compute each sample independently"
 
 
-def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, bool]:
+def _compare_split(
+    reference: Reference, microbatch: ReferenceMicrobatch, split_index: int
+) -> tuple[float, float, bool]:
     """Return the relative distance of a microbatch's gradient from that of its two parts; NaN counts as infinite.
 
     Also return the factor between the two gradients, and whether the gradient is divided by the number of samples.
     """
-    read = reference.reading.read
+    read = reference.reader.read
     parts = [
-        Micro(samples=part, data=reference.cast(read(epoch=0, part=part)))
-        for part in (piece.samples[:at], piece.samples[at:])
+        ReferenceMicrobatch(samples=part, data=reference.cast(read(epoch=0, indices=part)))
+        for part in (microbatch.samples[:split_index], microbatch.samples[split_index:])
     ]
-    right, found = reference.gradient(_START, pieces=[piece]), reference.gradient(_START, pieces=parts)
-    whole, apart = _size(right), _apart(right, found)
-    if not math.isfinite(whole):  # a microbatch without a target has no mean, however it is cut
+    expected, gradient = (
+        reference.compute_gradient(_START, microbatches=[microbatch]),
+        reference.compute_gradient(_START, microbatches=parts),
+    )
+    expected_norm, distance = _gradient_norm(expected), _gradient_distance(expected, gradient)
+    if not math.isfinite(expected_norm):  # a microbatch without a target has no mean, however it is split
         return 0.0, 1.0, False
-    ratio = apart / whole if whole else apart
-    both = right.total.keys() & found.total.keys()
-    along = sum(float((to_double(right.total[name]) * to_double(found.total[name])).sum()) for name in both)
-    factor = along / whole**2 if whole else 1.0
-    return (ratio if ratio == ratio else math.inf), factor, right.divisor == len(piece.samples)
+    ratio = distance / expected_norm if expected_norm else distance
+    names = expected.total.keys() & gradient.total.keys()
+    dot_product = sum(
+        float((to_double(expected.total[name]) * to_double(gradient.total[name])).sum()) for name in names
+    )
+    factor = dot_product / expected_norm**2 if expected_norm else 1.0
+    return (ratio if ratio == ratio else math.inf), factor, expected.divisor == len(microbatch.samples)
 
 
 def _draws_per_microbatch(reference: Reference) -> bool:
     """Return whether each microbatch draws its own numbers: in dropout layers, or anywhere in the forward or loss."""
-    piece = next(iter(reference.pieces(_START)))
-    return has_dropout(reference.model) or _again(reference, piece, stream=1) > 0.0
+    microbatch = next(iter(reference.read_microbatches(_START)))
+    return has_dropout(reference.model) or _rerun_distance(reference, microbatch, stream=1) > 0.0
 
 
-def _again(reference: Reference, piece: Micro, *, stream: int) -> float:
+def _rerun_distance(reference: Reference, microbatch: ReferenceMicrobatch, *, stream: int) -> float:
     """Return the relative distance of two gradients of one microbatch, the second with random stream `stream`."""
-    one = reference.gradient(_START, pieces=[piece])
-    other = reference.gradient(_START, pieces=[piece], stream=lambda _: stream)
-    whole, apart = _size(one), _apart(one, other)
-    return apart / whole if whole else apart
+    gradient = reference.compute_gradient(_START, microbatches=[microbatch])
+    repeated = reference.compute_gradient(_START, microbatches=[microbatch], stream=lambda _: stream)
+    norm, distance = _gradient_norm(gradient), _gradient_distance(gradient, repeated)
+    return distance / norm if norm else distance
 
 
-def _size(one: Gradient) -> float:
-    return math.hypot(*(euclidean_norm(value) for value in one.total.values()))
+def _gradient_norm(gradient: ReferenceGradient) -> float:
+    return math.hypot(*(euclidean_norm(value) for value in gradient.total.values()))
 
 
-def _apart(one: Gradient, other: Gradient) -> float:
+def _gradient_distance(one: ReferenceGradient, other: ReferenceGradient) -> float:
     """Return the distance of two gradients; a missing parameter counts as zero."""
     names = {**one.total, **other.total}
     pairs = [(one.total.get(n, v * 0), other.total.get(n, v * 0)) for n, v in names.items()]
     return math.hypot(*(euclidean_distance(left, right) for left, right in pairs))
 
 
-def _other_contents(one: Sequence[Micro], other: Sequence[Micro]) -> int | None:
+def _first_changed_microbatch(one: Sequence[ReferenceMicrobatch], other: Sequence[ReferenceMicrobatch]) -> int | None:
     pairs = enumerate(zip(one, other, strict=True))
     return next((i for i, (a, b) in pairs if checksum(a.data, 0) != checksum(b.data, 0)), None)

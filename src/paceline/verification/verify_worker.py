@@ -1,4 +1,4 @@
-"""The worker of `paceline verify`: it runs the rungs, each of which rules something out, and forms one verdict."""
+"""Worker process of `paceline verify`: it runs the rungs and combines their results into one verdict."""
 
 import os
 import time
@@ -27,116 +27,125 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, begun_who
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.optimizers import lr_factor
 from paceline.trainer.setup.prepare import PreparedJob, is_gradient_worker, join_world, prepare
-from paceline.verification.compare_in_lockstep import Lockstep
+from paceline.verification.compare_in_lockstep import LockstepComparison
 from paceline.verification.compare_independent_runs import WeightDrift
-from paceline.verification.precision import LOSS_SCALE, build_in_precision, cast_to, job_in
-from paceline.verification.reference.compressed import refuse_joined
+from paceline.verification.precision import LOSS_SCALE, build_in_precision, cast_job, make_cast
+from paceline.verification.reference.compressed import refuse_compression_with_sync_bn
 from paceline.verification.reference.dropout_isolation import has_dropout, without_dropout
-from paceline.verification.reference.float64_mode import in_double
-from paceline.verification.reference.parameter_server import WorkerInstructions, run_errands
+from paceline.verification.reference.float64_mode import keep_float64
+from paceline.verification.reference.parameter_server import WorkerInstructions, serve_verify
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 from paceline.verification.reference.select_reference import allowed_drift, rule_reference, select_reference
 from paceline.verification.rung_result import DIFFERENT, RungResult
 from paceline.verification.verify_answer import Rung, verify_answer
-from paceline.verification.verify_single_process import run_single
+from paceline.verification.verify_single_process import verify_single_process
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_GRID = 2.0**-24
-_LEAST_SCALE, _HEADROOM = 2.0**-14, 16.0
-_START = RunPosition(step=0, epoch=0, position=0)
+_GRID_STEP = 2.0**-24
+_MIN_LOSS_SCALE, _LOSS_SCALE_HEADROOM = 2.0**-14, 16.0
+_START = RunPosition(step=0, epoch=0, batch_start=0)
 
 
 def verify(payload: Mapping[str, Any]) -> int:
     """Run all rungs; rank 0 writes the answer."""
     task = Task.from_json(payload)
-    ready = prepare(task)
-    task = ready.task
-    if is_gradient_worker(ready):
-        return run_errands(ready, LaunchInfo.read(os.environ))
-    world = join_world(ready)
-    found = run_all_rungs(ready, world, steps=int(task.options["steps"]))
+    prepared_job = prepare(task)
+    task = prepared_job.task
+    if is_gradient_worker(prepared_job):
+        return serve_verify(prepared_job, LaunchInfo.read(os.environ))
+    world = join_world(prepared_job)
+    answer = run_all_rungs(prepared_job, world, steps=int(task.options["steps"]))
     if world.is_main:
         masked = {name: mask_value(name, value) for name, value in task.settings.items()}
-        about = {**code_facts(task.job), "device": world.device.type, "settings": masked}
-        write_json(RunFolder(Path(task.run)).answer("verify"), {**found, "about": about})
+        metadata = {**code_facts(task.job), "device": world.device.type, "settings": masked}
+        write_json(RunFolder(Path(task.run)).answer("verify"), {**answer, "about": metadata})
     world.close()
     return 0
 
 
-def run_all_rungs(ready: PreparedJob, world: World, *, steps: int) -> dict[str, Any]:
+def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dict[str, Any]:
     """Run all rungs on an existing world, and return the answer, which is the same on every rank."""
-    refuse_joined(ready.plan.wire, buffers=ready.settings.train.buffers)
-    errands = WorkerInstructions(world)
-    guard_hooks()  # before the first model is built: the reference's has the same class and no hooks
-    scale = _fitting_scale(ready, world)
+    refuse_compression_with_sync_bn(prepared_job.plan.wire, buffers=prepared_job.settings.train.buffers)
+    instructions = WorkerInstructions(world)
+    guard_hooks()  # before the first model is built: the reference's model has the same class, but no hooks
+    loss_scale = _find_loss_scale(prepared_job, world)
     rungs = [
-        _rung("one process", "a job that is not deterministic, a loss that is not a sum", lambda: _single(ready, world))
+        _run_rung(
+            "one process",
+            "a job that is not deterministic, a loss that is not a sum",
+            lambda: _run_first_rung(prepared_job, world),
+        )
     ]
-    verified = step_rule(ready.plan.rule).traits.verified
-    if rungs[0].result.verdict != DIFFERENT and verified == "replayed":
-        rungs += _replayed_rungs(ready, world, steps, rungs[0].result, errands)
-    elif rungs[0].result.verdict != DIFFERENT and (verified == "freely" or ready.plan.wire.is_on):
-        rungs += _independent_rungs(ready, world, steps, rungs[0].result, scale)
+    verify_method = step_rule(prepared_job.plan.rule).traits.verified
+    if rungs[0].result.verdict != DIFFERENT and verify_method == "replayed":
+        rungs += _replayed_rungs(prepared_job, world, steps, rungs[0].result, instructions)
+    elif rungs[0].result.verdict != DIFFERENT and (verify_method == "freely" or prepared_job.plan.wire.is_on):
+        rungs += _independent_rungs(prepared_job, world, steps, rungs[0].result, loss_scale)
     elif rungs[0].result.verdict != DIFFERENT:
-        cursors = _steps_to_compare(ready, world, steps, rungs[0].result)
-        for dtype, name in _precisions(ready, world, rungs[0].result):
+        cursors = _steps_to_compare(prepared_job, world, steps, rungs[0].result)
+        for dtype, name in _select_precisions(prepared_job, world, rungs[0].result):
             rules_out = "samples, gradients, loss, buffers or optimizer that differ"
-            run = partial(_run_lockstep, ready, world, dtype, name, cursors, scale)
-            rungs.append(_rung(f"lockstep in {name}", rules_out, run))
+            run = partial(_run_lockstep, prepared_job, world, dtype, name, cursors, loss_scale)
+            rungs.append(_run_rung(f"lockstep in {name}", rules_out, run))
         if all(rung.result.verdict != DIFFERENT for rung in rungs):
             rungs.append(
-                _rung(
+                _run_rung(
                     "free running",
                     "what one step does not show, evaluation",
-                    partial(_run_independently, ready, world, min(steps, len(cursors)), scale=scale),
+                    partial(_run_independently, prepared_job, world, min(steps, len(cursors)), loss_scale=loss_scale),
                 )
             )
-    plan = ready.plan
-    errands.end()
-    how = {"update": plan.update, "compress": plan.compress}
+    plan = prepared_job.plan
+    instructions.send_end()
+    rule_settings = {"update": plan.update, "compress": plan.compress}
     micro = plan.micro_batch_size
     return verify_answer(
-        rungs=rungs, layout=plan.layout, ranks=ready.task.ranks, steps=steps, micro_batch_size=micro, **how
+        rungs=rungs,
+        layout=plan.layout,
+        ranks=prepared_job.task.ranks,
+        steps=steps,
+        micro_batch_size=micro,
+        **rule_settings,
     )
 
 
 def _replayed_rungs(
-    ready: PreparedJob, world: World, steps: int, single: RungResult, errands: WorkerInstructions
+    prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult, instructions: WorkerInstructions
 ) -> Iterator[Rung]:
-    """Yield the rungs for parameter servers: workers run freely, and one process replays the order they took."""
+    """Yield the rungs for parameter servers: workers run freely, and one process replays their updates in order."""
     rules_out = "samples, gradients, weight versions, loss, optimizer or evaluation that differ"
-    for dtype, name in _precisions(ready, world, single):
-        run = partial(_run_independently, ready, errands.next(dtype), steps, dtype=dtype)
-        rung = _rung(f"repeated in {name}", rules_out, run)
+    for dtype, name in _select_precisions(prepared_job, world, single_result):
+        run = partial(_run_independently, prepared_job, instructions.begin_rung(dtype), steps, dtype=dtype)
+        rung = _run_rung(f"repeated in {name}", rules_out, run)
         yield rung
         if rung.result.verdict == DIFFERENT:
             return
 
 
 def _independent_rungs(
-    ready: PreparedJob, world: World, steps: int, single: RungResult, scale: float
+    prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult, loss_scale: float
 ) -> Iterator[Rung]:
     """Yield free runs in each precision, for rules whose steps depend on earlier steps and cannot be compared alone."""
-    for dtype, name in _precisions(ready, world, single):
-        rules_out, drift = allowed_drift(ready.plan, is_double=dtype is torch.float64)
-        run = partial(_run_independently, ready, world, steps, dtype=dtype, drift=drift, scale=scale)
-        rung = _rung(f"free running in {name}", rules_out, run)
+    for dtype, name in _select_precisions(prepared_job, world, single_result):
+        rules_out, drift = allowed_drift(prepared_job.plan, is_double=dtype is torch.float64)
+        run = partial(_run_independently, prepared_job, world, steps, dtype=dtype, drift=drift, loss_scale=loss_scale)
+        rung = _run_rung(f"free running in {name}", rules_out, run)
         yield rung
         if rung.result.verdict == DIFFERENT:
             return
 
 
-def reference(
-    ready: PreparedJob,
+def build_reference(
+    prepared_job: PreparedJob,
     dtype: torch.dtype | None,
     *,
-    make: Callable[..., Reference] = Reference,
-    scale: float = LOSS_SCALE,
+    constructor: Callable[..., Reference] = Reference,
+    loss_scale: float = LOSS_SCALE,
 ) -> Reference:
-    """Return the one-process reference of this job in this precision; `make` constructs that of another update rule."""
-    plan, settings = ready.plan, ready.settings
-    is_joined = settings.train.buffers == "sync_bn"
-    spec = ReferenceConfig(
+    """Build the one-process reference of this job in this precision; `constructor` depends on the update rule."""
+    plan, settings = prepared_job.plan, prepared_job.settings
+    has_sync_bn = settings.train.buffers == "sync_bn"
+    config = ReferenceConfig(
         seed=settings.seed,
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
@@ -144,80 +153,86 @@ def reference(
         drop_last=settings.data.drop_last,
         autocast=None if dtype is torch.float64 else _AUTOCAST.get(settings.train.precision),
         sample_seeds=settings.data.sample_seeds,
-        together=plan.replicas if is_joined else 1,
-        lr_factor=lr_factor(settings.train.lr_scaling, plan.global_batch_size / ready.job.global_batch_size),
+        merged_microbatches=plan.replicas if has_sync_bn else 1,
+        lr_factor=lr_factor(settings.train.lr_scaling, plan.global_batch_size / prepared_job.job.global_batch_size),
         device=plan.device,
-        grid=_GRID if settings.train.exact else 0.0,
+        grid_step=_GRID_STEP if settings.train.exact else 0.0,
         shards=settings.data.shards,
-        workers=JobData(ready.job, settings).workers,
-        is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or is_joined,
-        own_kernels=plan.mesh.cp > 1 or is_joined,
+        workers=JobData(prepared_job.job, settings).workers,
+        is_sliced=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or has_sync_bn,
+        uses_other_kernels=plan.mesh.cp > 1 or has_sync_bn,
         on_empty=settings.train.on_empty,
-        loss_scale=scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
+        loss_scale=loss_scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
-    job = job_in(ready.job, dtype)
-    job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
-    return make(job=job, spec=spec, cast=cast)
+    job = cast_job(prepared_job.job, dtype)
+    job, cast = replace(job, model=begun_whole(job, settings)), make_cast(dtype)
+    return constructor(job=job, config=config, cast=cast)
 
 
-def compared_steps(ready: PreparedJob, steps: int) -> list[Cursor]:
-    """Return the first steps of an epoch, and last its short final batch, if there is one."""
-    size = ready.plan.global_batch_size
-    reading = reference(ready, None).reading
-    total = reading.num_samples(0)
-    if total is not None and ready.settings.data.drop_last:
+def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
+    """Return cursors at the first steps of an epoch, and at its short final batch, if there is one."""
+    size = prepared_job.plan.global_batch_size
+    reader = build_reference(prepared_job, None).reader
+    total = reader.num_samples(0)
+    if total is not None and prepared_job.settings.data.drop_last:
         refuse_no_batch(total, batch=size)
-    found = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
+    cursors = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
     if total is None:
-        return [one for one in found if reading.batch(epoch=0, position=one.position, size=size)] or found[:1]
-    fitting = [cursor for cursor in found if cursor.position + size <= total]
-    short = total % size
-    if short and not ready.settings.data.drop_last:
-        at = total - short
-        last = Cursor(epoch=0, position=at, samples=at, step=at // size)
-        fitting = [*fitting[: max(steps - 1, 1)], last] if fitting else [last]
-    return fitting
+        return [one for one in cursors if reader.batch(epoch=0, position=one.position, size=size)] or cursors[:1]
+    full_batches = [cursor for cursor in cursors if cursor.position + size <= total]
+    remainder = total % size
+    if remainder and not prepared_job.settings.data.drop_last:
+        start = total - remainder
+        last = Cursor(epoch=0, position=start, samples=start, step=start // size)
+        full_batches = [*full_batches[: max(steps - 1, 1)], last] if full_batches else [last]
+    return full_batches
 
 
-def _steps_to_compare(ready: PreparedJob, world: World, steps: int, single: RungResult) -> list[Cursor]:
-    """Return the steps to compare; the short final batch is included only if one process can run it at all."""
-    found = compared_steps(ready, steps)
-    last, problem = found[-1], ""
+def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult) -> list[Cursor]:
+    """Return the steps to compare; the short final batch is included only if one process can run it."""
+    cursors = select_steps(prepared_job, steps)
+    last, problem = cursors[-1], ""
     if world.is_main:
         try:
-            reference(ready, None).gradient(RunPosition(step=last.step, epoch=last.epoch, position=last.position))
+            build_reference(prepared_job, None).compute_gradient(
+                RunPosition(step=last.step, epoch=last.epoch, batch_start=last.position)
+            )
         except Exception as error:
             problem = _first_line(error)
     problem = world.share_json(problem)
-    if not problem or len(found) == 1:
-        return found
-    asked = ready.settings.train.steps
-    if asked is None or asked > last.step:
+    if not problem or len(cursors) == 1:
+        return cursors
+    num_steps = prepared_job.settings.train.steps
+    if num_steps is None or num_steps > last.step:
         raise JobError(
             f"step {last.step + 1}, the epoch's short last batch, can't be run, not even by one process: {problem}",
             cause="a layer (BatchNorm), the loss or the collation needs more samples than are left over",
             hint="--data.drop_last true, or a global_batch_size that leaves more samples over",
         )
-    single.detail += f" Step {last.step + 1}, a short batch that train.steps={asked} does not reach, was left out."
-    return found[:-1]
+    single_result.detail += (
+        f" Step {last.step + 1}, a short batch that train.steps={num_steps} does not reach, was left out."
+    )
+    return cursors[:-1]
 
 
-def _fitting_scale(ready: PreparedJob, world: World) -> float:
+def _find_loss_scale(prepared_job: PreparedJob, world: World) -> float:
     """Return the fp16 loss scale, reduced until the first step of one process does not overflow."""
-    if ready.settings.train.precision != "fp16":
+    if prepared_job.settings.train.precision != "fp16":
         return LOSS_SCALE
     scale = LOSS_SCALE
     if world.is_main:
-        while scale > _LEAST_SCALE and not _is_finite(reference(ready, None, scale=scale)):
+        while scale > _MIN_LOSS_SCALE and not _has_finite_gradient(
+            build_reference(prepared_job, None, loss_scale=scale)
+        ):
             scale /= 2.0
-        scale = LOSS_SCALE if scale in (LOSS_SCALE, _LEAST_SCALE) else scale / _HEADROOM
-    found: float = world.share_json(scale)
-    return found
+        scale = LOSS_SCALE if scale in (LOSS_SCALE, _MIN_LOSS_SCALE) else scale / _LOSS_SCALE_HEADROOM
+    shared_scale: float = world.share_json(scale)
+    return shared_scale
 
 
-def _is_finite(alone: Reference) -> bool:
+def _has_finite_gradient(reference: Reference) -> bool:
     try:
-        return all(bool(torch.isfinite(value).all()) for value in alone.gradient(_START).total.values())
+        return all(bool(torch.isfinite(value).all()) for value in reference.compute_gradient(_START).total.values())
     except Exception:  # the first rung reports it
         return True
 
@@ -226,88 +241,103 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _rung(name: str, rules_out: str, run: Callable[[], RungResult]) -> Rung:
-    began = time.perf_counter()
+def _run_rung(name: str, rules_out: str, run: Callable[[], RungResult]) -> Rung:
+    start_time = time.perf_counter()
     rung_result = run()
-    return Rung(name=name, rules_out=rules_out, result=rung_result, seconds=time.perf_counter() - began)
+    return Rung(name=name, rules_out=rules_out, result=rung_result, seconds=time.perf_counter() - start_time)
 
 
-def _say(world: World, what: str) -> Callable[[str], None]:
+def _progress_printer(world: World, label: str) -> Callable[[str], None]:
     """Return a function that prints progress on rank 0."""
 
-    def say(text: str) -> None:
+    def print_progress(text: str) -> None:
         if world.is_main:
-            output.print_line(f"verify: {what}: {text}")
+            output.print_line(f"verify: {label}: {text}")
 
-    return say
+    return print_progress
 
 
-def _single(ready: PreparedJob, world: World) -> RungResult:
+def _run_first_rung(prepared_job: PreparedJob, world: World) -> RungResult:
     rung_result = RungResult()
-    _say(world, "one process")("the same batch twice, then in halves")
+    _progress_printer(world, "one process")("the same batch twice, then in halves")
     if world.is_main:
-        rung_result = run_single(lambda: reference(ready, None))
-    found: RungResult = RungResult(**world.share_json(vars(rung_result)))
-    return found
+        rung_result = verify_single_process(lambda: build_reference(prepared_job, None))
+    shared_result: RungResult = RungResult(**world.share_json(vars(rung_result)))
+    return shared_result
 
 
-def _precisions(ready: PreparedJob, world: World, single: RungResult) -> list[tuple[torch.dtype | None, str]]:
+def _select_precisions(
+    prepared_job: PreparedJob, world: World, single_result: RungResult
+) -> list[tuple[torch.dtype | None, str]]:
     """Return the precisions to compare in: float64 first, if the model supports it, then the job's own."""
     problem = ""
     if world.is_main:
         try:
-            with in_double():
-                reference(ready, torch.float64).gradient(_START)
+            with keep_float64():
+                build_reference(prepared_job, torch.float64).compute_gradient(_START)
         except Exception as error:
             problem = _first_line(error)
     problem = world.share_json(problem)
-    own: tuple[torch.dtype | None, str] = (None, ready.settings.train.precision)
+    job_precision: tuple[torch.dtype | None, str] = (None, prepared_job.settings.train.precision)
     if problem:
-        single.detail += f" float64 was left out: the model does not support it ({problem})."
-        return [own]
-    return [(torch.float64, "float64"), own]
+        single_result.detail += f" float64 was left out: the model does not support it ({problem})."
+        return [job_precision]
+    return [(torch.float64, "float64"), job_precision]
 
 
 def _run_lockstep(
-    ready: PreparedJob, world: World, dtype: torch.dtype | None, name: str, cursors: Sequence[Cursor], scale: float
+    prepared_job: PreparedJob,
+    world: World,
+    dtype: torch.dtype | None,
+    name: str,
+    cursors: Sequence[Cursor],
+    loss_scale: float,
 ) -> RungResult:
-    """Compare each of these steps with one process, which starts every step from the ranks' weights."""
-    with in_double(active=dtype is torch.float64):
-        built = build_in_precision(ready, world, dtype, scale=scale)
-        alone = reference(ready, dtype, scale=scale) if world.is_main else None
-        lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
-        with _comparable(ready, built, alone) as note:
-            lockstep.rung_result.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
-            found = lockstep.run(cursors)
-        built.close()
-        return found
+    """Compare each of these steps with one process; both sides start every step from equal weights."""
+    with keep_float64(active=dtype is torch.float64):
+        setup = build_in_precision(prepared_job, world, dtype, loss_scale=loss_scale)
+        reference = build_reference(prepared_job, dtype, loss_scale=loss_scale) if world.is_main else None
+        lockstep = LockstepComparison(setup=setup, reference=reference, report_progress=_progress_printer(world, name))
+        with _without_unmatched_dropout(prepared_job, setup, reference) as note:
+            lockstep.rung_result.detail = " ".join([note, *(f"{text}." for text in setup.notes)]).strip()
+            result = lockstep.run(cursors)
+        setup.close()
+        return result
 
 
 @contextmanager
-def _comparable(ready: PreparedJob, built: TrainingSetup, alone: Reference | None) -> Iterator[str]:
+def _without_unmatched_dropout(
+    prepared_job: PreparedJob, setup: TrainingSetup, reference: Reference | None
+) -> Iterator[str]:
     """Disable dropout where one process cannot draw the same random numbers, and yield a note about it."""
-    if ready.settings.train.buffers != "sync_bn" or not has_dropout(built.model):
+    if prepared_job.settings.train.buffers != "sync_bn" or not has_dropout(setup.model):
         yield ""
         return
-    with without_dropout([*built.models] if alone is None else [*built.models, alone.model]):
+    with without_dropout([*setup.models] if reference is None else [*setup.models, reference.model]):
         yield "Dropout is off here: under sync_bn one process can't draw each replica's random numbers."
 
 
 def _run_independently(
-    ready: PreparedJob,
+    prepared_job: PreparedJob,
     world: World,
     steps: int,
     *,
     dtype: torch.dtype | None = None,
     drift: WeightDrift | None = None,
-    scale: float = LOSS_SCALE,
+    loss_scale: float = LOSS_SCALE,
 ) -> RungResult:
-    """Let the ranks and one process train for `steps` steps on their own, and compare what they end with."""
-    with in_double(active=dtype is torch.float64):
-        built = build_in_precision(ready, world, dtype, scale=scale)
-        alone = reference(ready, dtype, make=select_reference(built), scale=scale) if world.is_main else None
-        with _comparable(ready, built, alone):
-            say = _say(world, "free running")
-            found = rule_reference(ready.plan).compare(built, reference=alone, steps=steps, say=say, drift=drift)
-        built.close()
-        return found
+    """Train for `steps` steps on the ranks and in one process independently, and compare the results."""
+    with keep_float64(active=dtype is torch.float64):
+        setup = build_in_precision(prepared_job, world, dtype, loss_scale=loss_scale)
+        reference = (
+            build_reference(prepared_job, dtype, constructor=select_reference(setup), loss_scale=loss_scale)
+            if world.is_main
+            else None
+        )
+        with _without_unmatched_dropout(prepared_job, setup, reference):
+            report_progress = _progress_printer(world, "free running")
+            result = rule_reference(prepared_job.plan).compare(
+                setup, reference=reference, steps=steps, report_progress=report_progress, drift=drift
+            )
+        setup.close()
+        return result

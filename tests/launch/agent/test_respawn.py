@@ -7,7 +7,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paceline.launch.agent import respawn as served
 from paceline.launch.agent.respawn import RespawningWorkers
-from paceline.verification.reference.parameter_server import told_next
+from paceline.verification.reference.parameter_server import wait_for_instruction
 
 
 def child(*words: str) -> int:
@@ -46,6 +46,6 @@ def test_a_worker_that_comes_late_to_a_verify_is_told_the_newest() -> None:
     store = HashStore()
     for number, what in enumerate(("float64", "own"), 1):
         store.set(f"paceline-verify/errand/{number}", what)
-    assert told_next(store, after=0) == (2, "own")
+    assert wait_for_instruction(store, last_number=0) == (2, "own")
     store.set("paceline-verify/errand/3", "over")
-    assert told_next(store, after=2) == (3, "over")
+    assert wait_for_instruction(store, last_number=2) == (3, "over")

@@ -322,16 +322,16 @@ def plain(job: Job, *, micro: int, joined: int = 1) -> dict[str, Tensor]:
     """Ten lines of PyTorch; the reference gives the order of samples and the seed of the start alone."""
     source = Reference(
         job=job,
-        spec=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=micro * joined),
+        config=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=micro * joined),
         cast=lambda x: x,
     )
-    data, model = source.reading, source.model.train()
+    data, model = source.reader, source.model.train()
     optimizer = job.optimizer(list(model.named_parameters()))
     for step in range(STEPS):
         samples = data.batch(epoch=0, position=step * BATCH, size=BATCH)
         optimizer.zero_grad()
         for start in range(0, BATCH, micro * joined):
-            batch = data.read(epoch=0, part=samples[start : start + micro * joined])
+            batch = data.read(epoch=0, indices=samples[start : start + micro * joined])
             loss(model(batch[0]), batch)[0].backward()
         for parameter in model.parameters():
             parameter.grad = None if parameter.grad is None else parameter.grad / BATCH

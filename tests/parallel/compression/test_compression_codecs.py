@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.error_feedback_state import HELD, held_files, load_held
-from paceline.checkpoint.files.manifest import stored_files, write_files
+from paceline.checkpoint.error_feedback_state import ERROR_FEEDBACK, collect_error_feedback, load_error_feedback
+from paceline.checkpoint.files.manifest import open_stored_files, write_files
 from paceline.comm.process_group import World
 from paceline.config.compression import Compression, Method, parse_compress
 from paceline.errors import JobError, LayoutError
@@ -21,7 +21,7 @@ from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackRe
 from paceline.parallel.compression.residual_memory import ResidualBuffers
 from paceline.parallel.compression.topk import largest_elements
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.verification.reference.compressed import compress_once, largest_alone
+from paceline.verification.reference.compressed import compress_once, keep_largest
 
 INT8, FP16 = BlockScaledCodec(block=8, is_float=False), BlockScaledCodec(block=8, is_float=True)
 
@@ -106,7 +106,7 @@ def test_of_equal_elements_the_first_are_chosen(values: list[float], ratio: floa
     kept[places] = tensor[places]
     order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: how.picked(len(values))]
     assert places.tolist() == sorted(order)
-    assert torch.equal(kept, largest_alone(tensor, how))
+    assert torch.equal(kept, keep_largest(tensor, how))
 
 
 def test_nan_is_chosen_before_anything_else() -> None:
@@ -154,13 +154,13 @@ def test_other_replicas_share_out_all_that_was_held_back(how: str, now: int, tmp
     for rank, one in enumerate(before):
         for number, tensor in enumerate([*one.errors.values(), *one.shared.values()]):
             tensor.normal_(generator=torch.Generator().manual_seed(number if number >= len(one.errors) else 9 * rank))
-        files, said = held_files(one)
+        files, said = collect_error_feedback(one)
         listed |= write_files(tmp_path, files)
-    loaded: Any = SimpleNamespace(state={"held_back": said}, files=stored_files(tmp_path, listed))
-    assert list(loaded.files) == [HELD]
+    loaded: Any = SimpleNamespace(state={"held_back": said}, files=open_stored_files(tmp_path, listed))
+    assert list(loaded.files) == [ERROR_FEEDBACK]
     after = [replica(how, rank, now) for rank in range(now)]
     for one in after:
-        load_held(loaded, one, world=World.alone())
+        load_error_feedback(loaded, one, world=World.alone())
     for name in before[0].errors:
         total = sum(one.errors[name] for one in after)
         assert torch.allclose(torch.as_tensor(total), before[0].errors[name] + before[1].errors[name], atol=1e-5)
@@ -171,14 +171,16 @@ def test_other_replicas_share_out_all_that_was_held_back(how: str, now: int, tmp
 def test_a_parameter_that_was_frozen_before_holds_nothing_back(tmp_path: Path) -> None:
     before, after = replica("powersgd,rank=2", 0, 2), replica("powersgd,rank=2", 0, 2)
     first = {name: tensor.clone() for name, tensor in after.shared.items()}
-    files, said = held_files(before)
+    files, said = collect_error_feedback(before)
     for name, rows in files.items():
         files[name] = [row for row in rows if "1.weight" not in row.name]
     listed = write_files(tmp_path, files)
     for tensor in [*after.errors.values(), *before.shared.values()]:
         tensor.fill_(3.0)
-    load_held(
-        SimpleNamespace(state={"held_back": said}, files=stored_files(tmp_path, listed)), after, world=World.alone()
+    load_error_feedback(
+        SimpleNamespace(state={"held_back": said}, files=open_stored_files(tmp_path, listed)),
+        after,
+        world=World.alone(),
     )  # type: ignore[arg-type]
     assert not any(tensor.any() for tensor in after.errors.values())
     assert torch.equal(after.shared["1.weight"], first["1.weight"])

@@ -14,7 +14,7 @@ from paceline.parallel.tensor_parallel.auto_plan import derive_plan
 from paceline.parallel.tensor_parallel.collectives import WorldWire
 from paceline.parallel.tensor_parallel.tensor_parallel import split_over
 from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan
-from paceline.verification.reference.float64_mode import in_double
+from paceline.verification.reference.float64_mode import keep_float64
 from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
 
@@ -75,7 +75,7 @@ def test_a_block_unlike_the_others_has_its_own_plan() -> None:
 def test_verify_in_float64_finds_the_plan_of_training(blocks: int) -> None:
     model = nn.Sequential(*(Block() for _ in range(blocks)))
     plain = _roles(model)
-    with in_double():
+    with keep_float64():
         assert _roles(model, torch.float64) == plain
 
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.checkpoint.optimizer_options import given_options
+from paceline.checkpoint.optimizer_options import factory_options
 from paceline.checkpoint.pipedream_state import StashedWeightsState
-from paceline.checkpoint.unsaved_state_warnings import UntrackedOptimizerState
+from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, JobError, PacelineError, UsageError
 from paceline.parallel.module_access.parameters import trainable_parameters
@@ -363,11 +363,11 @@ def test_attributes_that_training_moves_are_named_once(tmp_path: Path) -> None:
 
 def test_the_zoo_s_models_keep_nothing(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.GELU())
-    unsaved = UntrackedOptimizerState([], model=model)
+    unsaved = UntrackedStateWarning([], model=model)
     model(torch.zeros(2, 4))
-    unsaved.begin()
+    unsaved.start_tracking()
     model(torch.zeros(2, 4))
-    assert unsaved.note() == ""
+    assert unsaved.warning_text() == ""
 
 
 # -- steps that are left out, and scales that all ranks share
@@ -492,7 +492,7 @@ def test_a_last_batch_of_one_sample_is_told_before_a_batch_norm_meets_it(
 def test_options_of_other_kinds_are_recorded() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [parameter], "kind": torch.float16, "made": object()}], lr=0.1)
-    (found,) = given_options([optimizer])[0]
+    (found,) = factory_options([optimizer])[0]
     assert found["kind"]["is"] == "torch.float16" and found["lr"] == 0.1
 
 

@@ -46,7 +46,7 @@ class Bed:
         cast: Callable[[Any], Any] = lambda x: x,
     ) -> None:
         self.job, self.spec, self.fault, self.layer = job, spec, fault, layer
-        self.reference = Reference(job=job, spec=spec, cast=cast)
+        self.reference = Reference(job=job, config=spec, cast=cast)
         self.ranks = [self._rank(number) for number in range(ranks)]
         self.rung_result = RungResult()
         self._last: dict[str, Tensor] = {}
@@ -56,16 +56,18 @@ class Bed:
         self._compare_start()
         for at in places:
             self._take_over()
-            judge = StepComparison(reference=self.reference, at=at, rung_result=self.rung_result, last=self._last)
-            judge.see(self._play(at))
-            if judge.wants_quiet:
+            judge = StepComparison(
+                reference=self.reference, position=at, rung_result=self.rung_result, last_gradient=self._last
+            )
+            judge.compare_forward_backward(self._play(at))
+            if judge.needs_dropout_rerun:
                 with without_dropout([self.reference.model, *(rank.model for rank in self.ranks)]):
                     self._take_over()
-                    judge.see_quiet(self._play(at).gradients)
+                    judge.report_dropout_rerun(self._play(at).gradients)
                 self._take_over()
             if judge.is_finite:
-                self._update(judge, judge.right)
-                self._last = dict(judge.right)
+                self._update(judge, judge.expected_gradient)
+                self._last = dict(judge.expected_gradient)
             if self.rung_result.first_difference is not None:
                 break
         return self.rung_result
@@ -108,7 +110,9 @@ class Bed:
                 rank.model.named_parameters(), self.reference.model.parameters(), strict=True
             ):
                 if not torch.equal(mine, theirs):
-                    self.rung_result.blame(step=1, parameter=name, cause=f"unequal initial weights on rank {number}")
+                    self.rung_result.record_difference(
+                        step=1, parameter=name, cause=f"unequal initial weights on rank {number}"
+                    )
 
     def _take_over(self) -> None:
         source = {**dict(self.reference.model.named_parameters()), **dict(self.reference.model.named_buffers())}
@@ -121,7 +125,7 @@ class Bed:
 
     def _play(self, at: RunPosition) -> ObservedStep:
         num = len(self.ranks)
-        pieces = self.reference.pieces(at)
+        pieces = self.reference.read_microbatches(at)
         read = {j: list(piece.samples) for j, piece in enumerate(pieces)}
         data = {j: piece.data for j, piece in enumerate(pieces)}
         self._spoil_data(at, read, data)
@@ -159,10 +163,10 @@ class Bed:
                     read[j] = read[source]
         if self.fault == "a sample dropped":
             read[1] = read[1][:-1]
-            data[1] = self.reference.cast(self.reference.reading.read(epoch=at.epoch, part=read[1]))
+            data[1] = self.reference.cast(self.reference.reader.read(epoch=at.epoch, indices=read[1]))
         if self.fault == "a sample repeated":
             read[1] = [*read[1], read[1][0]]
-            data[1] = self.reference.cast(self.reference.reading.read(epoch=at.epoch, part=read[1]))
+            data[1] = self.reference.cast(self.reference.reader.read(epoch=at.epoch, indices=read[1]))
         if self.fault == "augmented twice":
             data[1] = tuple(part + 0.01 if part.is_floating_point() else part for part in data[1])
 
@@ -333,14 +337,16 @@ class Bed:
             afters.append((before, {n: p.detach() for n, p in rank.model.named_parameters()}))
         self.reference.update(right)
         for number, (before, after) in enumerate(afters):
-            judge.update(before=before, after=after, where=f", on rank {number}" if number else "")
+            judge.compare_weights(
+                weights_before=before, weights_after=after, location=f", on rank {number}" if number else ""
+            )
 
 
 def places(total: int, batch: int, steps: int) -> list[RunPosition]:
     """The first steps and the short last one."""
     starts = list(range(0, total, batch))
     chosen = [*starts[: steps - 1], starts[-1]] if len(starts) >= steps else starts
-    return [RunPosition(step=start // batch, epoch=0, position=start) for start in dict.fromkeys(chosen)]
+    return [RunPosition(step=start // batch, epoch=0, batch_start=start) for start in dict.fromkeys(chosen)]
 
 
 def copied(model: nn.Module) -> nn.Module:

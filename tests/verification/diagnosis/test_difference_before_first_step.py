@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
-from paceline.verification.compare_in_lockstep import Lockstep
+from paceline.verification.compare_in_lockstep import LockstepComparison
 from paceline.verification.rung_result import RungResult
 
 
@@ -18,8 +18,8 @@ def compared(model: nn.Module, right: nn.Module) -> RungResult:
     world = World.alone()
     built: Any = SimpleNamespace(world=world, weights=ShardedTensors(world=world, held=all_of(model)))
     reference: Any = SimpleNamespace(model=right)
-    lockstep = Lockstep(built=built, reference=reference, say=lambda _: None)
-    lockstep._compare_start()
+    lockstep = LockstepComparison(setup=built, reference=reference, report_progress=lambda _: None)
+    lockstep._compare_initial_state()
     return lockstep.rung_result
 
 
@@ -40,5 +40,5 @@ def test_a_buffer_is_no_weight_and_the_distance_is_its_own(name: str, says: str)
     first = found.first_difference
     assert first is not None and first["parameter"] == name and first["cause"].startswith(says)
     assert (found.verdict, found.max_difference, found.noise_floor) == ("different", 0.5, 0.0)
-    found.note("rounding", difference=3.7e-18, floor=7.4e-17)
+    found.record("rounding", difference=3.7e-18, floor=7.4e-17)
     assert found.max_difference == 0.5

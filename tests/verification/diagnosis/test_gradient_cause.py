@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from paceline.verification.diagnosis.gradient_cause import Evidence, data_cause, explain_gradient, unexplained_gradient
+from paceline.verification.diagnosis.gradient_cause import (
+    GradientEvidence,
+    data_cause,
+    explain_gradient,
+    unexplained_gradient,
+)
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 
@@ -23,7 +28,7 @@ def cause_of(
         found = weights.get(name, np.ones(len(counts))) @ rows
         found = found + noise * rng.standard_normal(found.shape)
         if np.linalg.norm(found - rows.sum(0)) > 1e-6:
-            evidence.append(Evidence(name=name, found=found, contributions=rows, floor=1e-7))
+            evidence.append(GradientEvidence(name=name, observed=found, contributions=rows, floor=1e-7))
     found = explain_gradient(evidence, counts=list(counts), ranks=ranks, num_parameters=len(NAMES))
     return found or unexplained_gradient(evidence, num_parameters=len(NAMES))
 
@@ -66,7 +71,7 @@ def test_planted_faults(name: str, seed: int) -> None:
 def test_other_random_numbers_fit_nothing() -> None:
     rng = np.random.default_rng(5)
     rows = rng.standard_normal((6, 40))
-    evidence = [Evidence(name="w", found=rng.standard_normal(40), contributions=rows, floor=1e-7)]
+    evidence = [GradientEvidence(name="w", observed=rng.standard_normal(40), contributions=rows, floor=1e-7)]
     assert explain_gradient(evidence, counts=[1.0] * 6, ranks=3, num_parameters=1) is None
     assert "different random numbers" in unexplained_gradient(evidence, num_parameters=1)
 

@@ -10,7 +10,7 @@ from paceline.comm.process_group import World
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.planner.layout.mesh import Mesh
-from paceline.verification.diagnosis.placement_cause import GradientCase, placing_cause
+from paceline.verification.diagnosis.placement_cause import GradientCase, placement_cause
 from paceline.verification.diagnosis.rank_names import RankNames
 
 
@@ -30,13 +30,13 @@ RIGHT = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for
 def told(mesh: Mesh, parts: dict[str, list[ShardSpec]], copies: Sequence[dict[str, Tensor]]) -> str:
     bad = [n for n in parts if any(n not in c or not torch.equal(c[n], RIGHT[n]) for c in copies)]
     case = GradientCase(
-        places=RankNames(mesh=mesh, holding=Played(parts)),
-        right={name: RIGHT[name] for name in parts},
+        rank_names=RankNames(mesh=mesh, sharded=Played(parts)),
+        expected={name: RIGHT[name] for name in parts},
         copies=copies,
-        bad=bad,
+        differing_names=bad,
         floors=dict.fromkeys(parts, 1e-6),
     )
-    found = placing_cause(case)
+    found = placement_cause(case)
     return "" if found is None else f"{found[0]}: {found[1]}"
 
 
@@ -96,10 +96,10 @@ def test_nothing_is_said_of_what_is_right() -> None:
 
 
 def test_where_is_said_as_the_mesh_has_it() -> None:
-    places = RankNames(mesh=Mesh(pp=2, dp_shard=2, tp=2, zero=3), holding=Played({}))
-    assert places.words([4, 5, 6, 7], of=range(8)) == ", on stage 1 (ranks 4, 5, 6, 7)"
-    assert places.words([1, 3, 5, 7], of=range(8)) == ", on tp rank 1 (ranks 1, 3, 5, 7)"
-    assert places.words([3], of=range(8)) == ", on rank 3 (tp rank 1, dp_shard rank 1, stage 0)"
-    assert places.words(range(8), of=range(8)) == ""
-    assert places.replica(1) == "replica 1 (ranks 2, 3, 6, 7)"
-    assert RankNames(mesh=Mesh(dp_shard=2), holding=Played({})).replica(1) == "rank 1"
+    places = RankNames(mesh=Mesh(pp=2, dp_shard=2, tp=2, zero=3), sharded=Played({}))
+    assert places.describe([4, 5, 6, 7], all_ranks=range(8)) == ", on stage 1 (ranks 4, 5, 6, 7)"
+    assert places.describe([1, 3, 5, 7], all_ranks=range(8)) == ", on tp rank 1 (ranks 1, 3, 5, 7)"
+    assert places.describe([3], all_ranks=range(8)) == ", on rank 3 (tp rank 1, dp_shard rank 1, stage 0)"
+    assert places.describe(range(8), all_ranks=range(8)) == ""
+    assert places.replica_name(1) == "replica 1 (ranks 2, 3, 6, 7)"
+    assert RankNames(mesh=Mesh(dp_shard=2), sharded=Played({})).replica_name(1) == "rank 1"

@@ -3,11 +3,11 @@
 import numpy as np
 
 from paceline.verification.diagnosis.gradient_cause import explain_gradient
-from paceline.verification.diagnosis.gradient_evidence import Evidence, Vector
+from paceline.verification.diagnosis.gradient_evidence import GradientEvidence, Vector
 
 
-def _evidence(name: str, found: Vector, contributions: Vector) -> Evidence:
-    return Evidence(name=name, found=found, contributions=contributions, floor=1e-9)
+def _evidence(name: str, found: Vector, contributions: Vector) -> GradientEvidence:
+    return GradientEvidence(name=name, observed=found, contributions=contributions, floor=1e-9)
 
 
 def _contributions(seed: int) -> Vector:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import paceline as pl
 from paceline.errors import UsageError
 from paceline.verification.fingerprints.fingerprint import fingerprint, num_ranks, read_recording
-from paceline.verification.fingerprints.record import print_of
+from paceline.verification.fingerprints.record import fingerprint_tensor
 
 STEPS, BATCH = 6, 16
 
@@ -261,7 +261,7 @@ def test_any_kind_of_parameter(tmp_path: Path, kind: torch.dtype) -> None:
 def test_torch_and_numpy_give_one_print(numel: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     raw = memoryview(values.view(torch.uint8).numpy()) if numel else b""
-    expected, found = fingerprint(values.double().numpy(), raw=raw), print_of(values)
+    expected, found = fingerprint(values.double().numpy(), raw=raw), fingerprint_tensor(values)
     assert (found.numel, found.largest, found.digest) == (expected.numel, expected.largest, expected.digest)
     # sums of at most 10,001 float64 in two orders: 1e4 * 2^-53 of the sum of magnitudes at worst
     bound = numel * numel * 2.0**-53 * (expected.largest or 1.0)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.verification.reference.float64_mode import in_double
+from paceline.verification.reference.float64_mode import keep_float64
 
 
 def mixed(x: Tensor) -> list[Tensor]:
@@ -25,7 +25,7 @@ def mixed(x: Tensor) -> list[Tensor]:
 def test_float64_stays_so_inside_and_only_inside() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     assert {value.dtype for value in mixed(x)} == {torch.float32}
-    with in_double():
+    with keep_float64():
         assert {value.dtype for value in mixed(x)} == {torch.float64}
         assert {value.dtype for value in mixed(x.to(torch.bfloat16))} == {torch.float32}
         assert x.to(torch.int64).dtype is torch.int64
@@ -35,5 +35,5 @@ def test_float64_stays_so_inside_and_only_inside() -> None:
         thread.join()
         assert set(seen) == {torch.float64}
     assert {value.dtype for value in mixed(x)} == {torch.float32}
-    with in_double(active=False):
+    with keep_float64(active=False):
         assert {value.dtype for value in mixed(x)} == {torch.float32}

@@ -1,7 +1,7 @@
-"""Checkpoint folders: everything has a digest, and is written aside, flushed, renamed, then named in `latest`.
+"""Checkpoint folders: written to a staging folder, flushed, renamed, then named in `latest`.
 
-A folder `step-00000100` exists only once it is whole. Its manifest names every file and tensor with a digest, and
-carries its own, so that no flipped bit loads silently.
+A folder `step-00000100` exists only once it is complete. Its manifest has a digest of every file and tensor, and of
+itself, so that no flipped bit loads silently.
 """
 
 import os
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.manifest import read_body, stored_files
-from paceline.checkpoint.files.manifest_schema import ManifestForm
-from paceline.checkpoint.files.resharding_reader import StoredTensors, check_pieces
-from paceline.checkpoint.files.safetensors_io import digest
+from paceline.checkpoint.files.manifest import open_stored_files, read_body
+from paceline.checkpoint.files.manifest_schema import ManifestSchema
+from paceline.checkpoint.files.resharding_reader import StoredTensors, check_digests
+from paceline.checkpoint.files.safetensors_io import sha256_digest
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import read_regular, write_text
 
 LATEST, BEST = "latest", "best"
-ASIDE = ".saving-"
+STAGING_PREFIX = ".saving-"
 _STEP = re.compile(r"step-([0-9]{8,18})")
-_MOST_MARK_BYTES = 1 << 12
+_MAX_MARK_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class OpenCheckpoint:
     state: dict[str, Any]
     files: dict[str, StoredTensors]
 
-    def is_in(self, folder: Path) -> bool:
+    def belongs_to(self, folder: Path) -> bool:
         """Return whether this is one of a run's own checkpoints, and not one that a branch starts from."""
         return self.path.resolve().parent == folder.resolve()
 
@@ -52,8 +52,8 @@ class UnusableCheckpoint:
 
     @property
     def is_unfinished(self) -> bool:
-        """True for what an interrupted save left: it was no checkpoint yet."""
-        return self.path.name.startswith(ASIDE)
+        """True for the staging folder of an interrupted save, which is not a checkpoint yet."""
+        return self.path.name.startswith(STAGING_PREFIX)
 
 
 def step_name(step: int) -> str:
@@ -61,14 +61,14 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def load(path: Path) -> OpenCheckpoint:
+def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Open a checkpoint. Its tensors are read, and compared with their digests, on demand.
 
     Raises:
-        CheckpointError: the manifest or a file is missing, cut off, changed or foreign.
+        CheckpointError: the manifest or a file is missing, truncated, changed or from another checkpoint.
     """
     body = read_manifest(path)
-    files = stored_files(path, body.files)
+    files = open_stored_files(path, body.files)
     if not files:
         raise CheckpointError(f"{path.name} lists no file, so it holds no weights.", where=str(path))
     for name, first in body.state.get("aliases", {}).items():
@@ -77,23 +77,23 @@ def load(path: Path) -> OpenCheckpoint:
     return OpenCheckpoint(path=path, step=body.step, state=body.state, files=files)
 
 
-def verify(path: Path) -> None:
+def check_checkpoint(path: Path) -> None:
     """Read every byte once and compare it with its digest, keeping nothing in memory.
 
     Raises:
-        CheckpointError: anything is missing, cut off, changed or foreign.
+        CheckpointError: anything is missing, truncated, changed or from another checkpoint.
     """
-    check_pieces(piece for stored in load(path).files.values() for piece in stored.every_piece())
+    check_digests(piece for stored in open_checkpoint(path).files.values() for piece in stored.all_shards())
 
 
-def read_manifest(path: Path) -> ManifestForm:
+def read_manifest(path: Path) -> ManifestSchema:
     """Return the manifest's body after checking its digest, and its step against the folder's name.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format or step.
     """
     body = read_body(path)
-    if step_of(path) not in (body.step, -1):
+    if parse_step(path) not in (body.step, -1):
         raise CheckpointError(
             f"{path.name} holds step {body.step}, which differs from the folder's name.",
             where=str(path),
@@ -103,59 +103,61 @@ def read_manifest(path: Path) -> ManifestForm:
     return body
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
-    """Return the newest checkpoint that is whole, and the newer ones that are not."""
-    _put_back(folder)
+def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
+    """Return the newest intact checkpoint, and the newer ones that are not intact."""
+    _restore_replaced(folder)
     refused = [
         UnusableCheckpoint(path=path, reason="the save was interrupted")
-        for path in sorted(folder.glob(f"{ASIDE}step-*"))
-        if not _is_saving(path)
+        for path in sorted(folder.glob(f"{STAGING_PREFIX}step-*"))
+        if not _is_being_written(path)
     ]
-    for path in reversed(all_steps(folder)):
+    for path in reversed(list_checkpoints(folder)):
         try:
-            verify(path)
+            check_checkpoint(path)
         except CheckpointError as error:
             refused.append(UnusableCheckpoint(path=path, reason=error.what))
         else:
             return path, refused
-    gone = folder / _said(folder, LATEST)
-    if not refused and gone != folder and not gone.exists():
-        refused.append(UnusableCheckpoint(path=gone, reason="`latest` names it, but it no longer exists"))
+    missing = folder / _read_mark(folder, LATEST)
+    if not refused and missing != folder and not missing.exists():
+        refused.append(UnusableCheckpoint(path=missing, reason="`latest` names it, but it no longer exists"))
     return None, refused
 
 
-def none_usable(folder: Path, refused: Sequence[UnusableCheckpoint], *, instead: str = "") -> CheckpointError:
-    """Return the error for a run without a good checkpoint. What an interrupted save left does not count as one.
+def no_usable_checkpoint(
+    folder: Path, refused: Sequence[UnusableCheckpoint], *, alternative: str = ""
+) -> CheckpointError:
+    """Return the error for a run without a usable checkpoint. Staging folders of interrupted saves do not count.
 
-    `folder` is that of the run's checkpoints. `instead` is what else the user can do.
+    `folder` contains the run's checkpoints. `alternative` is added to the hint.
     """
-    hint = f"paceline ckpt ls {folder.parent}" + (f", or {instead}" if instead else "")
+    hint = f"paceline ckpt ls {folder.parent}" + (f", or {alternative}" if alternative else "")
     damaged = [one.reason for one in refused if not one.is_unfinished]
-    what = f"none of the {len(damaged)} checkpoints can be used; the newest: {damaged[0]}" if damaged else ""
-    return CheckpointError(what or "the run has no checkpoint.", where=str(folder), hint=hint)
+    message = f"none of the {len(damaged)} checkpoints can be used; the newest: {damaged[0]}" if damaged else ""
+    return CheckpointError(message or "the run has no checkpoint.", where=str(folder), hint=hint)
 
 
-def was_saved(folder: Path) -> bool:
-    """Return whether a run has saved here, or was about to."""
-    return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{ASIDE}*"))
+def has_saves(folder: Path) -> bool:
+    """Return whether a run has saved a checkpoint here, or has begun to."""
+    return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{STAGING_PREFIX}*"))
 
 
-def _put_back(folder: Path) -> None:
-    """Restore an older save that a kill left aside between the two renames of a step that was saved twice."""
-    for path in folder.glob(f"{ASIDE}old-step-*"):
-        final = folder / path.name.removeprefix(f"{ASIDE}old-").rpartition("-")[0]
-        if not final.exists() and not _is_saving(path):
+def _restore_replaced(folder: Path) -> None:
+    """Restore a checkpoint that was being replaced when its run was killed between the two renames of the commit."""
+    for path in folder.glob(f"{STAGING_PREFIX}old-step-*"):
+        final = folder / path.name.removeprefix(f"{STAGING_PREFIX}old-").rpartition("-")[0]
+        if not final.exists() and not _is_being_written(path):
             with suppress(OSError):
                 path.rename(final)
 
 
-def all_steps(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return every checkpoint folder, oldest first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    return sorted(found, key=parse_step)
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step in a checkpoint folder's name; -1 if it names none."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
@@ -163,70 +165,72 @@ def step_of(path: Path) -> int:
 
 def mark_best(folder: Path, path: Path) -> None:
     """Record the best checkpoint by its name and the name's digest, so that one can repair damage to the other."""
-    write_text(folder / BEST, f"{path.name}\n{digest(path.name.encode())}\n")
+    write_text(folder / BEST, f"{path.name}\n{sha256_digest(path.name.encode())}\n")
 
 
-def pointed_checkpoint(folder: Path, mark: str) -> Path | None:
+def resolve_mark(folder: Path, mark: str) -> Path | None:
     """Return the checkpoint that `latest` or `best` points to, or None if it is not here."""
-    name = _said(folder, mark)
+    name = _read_mark(folder, mark)
     path = folder / name
     return path if name and path.is_dir() else None
 
 
-def is_mark_lost(folder: Path, mark: str) -> bool:
-    """Return whether a mark exists that names no step, or a step that is not here."""
-    return os.path.lexists(folder / mark) and pointed_checkpoint(folder, mark) is None
+def is_mark_broken(folder: Path, mark: str) -> bool:
+    """Return whether a mark exists but names no existing checkpoint."""
+    return os.path.lexists(folder / mark) and resolve_mark(folder, mark) is None
 
 
-def _said(folder: Path, mark: str) -> str:
+def _read_mark(folder: Path, mark: str) -> str:
     """Return the step name in a mark, or an empty string; a digest of an existing step's name takes precedence."""
     try:
-        data = read_regular(folder / mark, most_bytes=_MOST_MARK_BYTES)
+        data = read_regular(folder / mark, max_bytes=_MAX_MARK_BYTES)
     except (OSError, ValueError):
         return ""
-    sealed = (path.name for path in all_steps(folder) if digest(path.name.encode()).encode() in data)
+    digest_matches = (
+        path.name for path in list_checkpoints(folder) if sha256_digest(path.name.encode()).encode() in data
+    )
     name = data.partition(b"\n")[0].decode(errors="replace").strip()
-    return next(sealed, name if _STEP.fullmatch(name) else "")
+    return next(digest_matches, name if _STEP.fullmatch(name) else "")
 
 
-def prune(folder: Path, *, keep: int) -> list[Path]:
-    """Remove all but the last `keep` and the best, and never the only good one; return the removed paths.
+def prune_checkpoints(folder: Path, *, keep: int) -> list[Path]:
+    """Remove all but the last `keep` and the best, and never the only intact one; return the removed paths.
 
-    If the mark of the best can't be read, nothing is removed: each of them may be it. A step that is a link is kept.
+    If the mark of the best can't be read, nothing is removed: any of them may be the best. A linked folder is kept.
     """
-    steps = all_steps(folder)
-    kept = set(steps[-max(keep, 1) :]) | {pointed_checkpoint(folder, BEST), pointed_checkpoint(folder, LATEST)}
-    doomed = [path for path in steps if path not in kept and not path.is_symlink()]
-    if not doomed or is_mark_lost(folder, BEST):
+    steps = list_checkpoints(folder)
+    retained = set(steps[-max(keep, 1) :]) | {resolve_mark(folder, BEST), resolve_mark(folder, LATEST)}
+    expired = [path for path in steps if path not in retained and not path.is_symlink()]
+    if not expired or is_mark_broken(folder, BEST):
         return []
-    if not any(_is_good(path) for path in sorted((p for p in kept if p), reverse=True)):
+    if not any(_is_valid(path) for path in sorted((p for p in retained if p), reverse=True)):
         return []
     removed: list[Path] = []
-    for path in doomed:
-        gone = path.with_name(f"{ASIDE}gone-{path.name}")
-        with suppress(FileNotFoundError):  # a run that trains meanwhile removes its oldest too
-            path.rename(gone)
+    for path in expired:
+        trash = path.with_name(f"{STAGING_PREFIX}gone-{path.name}")
+        with suppress(FileNotFoundError):  # a run that trains at the same time removes its oldest too
+            path.rename(trash)
             removed.append(path)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(trash, ignore_errors=True)
     return removed
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the leftovers of interrupted saves whose processes have ended."""
-    _put_back(folder)
-    for path in folder.glob(f"{ASIDE}*"):
-        if not _is_saving(path):
+    _restore_replaced(folder)
+    for path in folder.glob(f"{STAGING_PREFIX}*"):
+        if not _is_being_written(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_saving(path: Path) -> bool:
+def _is_being_written(path: Path) -> bool:
     owner = path.name.rpartition("-")[2]
     return owner.isdecimal() and int(owner) != os.getpid() and Path(f"/proc/{owner}").exists()
 
 
-def _is_good(path: Path) -> bool:
+def _is_valid(path: Path) -> bool:
     try:
-        verify(path)
+        check_checkpoint(path)
     except CheckpointError:
         return False
     return True

@@ -17,56 +17,58 @@ from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import open_regular, read_json, sync_folder, write_json
 
 WEIGHTS = "weights.json"
-MOST_BYTES = 5_000_000_000
-_SEAL = "seal"
-_STEM, _ENDING = "model", ".safetensors"
+MAX_FILE_BYTES = 5_000_000_000
+_DIGEST_KEY = "seal"
+_FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
 
 
-def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most_bytes: int = MOST_BYTES) -> None:
-    """Write aside, flush, and replace the model files in `folder`, or in the folder it links to.
+def write_model_folder(
+    folder: Path, tensors: Sequence[Writable], *, config: Any, max_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write model files to a staging folder, flush it, and replace those in `folder`, or in the folder it links to.
 
-    Other files there (a tokenizer, a README) stay. Tensors are made and written in their order.
+    Other files there (a tokenizer, a README) stay. Tensors are created and written one after another.
     """
     folder = folder.resolve()
-    aside, before = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.before")
-    _keep_others(before, folder)  # of a process that was killed between the two
+    staging, replaced = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.before")
+    _keep_other_files(replaced, folder)  # left by a process that was killed between the two renames
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        files = _files(tensors, most_bytes=most_bytes)
-        for name, own in files.items():
-            write_tensors(aside / name, own)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        files = _split_files(tensors, max_bytes=max_bytes)
+        for name, file_tensors in files.items():
+            write_tensors(staging / name, file_tensors)
         if len(files) > 1:
-            write_json(aside / f"{_STEM}{_ENDING}.index.json", _index(files))
+            write_json(staging / f"{_FILE_STEM}{_FILE_SUFFIX}.index.json", _weight_index(files))
         if config is not None:
-            write_json(aside / "config.json", config)
-        sync_folder(aside)
+            write_json(staging / "config.json", config)
+        sync_folder(staging)
         if folder.exists():
-            folder.rename(before)
-        aside.rename(folder)
-        _keep_others(before, folder)
+            folder.rename(replaced)
+        staging.rename(folder)
+        _keep_other_files(replaced, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _keep_others(before: Path, folder: Path) -> None:
-    """Move the files of `before` that belong to no model into `folder`, and empty `before`."""
-    if not before.is_dir():
+def _keep_other_files(replaced: Path, folder: Path) -> None:
+    """Move the files of `replaced` that are not model files into `folder`, and remove the others."""
+    if not replaced.is_dir():
         return
     if not folder.exists():
-        before.rename(folder)
+        replaced.rename(folder)
         return
-    for path in before.iterdir():
-        if _is_of_a_model(path):
+    for path in replaced.iterdir():
+        if _is_model_file(path):
             path.unlink()
         elif not (folder / path.name).exists():
             path.rename(folder / path.name)
-    with contextlib.suppress(OSError):  # a name that both have: the older one stays aside
-        before.rmdir()
+    with contextlib.suppress(OSError):  # not empty if both have a file of one name: the older one stays there
+        replaced.rmdir()
 
 
-def _is_of_a_model(path: Path) -> bool:
-    is_weights = path.name.startswith(_STEM) and path.name.endswith((_ENDING, f"{_ENDING}.index.json"))
+def _is_model_file(path: Path) -> bool:
+    is_weights = path.name.startswith(_FILE_STEM) and path.name.endswith((_FILE_SUFFIX, f"{_FILE_SUFFIX}.index.json"))
     return not path.is_dir() and (is_weights or path.name == "config.json")
 
 
@@ -77,40 +79,40 @@ def digest_files(folder: Path) -> dict[str, str]:
         OSError: one can't be read.
         ValueError: one is no regular file.
     """
-    found = {}
+    digests = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             continue
         with os.fdopen(open_regular(path), "rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
-def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
+def check_model_folder(folder: Path, digests: Mapping[str, str]) -> None:
     """Compare every file of a written folder with its digest.
 
     Raises:
         CheckpointError: one is missing, was added, or is not what was written.
     """
     try:
-        found = digest_files(folder)
+        actual = digest_files(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} can't be read: {error}.", where=str(folder)) from error
-    for name in sorted({*found, *digests}):
-        if found.get(name) != digests.get(name):
-            how = "differs from what was written" if name in digests else "was not written with the others"
-            how = how if name in found else "is missing"
+    for name in sorted({*actual, *digests}):
+        if actual.get(name) != digests.get(name):
+            problem = "differs from what was written" if name in digests else "was not written with the others"
+            problem = problem if name in actual else "is missing"
             raise CheckpointError(
-                f"{name} in {folder.name} {how}.",
+                f"{name} in {folder.name} {problem}.",
                 where=str(folder / name),
                 cause="a damaged disk, a flipped bit, or an edited file",
                 hint="paceline ckpt consolidate RUN --to FOLDER writes it from the newest good checkpoint",
             )
 
 
-def seal(said: Mapping[str, Any]) -> dict[str, Any]:
+def add_digest(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of `weights.json` with the digest of its own text added."""
-    return {**said, _SEAL: hashlib.sha256(json.dumps(said).encode()).hexdigest()}
+    return {**content, _DIGEST_KEY: hashlib.sha256(json.dumps(content).encode()).hexdigest()}
 
 
 def check_consolidated(folder: Path) -> bool:
@@ -125,34 +127,36 @@ def check_consolidated(folder: Path) -> bool:
     if not file.exists():
         return False
     try:
-        said = read_json(file)
-        found = said.pop(_SEAL, None)
-        if found is None and "files" not in said:
+        content = read_json(file)
+        saved_digest = content.pop(_DIGEST_KEY, None)
+        if saved_digest is None and "files" not in content:
             return False
-        if seal(said)[_SEAL] != found or not isinstance(said["files"], dict):
+        if add_digest(content)[_DIGEST_KEY] != saved_digest or not isinstance(content["files"], dict):
             raise ValueError("its own digest differs")
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file} differs from what was written: {error}.", where=str(file)) from error
-    check_folder(folder, said["files"])
+    check_model_folder(folder, content["files"])
     return True
 
 
-def _files(tensors: Iterable[Writable], *, most_bytes: int) -> dict[str, list[Writable]]:
+def _split_files(tensors: Iterable[Writable], *, max_bytes: int) -> dict[str, list[Writable]]:
     """Return the tensors by file; a tensor larger than a file has one of its own."""
-    cut: list[list[Writable]] = [[]]
-    held = 0
+    groups: list[list[Writable]] = [[]]
+    group_bytes = 0
     for tensor in tensors:
-        if cut[-1] and held + tensor.num_bytes > most_bytes:
-            cut.append([])
-            held = 0
-        cut[-1].append(tensor)
-        held += tensor.num_bytes
-    if len(cut) == 1:
-        return {f"{_STEM}{_ENDING}": cut[0]}
-    return {f"{_STEM}-{number:05d}-of-{len(cut):05d}{_ENDING}": own for number, own in enumerate(cut, 1)}
+        if groups[-1] and group_bytes + tensor.num_bytes > max_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(tensor)
+        group_bytes += tensor.num_bytes
+    if len(groups) == 1:
+        return {f"{_FILE_STEM}{_FILE_SUFFIX}": groups[0]}
+    return {
+        f"{_FILE_STEM}-{number:05d}-of-{len(groups):05d}{_FILE_SUFFIX}": own for number, own in enumerate(groups, 1)
+    }
 
 
-def _index(files: dict[str, list[Writable]]) -> dict[str, Any]:
+def _weight_index(files: dict[str, list[Writable]]) -> dict[str, Any]:
     total = sum(tensor.num_bytes for own in files.values() for tensor in own)
     return {
         "metadata": {"total_size": total},

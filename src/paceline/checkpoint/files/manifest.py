@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: it names every file and tensor with a digest, and carries its own.
+"""The manifest of a checkpoint: it lists every file and tensor with a digest, and has a digest of itself.
 
-Format 1 has one file of each kind. In format 2 every rank has written a file of what it holds
-(`model.rank-0003.safetensors`), and a tensor that is in pieces has an entry for each: its offset, and the shape of the
-whole.
+Format 1 has one file of each kind. In format 2 every rank writes a file with its shards
+(`model.rank-0003.safetensors`), and the manifest has an entry for each shard, with its offset and the full shape.
 """
 
 import json
@@ -11,20 +10,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.manifest_schema import FileForm, ManifestForm, check_state, parse_files, parse_manifest
-from paceline.checkpoint.files.resharding_reader import StoredShard, StoredTensors, check_cover
-from paceline.checkpoint.files.safetensors_io import TensorEntry, Writable, digest, header_digest, write_tensors
+from paceline.checkpoint.files.manifest_schema import (
+    FileSchema,
+    ManifestSchema,
+    check_state,
+    parse_files,
+    parse_manifest,
+)
+from paceline.checkpoint.files.resharding_reader import StoredShard, StoredTensors, check_coverage
+from paceline.checkpoint.files.safetensors_io import TensorEntry, Writable, header_digest, sha256_digest, write_tensors
 from paceline.errors import CheckpointError, MachineError
 from paceline.filesystem.atomic_files import is_damage, parse_json, read_regular, write_text
 
-FORMAT, FORMAT_OF_RANKS = "paceline-checkpoint-1", "paceline-checkpoint-2"
+FORMAT, RANK_FORMAT = "paceline-checkpoint-1", "paceline-checkpoint-2"
 MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"(.+)\.rank-\d{4,}(\.safetensors)")
-_OUTER = re.compile(rb'\{"digest": "([0-9a-f]{64})", "body": (".*")\}', re.DOTALL)
-_MOST_BYTES = 1 << 29
+_MANIFEST_PATTERN = re.compile(rb'\{"digest": "([0-9a-f]{64})", "body": (".*")\}', re.DOTALL)
+_MAX_BYTES = 1 << 29
 
 Files = Mapping[str, Sequence[Writable]]
-Listed = Mapping[str, Mapping[str, Any]]
+FileEntries = Mapping[str, Mapping[str, Any]]
 
 
 def rank_file(kind: str, rank: int) -> str:
@@ -33,35 +38,35 @@ def rank_file(kind: str, rank: int) -> str:
     return f"{stem}.rank-{rank:04d}{dot}{ending}"
 
 
-def kind_of(file: str) -> str:
+def file_kind(file: str) -> str:
     """Return the kind of a file, without the rank that wrote it."""
     match = _RANK_FILE.fullmatch(file)
     return file if match is None else match[1] + match[2]
 
 
-def write_files(aside: Path, files: Files) -> dict[str, Any]:
+def write_files(staging: Path, files: Files) -> dict[str, Any]:
     """Write and flush files of tensors; return their entries for the manifest."""
-    listed = {}
+    entries_by_file = {}
     for name, tensors in files.items():
-        entries = write_tensors(aside / name, tensors)
-        num_bytes, header = header_digest(aside / name)
-        listed[name] = {
+        entries = write_tensors(staging / name, tensors)
+        num_bytes, header = header_digest(staging / name)
+        entries_by_file[name] = {
             "header": header,
             "bytes": num_bytes,
             "tensors": [entry.as_json() for entry in entries],
         }
-    return listed
+    return entries_by_file
 
 
-def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], step: int) -> None:
+def write_manifest(staging: Path, *, file_entries: FileEntries, state: Mapping[str, Any], step: int) -> None:
     """Write and flush the manifest.
 
     Raises:
         CheckpointError: an element of a tensor is in no file, or in two.
     """
-    for (kind, name), entries in _by_tensor(listed).items():
+    for (kind, name), entries in _group_by_tensor(file_entries).items():
         try:
-            check_cover(name, entries)
+            check_coverage(name, entries)
         except CheckpointError as error:
             raise CheckpointError(
                 error.what,
@@ -70,12 +75,12 @@ def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], ste
                 "not in the job",
                 hint="report this bug; --resume uses the newest older checkpoint",
             ) from None
-    form = FORMAT if all(kind_of(name) == name for name in listed) else FORMAT_OF_RANKS
-    _write_body(aside, {"format": form, "step": step, "state": state, "files": listed})
+    format_name = FORMAT if all(file_kind(name) == name for name in file_entries) else RANK_FORMAT
+    _write_body(staging, {"format": format_name, "step": step, "state": state, "files": file_entries})
 
 
-def amend_state(path: Path, **changes: Any) -> None:
-    """Replace parts of a whole checkpoint's state atomically: a reader sees the old ones or the new.
+def update_state(path: Path, **changes: Any) -> None:
+    """Replace parts of a checkpoint's state atomically: a reader sees either the old or the new manifest.
 
     Raises:
         CheckpointError: its manifest can't be read.
@@ -87,10 +92,10 @@ def amend_state(path: Path, **changes: Any) -> None:
 
 def _write_body(path: Path, body: Mapping[str, Any]) -> None:
     text = json.dumps(body, separators=(",", ":"))
-    write_text(path / MANIFEST, json.dumps({"digest": digest(text.encode()), "body": text}))
+    write_text(path / MANIFEST, json.dumps({"digest": sha256_digest(text.encode()), "body": text}))
 
 
-def read_body(path: Path) -> ManifestForm:
+def read_body(path: Path) -> ManifestSchema:
     """Return the manifest's body after checking its digest and the type of every part.
 
     Raises:
@@ -98,22 +103,22 @@ def read_body(path: Path) -> ManifestForm:
         MachineError: it exists, but can't be read now.
     """
     try:
-        text = _body_text(read_regular(path / MANIFEST, most_bytes=_MOST_BYTES))
+        text = _body_text(read_regular(path / MANIFEST, max_bytes=_MAX_BYTES))
     except OSError as error:
-        raise _unread(path, error) from error
+        raise _unreadable_manifest_error(path, error) from error
     except ValueError as error:
         raise CheckpointError(f"the manifest of {path.name} is damaged: {error}.", where=str(path)) from error
     if text is None:
         raise CheckpointError(f"the manifest of {path.name} differs from what was written.", where=str(path))
     try:
         body = parse_manifest(text)
-        if body.format in (FORMAT, FORMAT_OF_RANKS):
+        if body.format in (FORMAT, RANK_FORMAT):
             check_state(body.state)
     except ValueError as error:
         raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
-    if body.format not in (FORMAT, FORMAT_OF_RANKS):
+    if body.format not in (FORMAT, RANK_FORMAT):
         raise CheckpointError(
-            f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {FORMAT_OF_RANKS!r}.",
+            f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {RANK_FORMAT!r}.",
             where=str(path),
             hint="use the version of Paceline that wrote it",
         )
@@ -121,18 +126,18 @@ def read_body(path: Path) -> ManifestForm:
 
 
 def _body_text(data: bytes) -> str | None:
-    """Return the text that a manifest carries; None if one byte of the file is not what `write_manifest` wrote."""
-    outer = _OUTER.fullmatch(data)
+    """Return the body of a manifest as text; None if any byte of the file differs from what was written."""
+    outer = _MANIFEST_PATTERN.fullmatch(data)
     if outer is None:
         return None
     text = parse_json(outer[2])
-    if digest(text.encode()) != outer[1].decode() or json.dumps(text).encode() != outer[2]:
+    if sha256_digest(text.encode()) != outer[1].decode() or json.dumps(text).encode() != outer[2]:
         return None
     return str(text)
 
 
-def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
-    """Return the error for a manifest: damaged, or unreadable now and not to be replaced by an older checkpoint."""
+def _unreadable_manifest_error(path: Path, error: OSError) -> CheckpointError | MachineError:
+    """Return the error for a manifest that is damaged, or that can't be read now but may be intact."""
     if isinstance(error, FileNotFoundError):
         cause = "it is not a Paceline checkpoint"
         return CheckpointError(f"{path.name} has no {MANIFEST}.", where=str(path), cause=cause)
@@ -151,27 +156,27 @@ def unreadable_file_error(file: Path, error: OSError) -> MachineError:
     )
 
 
-def stored_files(path: Path, listed: Listed) -> dict[str, StoredTensors]:
+def open_stored_files(path: Path, file_entries: FileEntries) -> dict[str, StoredTensors]:
     """Return the stored tensors of each kind, after checking every file's presence, size and header.
 
     Raises:
-        CheckpointError: a file is missing, cut off or foreign, or an element of a tensor is in none of them.
+        CheckpointError: a file is missing, truncated or wrong, or an element of a tensor is in none of them.
         MachineError: a file can't be read now.
     """
     try:
-        files = parse_files(listed)
+        files = parse_files(file_entries)
     except ValueError as error:
         raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
-    pieces: dict[str, list[StoredShard]] = {}
-    for name, (said, entries) in files.items():
-        _check_file(path, name, said)
+    shards: dict[str, list[StoredShard]] = {}
+    for name, (file_schema, entries) in files.items():
+        _check_file(path, name, file_schema)
         file = path / name
-        pieces.setdefault(kind_of(name), []).extend(StoredShard(file=file, entry=entry) for entry in entries)
-    return {kind: StoredTensors(found) for kind, found in pieces.items()}
+        shards.setdefault(file_kind(name), []).extend(StoredShard(file=file, entry=entry) for entry in entries)
+    return {kind: StoredTensors(found) for kind, found in shards.items()}
 
 
-def _check_file(path: Path, name: str, listed: FileForm) -> None:
-    """Raise an error for a file that is missing, cut off or foreign."""
+def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:
+    """Raise an error for a file that is missing, truncated or from another checkpoint."""
     file = path / name
     if Path(name).name != name or name == ".." or "\0" in name:
         raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))
@@ -183,15 +188,15 @@ def _check_file(path: Path, name: str, listed: FileForm) -> None:
         raise CheckpointError(f"{name} is missing from {path.name}.", where=str(path)) from None
     except ValueError as error:
         raise CheckpointError(f"{name} of {path.name} can't be used: {error}.", where=str(file)) from None
-    if size != listed.bytes:
-        raise CheckpointError(f"{name} has {size} bytes, but {listed.bytes} were written.", where=str(file))
-    if header != listed.header:
+    if size != file_schema.bytes:
+        raise CheckpointError(f"{name} has {size} bytes, but {file_schema.bytes} were written.", where=str(file))
+    if header != file_schema.header:
         raise CheckpointError(f"the header of {name} differs from what was written.", where=str(file))
 
 
-def _by_tensor(listed: Listed) -> dict[tuple[str, str], list[TensorEntry]]:
-    found: dict[tuple[str, str], list[TensorEntry]] = {}
-    for file, said in listed.items():
-        for entry in said["tensors"]:
-            found.setdefault((kind_of(file), entry["name"]), []).append(TensorEntry.from_json(entry))
-    return found
+def _group_by_tensor(file_entries: FileEntries) -> dict[tuple[str, str], list[TensorEntry]]:
+    entries_by_tensor: dict[tuple[str, str], list[TensorEntry]] = {}
+    for file, file_entry in file_entries.items():
+        for entry in file_entry["tensors"]:
+            entries_by_tensor.setdefault((file_kind(file), entry["name"]), []).append(TensorEntry.from_json(entry))
+    return entries_by_tensor

@@ -1,7 +1,7 @@
-"""The schema of a manifest: the required type of every part. A manifest of another form can't be loaded.
+"""The schema of a manifest: the required type of every part. A manifest with another structure can't be loaded.
 
-A digest shows that the text is the one that was written, not that a run can use it: a stranger's file, or one that was
-edited together with its digest, has a right digest too.
+A digest shows that the text is the one that was written, not that a run can use it: an untrusted file, or one that was
+edited together with its digest, has a valid digest too.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from paceline.filesystem.atomic_files import parse_json
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class FileForm(msgspec.Struct, kw_only=True):
+class FileSchema(msgspec.Struct, kw_only=True):
     """The manifest's entry for one file."""
 
     header: str
@@ -24,7 +24,7 @@ class FileForm(msgspec.Struct, kw_only=True):
     tensors: list[dict[str, Any]]
 
 
-class CursorForm(msgspec.Struct, kw_only=True):
+class CursorSchema(msgspec.Struct, kw_only=True):
     """The run's position in its data."""
 
     epoch: Count
@@ -33,14 +33,14 @@ class CursorForm(msgspec.Struct, kw_only=True):
     step: Count
 
 
-class OptimizerForm(msgspec.Struct, kw_only=True):
+class OptimizerSchema(msgspec.Struct, kw_only=True):
     """The manifest's entry for one optimizer, without its tensors."""
 
     kind: str
     groups: list[dict[str, Any]]
 
 
-class ProgressForm(msgspec.Struct, kw_only=True):
+class ProgressSchema(msgspec.Struct, kw_only=True):
     """The training loop's own progress, in addition to the cursor."""
 
     tokens: float = 0.0
@@ -52,24 +52,24 @@ class ProgressForm(msgspec.Struct, kw_only=True):
     unjudged: bool = False
 
 
-class StateForm(msgspec.Struct, kw_only=True):
+class StateSchema(msgspec.Struct, kw_only=True):
     """The part of a run's state that a resume reads; parts that not every run has may be absent."""
 
     identity: dict[str, Any]
-    cursor: CursorForm
+    cursor: CursorSchema
     feed: dict[str, Any]
     aliases: dict[str, str]
-    optimizers: list[OptimizerForm]
+    optimizers: list[OptimizerSchema]
     schedules: list[dict[str, Any]]
     scaler: dict[str, Any] | None = None
     extra_state: dict[str, Any] = {}
-    extra: ProgressForm = msgspec.field(default_factory=ProgressForm)
+    extra: ProgressSchema = msgspec.field(default_factory=ProgressSchema)
     grid: dict[str, int | None] = {}
     settings: dict[str, str] | None = None
     sites: list[dict[str, Any]] = []
 
 
-class ManifestForm(msgspec.Struct, kw_only=True):
+class ManifestSchema(msgspec.Struct, kw_only=True):
     """The body of a manifest."""
 
     format: str
@@ -78,22 +78,22 @@ class ManifestForm(msgspec.Struct, kw_only=True):
     files: dict[str, Any]
 
 
-def parse_manifest(text: str) -> ManifestForm:
+def parse_manifest(text: str) -> ManifestSchema:
     """Return the body of a manifest.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: it does not match the schema.
     """
-    return msgspec.convert(parse_json(text), ManifestForm)
+    return msgspec.convert(parse_json(text), ManifestSchema)
 
 
-def parse_files(listed: Mapping[str, Any]) -> dict[str, tuple[FileForm, list[TensorEntry]]]:
+def parse_files(file_entries: Mapping[str, Any]) -> dict[str, tuple[FileSchema, list[TensorEntry]]]:
     """Return a manifest's entries for each file and its tensors.
 
     Raises:
-        ValueError: it is of another form, or sizes do not belong together.
+        ValueError: it does not match the schema, or sizes are inconsistent.
     """
-    files = msgspec.convert(listed, dict[str, FileForm])
+    files = msgspec.convert(file_entries, dict[str, FileSchema])
     return {name: (said, [TensorEntry.from_json(entry) for entry in said.tensors]) for name, said in files.items()}
 
 
@@ -103,4 +103,4 @@ def check_state(state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the part.
     """
-    msgspec.convert(state, StateForm)
+    msgspec.convert(state, StateSchema)

@@ -25,9 +25,9 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
 }  # fmt: skip
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
-_SMALL = 1 << 16
+_MAX_INLINE_DIGEST_BYTES = 1 << 16
 _BLOCK_BYTES = 16 << 20
 
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Sizes = Annotated[tuple[_Size, ...], Meta(max_length=64)]  # torch has no tensor of more dimensions
 
 
-class _EntryForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _EntrySchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The manifest's entry for one tensor, as it is written; an absent key is not `null`."""
 
     name: str
@@ -49,8 +49,8 @@ class _EntryForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Laid:
-    """The type and shape of a tensor, or of the piece at offset `at` of a tensor of shape `whole`."""
+class TensorLayout:
+    """The type and shape of a tensor, or of the shard at offset `at` of a tensor of shape `whole`."""
 
     name: str
     dtype: str
@@ -60,7 +60,7 @@ class _Laid:
 
     @property
     def key(self) -> str:
-        """The tensor's name in its file: a piece is never mistaken for the whole tensor."""
+        """The tensor's name in its file: a shard is never mistaken for the full tensor."""
         return self.name if self.at is None else f"{self.name}@{'.'.join(map(str, self.at))}"
 
     @property
@@ -68,13 +68,13 @@ class _Laid:
         """The number of bytes of its elements."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def laid(self) -> dict[str, Any]:
+    def layout_fields(self) -> dict[str, Any]:
         """Return these fields as keyword arguments for another class."""
-        return {each.name: getattr(self, each.name) for each in fields(_Laid)}
+        return {each.name: getattr(self, each.name) for each in fields(TensorLayout)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorBytes(_Laid):
+class TensorBytes(TensorLayout):
     """A tensor as bytes, row-major."""
 
     data: memoryview
@@ -85,23 +85,23 @@ class TensorBytes(_Laid):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LazyTensor(_Laid):
-    """A tensor whose bytes are made when they are written, and released afterwards."""
+class LazyTensor(TensorLayout):
+    """A tensor whose bytes are created when they are written, and released afterwards."""
 
-    make: Callable[[], memoryview]
+    load_data: Callable[[], memoryview]
 
     @property
     def data(self) -> memoryview:
-        """The tensor's bytes, made on access."""
-        return self.make()
+        """The tensor's bytes, created on access."""
+        return self.load_data()
 
 
 Writable = TensorBytes | LazyTensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorEntry(_Laid):
-    """The manifest's entry for one tensor, or for one piece."""
+class TensorEntry(TensorLayout):
+    """The manifest's entry for one tensor, or for one shard."""
 
     start: int
     stop: int
@@ -118,7 +118,7 @@ class TensorEntry(_Laid):
         Raises:
             ValueError: naming what does not fit.
         """
-        form = msgspec.convert(value, _EntryForm)
+        form = msgspec.convert(value, _EntrySchema)
         if form.dtype not in ITEM_BYTES:
             raise ValueError(f"{form.name}: unknown dtype {form.dtype!r}")
         entry = TensorEntry(
@@ -133,7 +133,7 @@ class TensorEntry(_Laid):
         return entry
 
 
-def digest(data: bytes | memoryview) -> str:
+def sha256_digest(data: bytes | memoryview) -> str:
     """Return the SHA-256, which processors compute in hardware."""
     return hashlib.sha256(data).hexdigest()
 
@@ -143,11 +143,11 @@ def write_tensors(path: Path, tensors: Sequence[Writable]) -> list[TensorEntry]:
 
     Only one lazy tensor at a time is in memory.
     """
-    entries, header = _plan(tensors)
+    entries, header = _plan_layout(tensors)
     with ThreadPoolExecutor(max_workers=1) as pool, path.open("xb") as file:
         file.write(header)
         entries = [
-            replace(entry, digest=_written(file, tensor.data, pool))
+            replace(entry, digest=_write_and_digest(file, tensor.data, pool))
             for entry, tensor in zip(entries, tensors, strict=True)
         ]
         file.flush()
@@ -155,13 +155,13 @@ def write_tensors(path: Path, tensors: Sequence[Writable]) -> list[TensorEntry]:
         return entries
 
 
-def _written(file: BinaryIO, data: memoryview, pool: ThreadPoolExecutor) -> str:
-    if data.nbytes < _SMALL:
+def _write_and_digest(file: BinaryIO, data: memoryview, pool: ThreadPoolExecutor) -> str:
+    if data.nbytes < _MAX_INLINE_DIGEST_BYTES:
         file.write(data)
-        return digest(data)
-    found = pool.submit(digest, data)
+        return sha256_digest(data)
+    future = pool.submit(sha256_digest, data)
     file.write(data)
-    return found.result()
+    return future.result()
 
 
 def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorBytes]:
@@ -171,14 +171,14 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
         CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
         MachineError: the file can't be read now.
     """
-    with _opened(path) as file:
+    with _open_tensors(path) as file:
         for entry in entries:
             _check_end(file, entry)
-            data = _memory(entry)
+            data = _allocate(entry)
             file.seek(entry.start)
-            if file.readinto(data) != len(data) or digest(data) != entry.digest:
-                raise _changed(path, entry)
-            yield TensorBytes(**entry.laid(), data=data)
+            if file.readinto(data) != len(data) or sha256_digest(data) != entry.digest:
+                raise _digest_mismatch_error(path, entry)
+            yield TensorBytes(**entry.layout_fields(), data=data)
 
 
 def check_tensors(path: Path, entries: Sequence[TensorEntry]) -> None:
@@ -188,26 +188,26 @@ def check_tensors(path: Path, entries: Sequence[TensorEntry]) -> None:
         CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
         MachineError: the file can't be read now.
     """
-    with _opened(path) as file:
+    with _open_tensors(path) as file:
         for entry in entries:
             _check_end(file, entry)
             file.seek(entry.start)
-            found, left = hashlib.sha256(), entry.stop - entry.start
-            while left and (block := file.read(min(left, _BLOCK_BYTES))):
-                found.update(block)
-                left -= len(block)
-            if left or found.hexdigest() != entry.digest:
-                raise _changed(path, entry)
+            hasher, remaining = hashlib.sha256(), entry.stop - entry.start
+            while remaining and (block := file.read(min(remaining, _BLOCK_BYTES))):
+                hasher.update(block)
+                remaining -= len(block)
+            if remaining or hasher.hexdigest() != entry.digest:
+                raise _digest_mismatch_error(path, entry)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def _open_tensors(path: Path) -> Iterator[BufferedReader]:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             yield file
     except OSError as error:
-        what = f"{path.name} can't be read: {error.strerror}."
-        raise (CheckpointError if is_damage(error) else MachineError)(what, where=str(path)) from error
+        message = f"{path.name} can't be read: {error.strerror}."
+        raise (CheckpointError if is_damage(error) else MachineError)(message, where=str(path)) from error
     except ValueError as error:
         raise CheckpointError(f"{path.name} can't be read: {error}.", where=str(path)) from error
 
@@ -220,7 +220,7 @@ def _check_end(file: BufferedReader, entry: TensorEntry) -> None:
         )
 
 
-def _memory(entry: TensorEntry) -> memoryview:
+def _allocate(entry: TensorEntry) -> memoryview:
     try:
         return memoryview(bytearray(entry.stop - entry.start))
     except MemoryError:
@@ -228,7 +228,7 @@ def _memory(entry: TensorEntry) -> memoryview:
         raise MachineError(f"{entry.key} needs {size:,} bytes of memory at once, and the allocation failed.") from None
 
 
-def _changed(path: Path, entry: TensorEntry) -> CheckpointError:
+def _digest_mismatch_error(path: Path, entry: TensorEntry) -> CheckpointError:
     return CheckpointError(
         f"{entry.key} in {path.name} differs from what was written.",
         where=str(path),
@@ -242,20 +242,20 @@ def header_digest(path: Path) -> tuple[int, str]:
     Raises:
         OSError: it can't be read.
         ValueError: it is no regular file.
-        CheckpointError: it is shorter than its header says.
+        CheckpointError: it is shorter than its header should be.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER_BYTES or length > size:
+        if length > _MAX_HEADER_BYTES or length > size:
             raise CheckpointError(
-                f"{path.name} is truncated or damaged: it has {size} bytes, and its header alone says {length}.",
+                f"{path.name} is truncated or damaged: it has {size} bytes, but its header should have {length}.",
                 where=str(path),
                 cause="an interrupted copy, a full disk, or a file of another format",
             )
-        return size, digest(length.to_bytes(8, "little") + file.read(length))
+        return size, sha256_digest(length.to_bytes(8, "little") + file.read(length))
 
 
-def _plan(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
+def _plan_layout(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -267,9 +267,9 @@ def _plan(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     base = len(text) + 8
-    spans = [[base + place for place in header[tensor.key]["data_offsets"]] for tensor in tensors]
+    offsets = [[base + place for place in header[tensor.key]["data_offsets"]] for tensor in tensors]
     entries = [
-        TensorEntry(**tensor.laid(), start=start, stop=stop, digest="")
-        for tensor, (start, stop) in zip(tensors, spans, strict=True)
+        TensorEntry(**tensor.layout_fields(), start=start, stop=stop, digest="")
+        for tensor, (start, stop) in zip(tensors, offsets, strict=True)
     ]
     return entries, len(text).to_bytes(8, "little") + text

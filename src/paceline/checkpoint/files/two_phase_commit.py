@@ -1,7 +1,7 @@
-"""Two-phase commit: a checkpoint is written aside, flushed and renamed; then it is the latest.
+"""Two-phase commit: a checkpoint is written to a staging folder, flushed and renamed; then `latest` names it.
 
-One rank begins, every rank writes its files into the folder that nobody reads yet, and one writes the manifest and
-commits: a kill at any moment leaves the older checkpoint.
+Rank 0 creates the staging folder, every rank writes its files into it, and rank 0 writes the manifest and commits. A
+kill at any moment leaves the older checkpoint.
 """
 
 import os
@@ -9,56 +9,56 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.checkpoint.files.checkpoint_folder import ASIDE, LATEST, remove_leftovers, step_name
+from paceline.checkpoint.files.checkpoint_folder import LATEST, STAGING_PREFIX, remove_leftovers, step_name
 from paceline.checkpoint.files.manifest import Files
 from paceline.console.formatting import format_size
 from paceline.errors import SaveError
 from paceline.filesystem.atomic_files import free_bytes, sync_folder, write_text
-from paceline.filesystem.disk_full import as_checkpoint_error
+from paceline.filesystem.disk_full import convert_to_save_error
 
 _SPARE_BYTES = 16 << 20
 
 
-def bytes_of(files: Files) -> int:
+def total_bytes(files: Files) -> int:
     """Return the total size of the tensors in bytes."""
     return sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
 
 
-def begin(folder: Path, *, step: int, num_bytes: int) -> Path:
+def create_staging_folder(folder: Path, *, step: int, num_bytes: int) -> Path:
     """Create the folder that the checkpoint of `step` is written into.
 
     Raises:
         SaveError: less than `num_bytes` are free, or no permission.
     """
-    aside = folder / f"{ASIDE}{step_name(step)}-{os.getpid()}"
-    with as_checkpoint_error(f"step {step}", folder):
+    staging = folder / f"{STAGING_PREFIX}{step_name(step)}-{os.getpid()}"
+    with convert_to_save_error(f"step {step}", folder):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         _check_space(folder, num_bytes)
-        aside.mkdir()
-    return aside
+        staging.mkdir()
+    return staging
 
 
-def discard(aside: Path) -> None:
-    """Remove a folder made by `begin`."""
+def discard_staging_folder(staging: Path) -> None:
+    """Remove a folder that `create_staging_folder` created."""
     with suppress(OSError):
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def commit(folder: Path, aside: Path, *, step: int) -> Path:
-    """Rename a written folder to the checkpoint of its step, and make it the latest.
+def commit_checkpoint(folder: Path, staging: Path, *, step: int) -> Path:
+    """Rename a staging folder to the checkpoint of its step, and make it the latest.
 
-    If a kill leaves a replaced checkpoint aside, whoever opens the folder next puts it back (`checkpoint_folder`).
+    If a kill interrupts the replacement of a checkpoint, `find_newest_usable` restores the replaced one.
     """
     final = folder / step_name(step)
-    sync_folder(aside)
+    sync_folder(staging)
     if final.exists():
-        old = folder / f"{ASIDE}old-{final.name}-{os.getpid()}"
+        old = folder / f"{STAGING_PREFIX}old-{final.name}-{os.getpid()}"
         final.rename(old)
-        aside.rename(final)
+        staging.rename(final)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        aside.rename(final)
+        staging.rename(final)
     sync_folder(folder)
     write_text(folder / LATEST, final.name + "\n")
     return final

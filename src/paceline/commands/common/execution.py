@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import was_saved
+from paceline.checkpoint.files.checkpoint_folder import has_saves
 from paceline.commands.command_table import Starting
 from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested
 from paceline.commands.common.option_checks import misfit_parameters, parameters_of_object, unusable_run_dir
@@ -320,7 +320,7 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if turn.prints_all or turn.prints_line else []
     is_only_echo = turn.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps
-    shows_resume = outcome.screen and not (is_only_echo and not was_saved(RunFolder(outcome.run).checkpoints))
+    shows_resume = outcome.screen and not (is_only_echo and not has_saves(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
     if screen and not turn.prints_all:
         print_line(screen, sys.stderr)

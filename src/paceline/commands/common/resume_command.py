@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from paceline.checkpoint.files.checkpoint_folder import was_saved
+from paceline.checkpoint.files.checkpoint_folder import has_saves
 from paceline.config.loading import as_typed
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
@@ -41,5 +41,5 @@ def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
 
 def command_with(task: Task) -> str:
     """Return the same command for a changed microbatch size, which `--allow` accepts if a checkpoint exists."""
-    cut = " --allow micro_batch_size" if was_saved(RunFolder(Path(task.run)).checkpoints) else ""
+    cut = " --allow micro_batch_size" if has_saves(RunFolder(Path(task.run)).checkpoints) else ""
     return command_again(task) + cut

@@ -29,7 +29,7 @@ from paceline.errors import (
     user_line,
 )
 from paceline.filesystem.atomic_files import write_text
-from paceline.filesystem.disk_full import explain_refusal, is_full
+from paceline.filesystem.disk_full import explain_disk_error, is_disk_full
 from paceline.launch.agent.shared_status import read_failure_text, write_failure_text
 from paceline.launch.failures.oom_detection import (
     explain_data_worker_error,
@@ -218,7 +218,7 @@ def missing_log_failure(rank: int, *, log: Path) -> Failure | None:
     except FileExistsError:
         return None
     except OSError as error:
-        cause, hint = explain_refusal(error, log.parent)
+        cause, hint = explain_disk_error(error, log.parent)
         message = f"the log {log.name} can't be created: {error.strerror}."
         log_error = MachineError(message, where=str(log.parent), cause=cause, hint=hint)
         return failure_from_exception(log_error, rank=rank)
@@ -309,7 +309,7 @@ def _full_folder(error: OSError) -> tuple[Path, str]:
     candidates = [Path(found) for found in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if found]
     for folder in candidates:
         with suppress(OSError):
-            if is_full(folder):
+            if is_disk_full(folder):
                 return folder, str(folder)
     return Path(), ""
 
@@ -339,7 +339,7 @@ def _translate_error(error: BaseException) -> BaseException:
         return terminal_error.with_traceback(error.__traceback__)
     if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS:
         folder, where = _full_folder(error)
-        cause, hint = explain_refusal(error, folder)
+        cause, hint = explain_disk_error(error, folder)
         save_error = SaveError(f"a file could not be written: {error.strerror}.", where=where, cause=cause, hint=hint)
         save_error.__notes__ = list(getattr(error, "__notes__", ()))
         return save_error.with_traceback(error.__traceback__)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.filesystem.run_lock import birth_of
+from paceline.filesystem.run_lock import process_start_time
 from paceline.launch.environments import detect_world
 from paceline.launch.rendezvous import user_folder
 
@@ -65,7 +65,7 @@ def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
     except PacelineError:
         return None
     parent = os.getppid()
-    birth = birth_of(parent)
+    birth = process_start_time(parent)
     if joined is None or joined.world_size == 1 or joined.kind not in _LAUNCHERS or birth is None:
         return None
     return joined.rank, f"told-{parent}-{birth}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -118,5 +118,5 @@ def _remove_old_claims(folder: Path) -> None:
     """Remove the files of worlds whose launcher has ended."""
     for path in folder.glob("told-*"):
         _, pid, birth, *rest = [*path.name.split("-"), "", ""]
-        if len(rest) > 2 and pid.isdecimal() and birth_of(int(pid)) != birth:
+        if len(rest) > 2 and pid.isdecimal() and process_start_time(int(pid)) != birth:
             path.unlink(missing_ok=True)

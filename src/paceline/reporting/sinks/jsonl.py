@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict, metrics_of, ratios_of
-from paceline.filesystem.atomic_files import open_in_place, parse_json, read_regular
+from paceline.filesystem.atomic_files import open_no_follow, parse_json, read_regular
 from paceline.run_folder.run_folder import RunFolder
 
 _MOST_BYTES = 1 << 30
@@ -49,7 +49,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a JSONL file, and the number of lines that could not be read."""
     try:
-        text = read_regular(path, most_bytes=_MOST_BYTES).decode(errors="replace")
+        text = read_regular(path, max_bytes=_MOST_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
     except ValueError:  # a pipe, a device, or a file larger than any run writes
@@ -71,7 +71,7 @@ def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _open(path: Path) -> int:
     """Open a file to append. A line that was cut off is ended first; otherwise the next record would join it."""
-    handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    handle = open_no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
         os.write(handle, b"\n")

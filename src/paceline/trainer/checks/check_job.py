@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state_outside_state_dict import extra_state, tensors_of
+from paceline.checkpoint.state_outside_state_dict import get_extra_state, state_dict_tensors
 from paceline.checkpoint.tensor_bytes import DTYPES
-from paceline.checkpoint.train_state import make_optimizers
+from paceline.checkpoint.train_state import create_optimizers
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError, JobError, PacelineError, raise_all
 from paceline.job import Job
@@ -42,7 +42,7 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
     problems = [*_wrapped(model), *_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
     if problems:
         with suppress(Exception):
-            optimizers = make_optimizers(job, model)
+            optimizers = create_optimizers(job, model)
             problems += unfit_optimizers(optimizers)
             problems += unfit_schedules([job.lr_schedule(o) for o in optimizers] if job.lr_schedule else [], optimizers)
         raise_all(problems)
@@ -168,11 +168,11 @@ def _unsaved(model: nn.Module) -> list[PacelineError]:
             f"{name} of the model has the type {tensor.dtype}, which can't be saved.",
             hint="another dtype, or register_buffer(..., persistent=False) if the model recreates it",
         )
-        for name, tensor in tensors_of(model).items()
+        for name, tensor in state_dict_tensors(model).items()
         if tensor.dtype not in known and not (isinstance(tensor, nn.Parameter) and tensor.is_complex())
     ]
     try:
-        extra_state(model)
+        get_extra_state(model)
     except CheckpointError as error:
         found.append(JobError(error.what, cause=error.cause, hint=error.hint))
     return found

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.optimizer_options import Options, given_options
-from paceline.checkpoint.train_state import check_optimizers, make_optimizers
+from paceline.checkpoint.optimizer_options import Options, factory_options
+from paceline.checkpoint.train_state import check_optimizers, create_optimizers
 from paceline.comm.process_group import World
 from paceline.config.settings import Settings
 from paceline.errors import raise_all
@@ -61,14 +61,14 @@ def make_update(
     """Return the optimizer update, and the optimizers' options before a schedule overwrites them."""
     if rules is not None:
         rules.refuse_pieces(_pieces(placed), layout=plan.layout)
-    optimizers = make_optimizers(job, model) if rules is None else rules.on(placed.named)
+    optimizers = create_optimizers(job, model) if rules is None else rules.on(placed.named)
     factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
     if "optimizer" in plan.asked.offload:
         for optimizer in optimizers:
             offload_state(optimizer)
-    given = given_options(optimizers)
+    given = factory_options(optimizers)
     schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
     raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
     fp16, traits = settings.train.precision == "fp16", step_rule(plan.rule).traits

@@ -176,7 +176,7 @@ def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
     lock, problem = None, None
     if world.is_main and attempt_folder(os.environ) is None:
         try:
-            lock = lock_run_folder(Path(task.run), wait=print_line)
+            lock = lock_run_folder(Path(task.run), on_wait=print_line)
             lock.close_in_forks()
         except UsageError as error:
             problem = error.as_json()

@@ -1,4 +1,4 @@
-"""Descriptions of where a difference lies; empty if it is everywhere."""
+"""Texts that name the ranks on which a difference was found; empty if it was found on all."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,49 +10,61 @@ from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.tensor_distance import euclidean_distance
 
 
-def of_owners(microbatches: Sequence[int], *, replicas: int, places: RankNames | None) -> str:
-    """Return the ranks that run these microbatches, in words; empty if all do."""
+def describe_owners(microbatches: Sequence[int], *, replicas: int, rank_names: RankNames | None) -> str:
+    """Return text that names the ranks that run these microbatches; empty if all do."""
     owners = sorted({index % max(replicas, 1) for index in microbatches})
     if not owners or len(owners) == replicas:
         return ""
-    if places is None or places.is_replicas:
+    if rank_names is None or rank_names.is_replicas:
         return f", on rank {', '.join(map(str, owners))}"
-    return f", on {' and '.join(places.replica(owner) for owner in owners)}"
+    return f", on {' and '.join(rank_names.replica_name(owner) for owner in owners)}"
 
 
-def of_gradients(case: GradientCase | None, *, names: Sequence[str], wrong: Sequence[int], copies: int) -> str:
-    """Return the ranks whose gradients of `names` differ, in words.
+def describe_gradient_ranks(
+    case: GradientCase | None, *, names: Sequence[str], wrong_copies: Sequence[int], copies: int
+) -> str:
+    """Return text that names the ranks whose gradients of `names` differ.
 
-    `wrong` are the copies that differ; without a case these are ranks.
+    `wrong_copies` are the copies of the model that differ; without a `case`, each rank has one.
     """
-    if case is None or case.places.is_replicas:
-        return f", on rank {', '.join(map(str, wrong))}" if len(wrong) < copies else ""
-    known = [name for name in names if name in case.right]
-    ranks = {rank for name in known for rank in case.wrong(name)}
-    return case.places.words(ranks, of={rank for name in known for rank in case.places.holders(name)})
+    if case is None or case.rank_names.is_replicas:
+        return f", on rank {', '.join(map(str, wrong_copies))}" if len(wrong_copies) < copies else ""
+    names_in_reference = [name for name in names if name in case.expected]
+    ranks = {rank for name in names_in_reference for rank in case.wrong_ranks(name)}
+    return case.rank_names.describe(
+        ranks, all_ranks={rank for name in names_in_reference for rank in case.rank_names.holders(name)}
+    )
 
 
-def of_copy(name: str, copy: int, *, places: RankNames | None) -> str:
-    """Return the ranks that hold a copy of a tensor, in words."""
-    if places is None:
+def describe_copy(name: str, copy: int, *, rank_names: RankNames | None) -> str:
+    """Return text that names the ranks that hold one copy of a tensor."""
+    if rank_names is None:
         return f"rank {copy}"
-    copies = places.holding.copies(name)
+    copies = rank_names.sharded.copies(name)
     ranks = sorted(copies[copy] if copy < len(copies) else copies[0])
-    return places.named(ranks, of=places.holders(name))
+    return rank_names.name_ranks(ranks, all_ranks=rank_names.holders(name))
 
 
-def of_weights(places: RankNames, name: str, found: Tensor, wanted: Tensor, *, copy: int) -> str:
-    """Return the ranks of a copy whose own part of a weight differs, in words."""
-    copies = places.holding.copies(name)
+def describe_weight_ranks(rank_names: RankNames, name: str, weight: Tensor, expected: Tensor, *, copy: int) -> str:
+    """Return text that names the ranks of one copy whose part of a weight differs."""
+    copies = rank_names.sharded.copies(name)
     ranks = sorted(copies[copy] if copy < len(copies) else copies[0])
-    wrong = [r for r in ranks if not torch.equal(places.piece(name, found, r), places.piece(name, wanted, r))]
-    floor = 1e-3 * euclidean_distance(found, wanted)
-    far = [r for r in wrong if euclidean_distance(places.piece(name, found, r), places.piece(name, wanted, r)) > floor]
-    return places.words(far or wrong, of=range(places.mesh.ranks))
+    differing = [
+        r
+        for r in ranks
+        if not torch.equal(rank_names.rank_part(name, weight, r), rank_names.rank_part(name, expected, r))
+    ]
+    floor = 1e-3 * euclidean_distance(weight, expected)
+    beyond_floor = [
+        r
+        for r in differing
+        if euclidean_distance(rank_names.rank_part(name, weight, r), rank_names.rank_part(name, expected, r)) > floor
+    ]
+    return rank_names.describe(beyond_floor or differing, all_ranks=range(rank_names.mesh.ranks))
 
 
-def worst_first(bad: Sequence[Sequence[str]]) -> list[str]:
-    """Return every name that differs in some copy, as the first copy that has it orders them."""
-    place = {name: number for names in reversed(bad) for number, name in enumerate(names)}
-    order: Callable[[str], int] = place.__getitem__
-    return sorted(place, key=order)
+def sort_by_severity(names_by_copy: Sequence[Sequence[str]]) -> list[str]:
+    """Return every name that differs in some copy, in the order of the first copy in which it does."""
+    rank_by_name = {name: number for names in reversed(names_by_copy) for number, name in enumerate(names)}
+    order: Callable[[str], int] = rank_by_name.__getitem__
+    return sorted(rank_by_name, key=order)

@@ -1,10 +1,10 @@
 """The likely cause of a wrong gradient, from the shape of its error.
 
-The reference knows each microbatch's contribution, g_j. A right gradient is G = (1/C) * sum_j g_j. Every usual
-mistake is another weighting, G = (1/C) * sum_j w_j g_j, and is identified by w: all N, zero for the microbatches
-of other ranks, C / (R * c_r) for a mean of means. Each is tried; those that leave only noise explain the error,
-and other facts (do the ranks agree? are the samples right? one layer or all?) decide between them. If
-no known weighting fits, the weights are solved for: one for all, one per rank, one per microbatch, one per
+The reference knows each microbatch's contribution, g_j. A correct gradient is G = (1/C) * sum_j g_j. Every common
+mistake is a different weighting, G = (1/C) * sum_j w_j g_j, and is identified by w: all N, zero for the microbatches
+of other ranks, C / (R * c_r) for a mean of means. Each known weighting is tried; those that leave only noise explain
+the error, and other facts (do the ranks agree? are the samples right? one layer or all?) decide between them. If no
+known weighting fits, the weights are fitted by least squares: one for all, one per rank, one per microbatch, one per
 parameter.
 """
 
@@ -12,150 +12,163 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paceline.verification.diagnosis.gradient_evidence import Evidence, Vector
-from paceline.verification.diagnosis.hypotheses import GradientFacts, guesses
+from paceline.verification.diagnosis.gradient_evidence import GradientEvidence, Vector
+from paceline.verification.diagnosis.hypotheses import GradientFacts, list_hypotheses
 from paceline.verification.diagnosis.swapped_gradients import explain_swapped
 
 
 def explain_gradient(
-    evidence: Sequence[Evidence],
+    evidence: Sequence[GradientEvidence],
     *,
     counts: Sequence[float],
     ranks: int,
     num_parameters: int,
     num_differing: int | None = None,
     samples: int | None = None,
-    is_data_right: bool | None = None,
+    is_data_correct: bool | None = None,
     axes: Mapping[str, int] | None = None,
-    members: Sequence[str] = (),
+    member_names: Sequence[str] = (),
 ) -> str | None:
-    """Return the weighting that explains the gradient, or None; `evidence` may be the worst of `num_differing`."""
+    """Return text on the weighting that explains the gradient, or None; `evidence` has the worst of `num_differing`."""
     differing = num_differing or len(evidence)
     facts = GradientFacts(
         counts=np.asarray(counts, dtype=np.float64),
         ranks=ranks,
         samples=samples,
-        agree=all(item.ranks_agree for item in evidence) if evidence[0].everywhere else None,
-        everywhere=differing == num_parameters,
-        data_right=is_data_right,
+        ranks_agree=all(item.ranks_agree for item in evidence) if evidence[0].by_rank else None,
+        is_everywhere=differing == num_parameters,
+        is_data_correct=is_data_correct,
         axes=axes or {},
-        members=members,
+        member_names=member_names,
     )
-    share = _share(evidence, differing, num_parameters)
-    found = _explained(evidence, facts)
-    if found is not None:
-        return f"{found} ({share})"
-    alone = _explained(evidence[:1], facts) if len(evidence) > 1 else None
-    return alone and f"{alone} ({evidence[0].name}; {len(evidence) - 1} more differ, not all alike)"
+    share = _describe_share(evidence, differing, num_parameters)
+    explanation = _find_explanation(evidence, facts)
+    if explanation is not None:
+        return f"{explanation} ({share})"
+    worst_explanation = _find_explanation(evidence[:1], facts) if len(evidence) > 1 else None
+    return (
+        worst_explanation
+        and f"{worst_explanation} ({evidence[0].name}; {len(evidence) - 1} more differ, not all in the same way)"
+    )
 
 
 def unexplained_gradient(
-    evidence: Sequence[Evidence],
+    evidence: Sequence[GradientEvidence],
     *,
     num_parameters: int,
     num_differing: int | None = None,
-    is_data_right: bool | None = None,
+    is_data_correct: bool | None = None,
 ) -> str:
     """Return the remaining possible causes if no weighting fits."""
-    share = _share(evidence, num_differing or len(evidence), num_parameters)
-    inputs = "" if is_data_right else "different inputs, "
+    share = _describe_share(evidence, num_differing or len(evidence), num_parameters)
+    inputs = "" if is_data_correct else "different inputs, "
     return (
         "no weighting of the microbatches' gradients explains this: different random numbers (dropout), "
         f"{inputs}or different arithmetic ({share})"
     )
 
 
-def _share(evidence: Sequence[Evidence], differing: int, num_parameters: int) -> str:
+def _describe_share(evidence: Sequence[GradientEvidence], differing: int, num_parameters: int) -> str:
     if differing == num_parameters:
         return "every parameter"
     names = ", ".join(item.name for item in evidence[:3]) + (" ..." if differing > 3 else "")
     return f"{differing} of {num_parameters}: {names}"
 
 
-def _explained(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
-    fitting = [guess for guess in guesses(facts) if _fits(guess.weights, evidence)]
-    if fitting:
-        return min(fitting, key=lambda guess: guess.strangeness(facts)).cause
-    return _added(evidence) or explain_swapped(evidence, facts) or _solved(evidence, facts)
+def _find_explanation(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
+    matching = [guess for guess in list_hypotheses(facts) if _fits(guess.weights, evidence)]
+    if matching:
+        return min(matching, key=lambda guess: guess.count_contradictions(facts)).cause
+    return (
+        _find_added_direction(evidence) or explain_swapped(evidence, facts) or _describe_fitted_weights(evidence, facts)
+    )
 
 
-def _fits(weights: Vector, evidence: Sequence[Evidence]) -> bool:
+def _fits(weights: Vector, evidence: Sequence[GradientEvidence]) -> bool:
     """Return True if these weights leave only noise in every parameter. Noise grows with the weights."""
     if np.allclose(weights, 1.0):
         return False
-    grown = max(1.0, float(np.max(np.abs(weights), initial=0.0)))
+    amplification = max(1.0, float(np.max(np.abs(weights), initial=0.0)))
     return all(
-        float(np.linalg.norm(item.found - weights @ item.contributions)) <= max(item.allowed, grown * item.floor)
+        float(np.linalg.norm(item.observed - weights @ item.contributions))
+        <= max(item.max_residual, amplification * item.floor)
         for item in evidence
     )
 
 
-def _added(evidence: Sequence[Evidence]) -> str | None:
-    """Return what was added to the right gradient, if anything: the last step's, or the weights themselves."""
-    for meaning in evidence[0].also:
+def _find_added_direction(evidence: Sequence[GradientEvidence]) -> str | None:
+    """Return what was added to the correct gradient, if anything: the previous step's gradient, or the weights."""
+    for description in evidence[0].added_directions:
         if all(
-            meaning in item.also and _is_along(item.found - item.right, item.also[meaning], item) for item in evidence
+            description in item.added_directions
+            and _is_multiple_of(item.observed - item.expected, item.added_directions[description], item)
+            for item in evidence
         ):
-            return meaning
+            return description
     return None
 
 
-def _is_along(error: Vector, direction: Vector, item: Evidence) -> bool:
+def _is_multiple_of(error: Vector, direction: Vector, item: GradientEvidence) -> bool:
     size = float(direction @ direction)
     if size == 0.0:
         return False
-    return float(np.linalg.norm(error - (error @ direction / size) * direction)) <= item.allowed
+    return float(np.linalg.norm(error - (error @ direction / size) * direction)) <= item.max_residual
 
 
-def _solved(evidence: Sequence[Evidence], facts: GradientFacts) -> str | None:
-    """Solve for the fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
+def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
+    """Fit the fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
     num = len(facts.counts)
-    together = _solve(evidence, np.ones((num, 1)))
-    if together is not None:
-        return f"the gradient is {together[0]:.4g} times what it should be: a scaled loss"
-    by_rank = _solve(evidence, np.eye(min(facts.ranks, num))[facts.owner])
+    common = _fit_weights(evidence, np.ones((num, 1)))
+    if common is not None:
+        return f"the gradient is {common[0]:.4g} times what it should be: a scaled loss"
+    by_rank = _fit_weights(evidence, np.eye(min(facts.ranks, num))[facts.rank_of_microbatch])
     if by_rank is not None:
         shown = ", ".join(f"{value:.4g}" for value in by_rank)
-        what = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
-        odd = np.flatnonzero(np.abs(by_rank - 1.0) > 1e-6)
-        if len(odd) == 1:
-            what = f"it is scaled only on {facts.who(int(odd[0]))}, by a hook or a rank-dependent loss, or {what}"
-        return f"each rank's share has its own factor ({shown}): {what} per rank before the reduction"
-    by_micro = _solve(evidence, np.eye(num))
+        operation = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
+        differing = np.flatnonzero(np.abs(by_rank - 1.0) > 1e-6)
+        if len(differing) == 1:
+            operation = f"it is scaled only on {facts.rank_name(int(differing[0]))}, by a hook or a rank-dependent loss, or {operation}"
+        return f"each rank's share has its own factor ({shown}): {operation} per rank before the reduction"
+    by_micro = _fit_weights(evidence, np.eye(num))
     if by_micro is not None:
         shown = ", ".join(f"{value:.3g}" for value in by_micro[:8]) + (", ..." if num > 8 else "")
         return f"the microbatches have the weights {shown} instead of 1: clipped, scaled or selected one by one"
-    if len(evidence) > 1 and all(_solve([item], np.ones((num, 1))) is not None for item in evidence):
+    if len(evidence) > 1 and all(_fit_weights([item], np.ones((num, 1))) is not None for item in evidence):
         return "each parameter is scaled separately: clipping or scaling per parameter, or a group's own rule"
     return None
 
 
-def _solve(evidence: Sequence[Evidence], pattern: Vector) -> Vector | None:
-    """Solve least squares for weights `pattern @ x`; None if they leave more than noise or are not determined."""
+def _fit_weights(evidence: Sequence[GradientEvidence], pattern: Vector) -> Vector | None:
+    """Fit weights `pattern @ x` by least squares; None if they leave more than noise or are not determined."""
     unknown = pattern.shape[1]
-    if sum(item.found.size for item in evidence) < 2 * unknown:
+    if sum(item.observed.size for item in evidence) < 2 * unknown:
         return None
-    scales = [1.0 / max(item.allowed, 1e-300) for item in evidence]
-    left = np.concatenate([(pattern.T @ item.contributions).T * s for item, s in zip(evidence, scales, strict=True)])
-    right = np.concatenate([item.found * s for item, s in zip(evidence, scales, strict=True)])
-    if not (np.all(np.isfinite(left)) and np.all(np.isfinite(right))):
+    scales = [1.0 / max(item.max_residual, 1e-300) for item in evidence]
+    coefficients = np.concatenate(
+        [(pattern.T @ item.contributions).T * s for item, s in zip(evidence, scales, strict=True)]
+    )
+    targets = np.concatenate([item.observed * s for item, s in zip(evidence, scales, strict=True)])
+    if not (np.all(np.isfinite(coefficients)) and np.all(np.isfinite(targets))):
         return None
-    solution, _, rank, _ = np.linalg.lstsq(left, right, rcond=1e-9)
+    solution, _, rank, _ = np.linalg.lstsq(coefficients, targets, rcond=1e-9)
     if rank < unknown or not _fits(pattern @ solution, evidence):
         return None
-    found: Vector = solution
-    return found
+    weights: Vector = solution
+    return weights
 
 
-def data_cause(found: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]) -> str | None:
+def data_cause(actual: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]) -> str | None:
     """Return what is wrong with the samples that were consumed, by microbatch; None if nothing is."""
-    if {k: list(v) for k, v in found.items()} == {k: list(v) for k, v in expected.items()}:
+    if {k: list(v) for k, v in actual.items()} == {k: list(v) for k, v in expected.items()}:
         return None
-    have = [sample for samples in found.values() for sample in samples]
-    want = [sample for samples in expected.values() for sample in samples]
-    missing = sorted(set(want) - set(have))
-    foreign = sorted(set(have) - set(want))
-    repeated = sorted({sample for sample in have if have.count(sample) > want.count(sample)} - set(foreign))
+    actual_samples = [sample for samples in actual.values() for sample in samples]
+    expected_samples = [sample for samples in expected.values() for sample in samples]
+    missing = sorted(set(expected_samples) - set(actual_samples))
+    foreign = sorted(set(actual_samples) - set(expected_samples))
+    repeated = sorted(
+        {sample for sample in actual_samples if actual_samples.count(sample) > expected_samples.count(sample)}
+        - set(foreign)
+    )
     if repeated and missing:
         return f"data order: ranks read the same samples ({repeated[:4]} twice, {missing[:4]} never)"
     if foreign:

@@ -1,7 +1,7 @@
 """Find where a wrong gradient arises: every rank runs its own microbatches again, without reduction.
 
-If a rank's own gradient is already wrong, its forward or backward is at fault; if every rank's own gradients are
-right, the reduction is.
+If a rank's local gradient is already wrong, the fault is in its forward or backward; if every rank's local gradients
+are right, the fault is in the reduction.
 """
 
 import math
@@ -14,103 +14,107 @@ from torch import Tensor
 from paceline.data.types import StepInput
 from paceline.torch_internals.pytree import to_device
 from paceline.trainer.setup.build_training_setup import TrainingSetup
-from paceline.verification.diagnosis.rerun import ReferenceRerun, linear_view
+from paceline.verification.diagnosis.rerun import ReferenceRerun, sample_elements
 from paceline.verification.reference.loss_terms import weighted_loss
 
-MOST_NAMES = 8
-_COARSE_BITS = (2.5, 14.0)
-_FEW_BITS = (5.0, 40.0)
+MAX_NAMES = 8
+_LOW_PRECISION_BITS = (2.5, 14.0)
+_REDUCED_PRECISION_BITS = (5.0, 40.0)
 
-Own = Mapping[int, Tensor]
+LocalGradients = Mapping[int, Tensor]
 
 
-def can_replay(built: TrainingSetup) -> bool:
+def can_run_locally(setup: TrainingSetup) -> bool:
     """Return True if every rank can run its own microbatches alone.
 
     It can't if a forward communicates with other ranks, if a rank holds only a part of the model or of a sample, or if
     the loss is scaled (fp16).
     """
-    replica, everybody = built.step.replica, built.worlds.data.world_size == built.world.world_size
-    is_apart = not (replica.needs_equal_microbatches or any(tape.waits for tape in replica.tapes))
-    return is_apart and built.update.scaler is None and built.kept.is_whole and everybody
+    replica, all_ranks_are_replicas = setup.step.replica, setup.worlds.data.world_size == setup.world.world_size
+    is_independent = not (replica.needs_equal_microbatches or any(tape.waits for tape in replica.tapes))
+    return is_independent and setup.update.scaler is None and setup.kept.is_whole and all_ranks_are_replicas
 
 
-def own_gradients(
-    built: TrainingSetup, given: StepInput, *, names: Sequence[str], known: Mapping[str, float] | None
+def compute_local_gradients(
+    setup: TrainingSetup, step_input: StepInput, *, names: Sequence[str], global_counts: Mapping[str, float] | None
 ) -> dict[int, Tensor] | None:
     """Return the gradients of `names` for each of this rank's microbatches, flat and concatenated.
 
     None if the model does not support gradients of single parameters, as under reentrant checkpointing.
     """
-    replica, found = built.step.replica, {}
-    targets = {member.name: member.parameter for member in built.named if member.name in names}
+    replica, gradients_by_microbatch = setup.step.replica, {}
+    targets = {member.name: member.parameter for member in setup.named if member.name in names}
     for tape in replica.tapes:
         tape.begin()
-    for micro in given.micro:
-        replica.streams.enter(step=built.step.steps_done, microbatch=micro.index)
+    for micro in step_input.micro:
+        replica.streams.enter(step=setup.step.steps_done, microbatch=micro.index)
         for tape in replica.tapes:
             tape.at(micro.index)
         batch = to_device(micro.data, replica.world.device)
-        with built.step.autocast():
+        with setup.step.autocast():
             output = replica.contract.forward(replica.model, batch)
             terms = replica.contract.terms(output, batch, num_samples=micro.num_samples)
-        asked = [targets[name] for name in names]
+        parameters = [targets[name] for name in names]
         try:
-            gradients = torch.autograd.grad(weighted_loss(terms, known), asked, allow_unused=True)
+            gradients = torch.autograd.grad(weighted_loss(terms, global_counts), parameters, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
             return None
-        found[micro.index] = flatten_gradients(dict(zip(names, gradients, strict=True)), targets)
+        gradients_by_microbatch[micro.index] = flatten_gradients(dict(zip(names, gradients, strict=True)), targets)
     for tape in replica.tapes:
         tape.begin()
-    return found
+    return gradients_by_microbatch
 
 
 def flatten_gradients(parts: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
     """Return the gradients flat, in the order of `parts`; zeros where there is no gradient."""
     values = [torch.zeros_like(like[name]) if value is None else value for name, value in parts.items()]
-    return torch.cat([linear_view(value) for value in values])
+    return torch.cat([sample_elements(value) for value in values])
 
 
-def microbatch_gradients(built: TrainingSetup, mine: Own, *, num_micro: int, size: int) -> dict[int, Tensor]:
-    """Return every microbatch's own gradients, on every rank."""
-    world, found = built.world, {}
+def gather_local_gradients(
+    setup: TrainingSetup, local_gradients: LocalGradients, *, num_micro: int, size: int
+) -> dict[int, Tensor]:
+    """Gather the local gradients of all microbatches on every rank."""
+    world, gathered = setup.world, {}
     for index in range(num_micro):
-        value = mine.get(index, torch.zeros(size, dtype=torch.float64)).to(world.device)
-        found[index] = world.broadcast(value, source=index % world.world_size).cpu()
-    return found
+        value = local_gradients.get(index, torch.zeros(size, dtype=torch.float64)).to(world.device)
+        gathered[index] = world.broadcast(value, source=index % world.world_size).cpu()
+    return gathered
 
 
-def replay_cause(
-    inquiry: ReferenceRerun, own: Own, *, names: Sequence[str], found: Tensor, ranks: int
+def local_gradient_cause(
+    rerun: ReferenceRerun, local_gradients: LocalGradients, *, names: Sequence[str], reduced: Tensor, ranks: int
 ) -> tuple[str, str]:
-    """Return the cause and the ranks. `found`: the reduced gradient times the divisor, flat as the values of `own`."""
-    detailed = inquiry.again(keep=names)
-    like = {name: value for name, value in inquiry.start.tensors.items() if name in names}
-    right = [flatten_gradients({name: part.get(name) for name in names}, like) for part in detailed.parts]
-    floor = math.hypot(*(inquiry.floor(name) for name in names)) * detailed.divisor
-    apart = {j: float((own[j] - value).norm()) for j, value in enumerate(right)}
-    bad = [j for j, value in apart.items() if not value <= floor]
-    if not bad:
-        bits = _bits(float((found - sum(right)).norm()), math.hypot(*(float(value.norm()) for value in right)))
-        fine = "every rank's own gradients are right before the reduction"
-        if _FEW_BITS[0] < bits < _FEW_BITS[1]:
-            about = f"{fine}, but their sum is right to about {bits:.0f} bits only: added or sent in a lower precision"
-            return f"{about} (bf16 keeps 8 bits, fp16 11, fp32 24)", ""
-        return f"{fine}: their reduction is wrong, in an unusual way", ""
-    wrong = sorted({j % ranks for j in bad})
-    which = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-    who = "every rank" if len(wrong) == ranks else which
-    bits = median(_bits(apart[j], float(right[j].norm())) for j in bad)
-    why = "code that depends on the rank, a tensor that is not a buffer, a separate random generator"
-    if _COARSE_BITS[0] < bits < _COARSE_BITS[1]:
-        why = f"right to about {bits:.0f} bits only, so a lower precision (bf16 autocast, TF32), or {why}"
+    """Return the cause and the ranks. `reduced` is the gradient after reduction times the divisor, flattened."""
+    detailed = rerun.compute_again(keep_parts=names)
+    parameters = {name: value for name, value in rerun.start.tensors.items() if name in names}
+    expected = [flatten_gradients({name: part.get(name) for name in names}, parameters) for part in detailed.parts]
+    floor = math.hypot(*(rerun.floor(name) for name in names)) * detailed.divisor
+    distances = {j: float((local_gradients[j] - value).norm()) for j, value in enumerate(expected)}
+    differing = [j for j, value in distances.items() if not value <= floor]
+    if not differing:
+        bits = _accurate_bits(
+            float((reduced - sum(expected)).norm()), math.hypot(*(float(value.norm()) for value in expected))
+        )
+        prefix = "every rank's own gradients are right before the reduction"
+        if _REDUCED_PRECISION_BITS[0] < bits < _REDUCED_PRECISION_BITS[1]:
+            text = f"{prefix}, but their sum is right to about {bits:.0f} bits only: added or sent in a lower precision"
+            return f"{text} (bf16 keeps 8 bits, fp16 11, fp32 24)", ""
+        return f"{prefix}: their reduction is wrong, in an unusual way", ""
+    wrong_ranks = sorted({j % ranks for j in differing})
+    ranks_text = f"rank{'s' if len(wrong_ranks) > 1 else ''} {', '.join(map(str, wrong_ranks))}"
+    subject = "every rank" if len(wrong_ranks) == ranks else ranks_text
+    bits = median(_accurate_bits(distances[j], float(expected[j].norm())) for j in differing)
+    reason = "code that depends on the rank, a tensor that is not a buffer, a separate random generator"
+    if _LOW_PRECISION_BITS[0] < bits < _LOW_PRECISION_BITS[1]:
+        reason = f"right to about {bits:.0f} bits only, so a lower precision (bf16 autocast, TF32), or {reason}"
     return (
-        f"the forward or backward of {who} gives a different gradient than one process, from the same samples, weights "
-        f"and random keys, before any reduction (microbatch {bad[0]} first): {why}"
-    ), who
+        f"the forward or backward of {subject} gives a different gradient than one process, from the same samples, "
+        f"weights and random keys, before any reduction (microbatch {differing[0]} first): {reason}"
+    ), subject
 
 
-def _bits(error: float, size: float) -> float:
+def _accurate_bits(error: float, size: float) -> float:
     return -math.log2(error / size) if error > 0.0 and size > 0.0 and math.isfinite(error) else 0.0

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.data.stream.iterable_loader import checksum
-from paceline.verification.diagnosis.difference_location import of_owners
+from paceline.verification.diagnosis.difference_location import describe_owners
 from paceline.verification.diagnosis.gradient_cause import data_cause
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.rerun import Tensors
-from paceline.verification.reference.reference import Micro
+from paceline.verification.reference.reference import ReferenceMicrobatch
 from paceline.verification.reference.sample_reader import num_rows
 
 
@@ -16,7 +16,7 @@ from paceline.verification.reference.sample_reader import num_rows
 class ObservedStep:
     """The layout's observed step: gradients and buffers of each copy, and the data that was read, by microbatch.
 
-    The microbatches are dealt to `replicas`; each has its own copy, unless sharding makes copies fewer.
+    The microbatches are distributed over `replicas`; each has its own copy, unless replicas share a sharded one.
     """
 
     gradients: Sequence[Tensors]
@@ -24,38 +24,44 @@ class ObservedStep:
     losses: Sequence[float] = ()
     samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
     contents: Mapping[int, int] = field(default_factory=dict)
-    rows: Mapping[int, int] = field(default_factory=dict)
-    ran: Sequence[int] = ()
+    row_counts: Mapping[int, int] = field(default_factory=dict)
+    executed_microbatches: Sequence[int] = ()
     replicas: int = 0
 
     @property
-    def dealt(self) -> int:
-        """The number of replicas that the microbatches are dealt to."""
+    def num_replicas(self) -> int:
+        """The number of replicas that the microbatches are distributed over."""
         return self.replicas or len(self.gradients)
 
 
-def read_otherwise(seen: ObservedStep, *, pieces: Sequence[Micro], places: RankNames | None) -> str | None:
+def find_data_difference(
+    observed: ObservedStep, *, microbatches: Sequence[ReferenceMicrobatch], rank_names: RankNames | None
+) -> str | None:
     """Return what is wrong with the data that the replicas read; None if nothing is."""
-    if not seen.samples:
+    if not observed.samples:
         return None
-    wanted = {index: list(piece.samples) for index, piece in enumerate(pieces)}
-    twice = sorted({index for index in seen.ran if seen.ran.count(index) > 1})
+    expected = {index: list(piece.samples) for index, piece in enumerate(microbatches)}
+    twice = sorted(
+        {index for index in observed.executed_microbatches if observed.executed_microbatches.count(index) > 1}
+    )
     if twice:
-        never = sorted(set(wanted) - set(seen.ran))
+        never = sorted(set(expected) - set(observed.executed_microbatches))
         return f"data order: several ranks ran the same microbatches ({twice[:4]}), and none ran {never[:4]}"
-    cause = data_cause(seen.samples, wanted)
+    cause = data_cause(observed.samples, expected)
     if cause is not None:
-        wrong = [index for index, samples in wanted.items() if list(seen.samples.get(index, ())) != samples]
-        return cause + of_owners(wrong, replicas=seen.dealt, places=places)
-    other = [i for i, piece in enumerate(pieces) if seen.contents.get(i) not in (None, checksum(piece.data, 0))]
-    if not other:
+        wrong = [index for index, samples in expected.items() if list(observed.samples.get(index, ())) != samples]
+        return cause + describe_owners(wrong, replicas=observed.num_replicas, rank_names=rank_names)
+    differing = [
+        i for i, piece in enumerate(microbatches) if observed.contents.get(i) not in (None, checksum(piece.data, 0))
+    ]
+    if not differing:
         return None
-    some = of_owners(other, replicas=seen.dealt, places=places)
-    share = f"{len(other)} of {len(wanted)}{some}"
-    there = f"data: the right samples with different contents in microbatch {other[0]} ({share})"
-    rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
-    if rows and rows != num_rows(pieces[other[0]].data):
-        return f"{there}: the collation returns {rows} rows for {samples} samples"
-    asks = "a dataset or collation that depends on the rank or ignores the index, or " if some else ""
-    random = "random augmentation or collation that is not keyed to the sample"
-    return f"{there}: {asks}{random}, or a dataset that depends on the data worker"
+    ranks_text = describe_owners(differing, replicas=observed.num_replicas, rank_names=rank_names)
+    share = f"{len(differing)} of {len(expected)}{ranks_text}"
+    prefix = f"data: the right samples with different contents in microbatch {differing[0]} ({share})"
+    rows, samples = observed.row_counts.get(differing[0], 0), len(expected[differing[0]])
+    if rows and rows != num_rows(microbatches[differing[0]].data):
+        return f"{prefix}: the collation returns {rows} rows for {samples} samples"
+    rank_cause = "a dataset or collation that depends on the rank or ignores the index, or " if ranks_text else ""
+    random_cause = "random augmentation or collation that is not keyed to the sample"
+    return f"{prefix}: {rank_cause}{random_cause}, or a dataset that depends on the data worker"

@@ -1,4 +1,4 @@
-"""Positions of ranks on the mesh and their parts of tensors, to name in words where a fault lies."""
+"""Mesh coordinates of ranks and their parts of tensors, to name the ranks of a fault in messages."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ class RankNames:
     """The mesh, and the parts of each tensor that the ranks hold (for gradients: that their optimizers hold)."""
 
     mesh: Mesh
-    holding: ShardedTensors
+    sharded: ShardedTensors
 
     @property
     def is_replicas(self) -> bool:
@@ -28,95 +28,99 @@ class RankNames:
 
     def holders(self, name: str) -> list[int]:
         """Return the ranks that hold some part of the tensor."""
-        return [rank for rank, part in enumerate(self.holding.parts(name)) if part.boxes]
+        return [rank for rank, part in enumerate(self.sharded.parts(name)) if part.boxes]
 
-    def pieces(self, name: str, copies: Sequence[Tensors], *, like: Tensor) -> dict[int, Tensor]:
-        """Return each rank's part of the tensor, from every copy's whole tensor; zeros if a copy lacks it."""
-        found = {}
-        for number, ranks in enumerate(self.holding.copies(name)):
-            whole = copies[number].get(name) if number < len(copies) else None
+    def rank_parts(self, name: str, copies: Sequence[Tensors], *, like: Tensor) -> dict[int, Tensor]:
+        """Return each rank's part of the tensor, from the full tensor of its copy; zeros if the copy lacks it."""
+        parts = {}
+        for number, ranks in enumerate(self.sharded.copies(name)):
+            full_tensor = copies[number].get(name) if number < len(copies) else None
             for rank in ranks:
-                found[rank] = self.holding.parts(name)[rank].take(torch.zeros_like(like) if whole is None else whole)
-        return dict(sorted(found.items()))
+                parts[rank] = self.sharded.parts(name)[rank].take(
+                    torch.zeros_like(like) if full_tensor is None else full_tensor
+                )
+        return dict(sorted(parts.items()))
 
-    def piece(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        """Return a rank's part of a whole tensor."""
-        return self.holding.parts(name)[rank].take(whole)
+    def rank_part(self, name: str, full_tensor: Tensor, rank: int) -> Tensor:
+        """Return a rank's part of a full tensor."""
+        return self.sharded.parts(name)[rank].take(full_tensor)
 
-    def alike(self, name: str, axis: str) -> list[tuple[int, ...]]:
+    def equal_part_groups(self, name: str, axis: str) -> list[tuple[int, ...]]:
         """Return groups of ranks along an axis that hold the same elements of the tensor."""
-        parts = self.holding.parts(name)
+        parts = self.sharded.parts(name)
         groups = set()
         for rank in self.holders(name):
-            fellows = self.mesh.group(rank, axes=[axis])
-            groups.add(tuple(other for other in fellows if parts[other].boxes == parts[rank].boxes))
+            axis_ranks = self.mesh.group(rank, axes=[axis])
+            groups.add(tuple(other for other in axis_ranks if parts[other].boxes == parts[rank].boxes))
         return sorted(group for group in groups if len(group) > 1)
 
-    def words(self, ranks: Collection[int], *, of: Collection[int]) -> str:
-        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all ranks, unless only one stage holds it."""
+    def describe(self, ranks: Collection[int], *, all_ranks: Collection[int]) -> str:
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all ranks, unless they are one stage."""
         chosen = sorted(set(ranks))
         if not chosen:
             return ""
-        if len(chosen) < len(set(of)) or (self.mesh.pp > 1 and len(chosen) < self.mesh.ranks):
-            return f", on {self.named(chosen, of=of)}"
+        if len(chosen) < len(set(all_ranks)) or (self.mesh.pp > 1 and len(chosen) < self.mesh.ranks):
+            return f", on {self.name_ranks(chosen, all_ranks=all_ranks)}"
         return ""
 
-    def named(self, ranks: Sequence[int], *, of: Collection[int]) -> str:
-        """Return the mesh coordinate that these ranks share and no other of `of` has, or the ranks themselves."""
-        numbers = _ranks(ranks)
+    def name_ranks(self, ranks: Sequence[int], *, all_ranks: Collection[int]) -> str:
+        """Return the mesh coordinate that these ranks and no others in `all_ranks` have, or the ranks themselves."""
+        numbers = _format_ranks(ranks)
         for axis in ("pp", "tp", "cp", *DATA):
             values = {self.mesh.place(rank)[axis] for rank in ranks}
-            others = {self.mesh.place(rank)[axis] for rank in of if rank not in ranks}
-            if self.mesh.size(axis) == 1 or len(values) != 1 or values & others:
+            other_values = {self.mesh.place(rank)[axis] for rank in all_ranks if rank not in ranks}
+            if self.mesh.size(axis) == 1 or len(values) != 1 or values & other_values:
                 continue
             value = values.pop()
             if self.mesh.split == (axis,):
-                return {"pp": f"stage {value} (rank {value})"}.get(axis, self.member(value, axis))
-            return f"{_word(axis)} {value} ({numbers})"
+                return {"pp": f"stage {value} (rank {value})"}.get(axis, self.member_name(value, axis))
+            return f"{_axis_label(axis)} {value} ({numbers})"
         if len(ranks) > 1 or len(self.mesh.split) < 2:
             return numbers
-        place = self.mesh.place(ranks[0])
-        return f"{numbers} ({', '.join(f'{_word(axis)} {n}' for axis, n in place.items() if self.mesh.size(axis) > 1)})"
+        coords = self.mesh.place(ranks[0])
+        return f"{numbers} ({', '.join(f'{_axis_label(a)} {n}' for a, n in coords.items() if self.mesh.size(a) > 1)})"
 
-    def member(self, value: int, axis: str) -> str:
+    def member_name(self, value: int, axis: str) -> str:
         """Return the name of a rank on a mesh of one axis."""
-        return f"rank {value}" if axis in DATA else f"{_word(axis)} {value}"
+        return f"rank {value}" if axis in DATA else f"{_axis_label(axis)} {value}"
 
-    def replica(self, number: int) -> str:
-        """Return the name of the ranks that see one part of the samples."""
+    def replica_name(self, number: int) -> str:
+        """Return the name of a replica: the ranks that run the same samples."""
         mesh = self.mesh
         if mesh.replicas == mesh.ranks:
             return f"rank {number}"
-        mine = [r for r in range(mesh.ranks) if self._replica(r) == number]
-        return f"replica {number} ({_ranks(mine)})"
+        replica_ranks = [r for r in range(mesh.ranks) if self._replica_index(r) == number]
+        return f"replica {number} ({_format_ranks(replica_ranks)})"
 
-    def counted(self, tensors: Tensors) -> float | None:
+    def norm_over_copies(self, tensors: Tensors) -> float | None:
         """Return the joint norm with each tensor counted once per copy; None if all ranks are replicas."""
         if self.is_replicas:
             return None
         squares = {name: euclidean_norm(value) ** 2 for name, value in tensors.items()}
-        return math.sqrt(math.fsum(len(self.holding.copies(name)) * square for name, square in squares.items()))
+        return math.sqrt(math.fsum(len(self.sharded.copies(name)) * square for name, square in squares.items()))
 
-    def axes(self) -> dict[str, int]:
-        """Return the degree of each split axis, except those that only deal out samples or stages."""
+    def weight_axes(self) -> dict[str, int]:
+        """Return the degree of each axis that splits a layer, which the data and pipeline axes do not."""
         return {axis: self.mesh.size(axis) for axis in self.mesh.split if axis not in ("pp", *DATA)}
 
-    def along(self, axis: str, ranks: Sequence[int]) -> str:
+    def describe_axis_group(self, axis: str, ranks: Sequence[int]) -> str:
         """Return text such as `tp ranks 0 and 1 (ranks 2, 3)`."""
         values = " and ".join(str(self.mesh.place(rank)[axis]) for rank in ranks)
         word = {"pp": "stages", "dp_replicate": "dp_replicate ranks", "dp_shard": "dp_shard ranks"}.get(
             axis, f"{axis} ranks"
         )
-        return f"{word} {values}" + ("" if self.mesh.split == (axis,) and axis != "pp" else f" ({_ranks(ranks)})")
+        return f"{word} {values}" + (
+            "" if self.mesh.split == (axis,) and axis != "pp" else f" ({_format_ranks(ranks)})"
+        )
 
-    def _replica(self, rank: int) -> int:
-        place = self.mesh.place(rank)
-        return place["dp_replicate"] * self.mesh.dp_shard + place["dp_shard"]
+    def _replica_index(self, rank: int) -> int:
+        coordinates = self.mesh.place(rank)
+        return coordinates["dp_replicate"] * self.mesh.dp_shard + coordinates["dp_shard"]
 
 
-def _word(axis: str) -> str:
+def _axis_label(axis: str) -> str:
     return "stage" if axis == "pp" else f"{axis} rank"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""Reruns of the reference's step on rank 0 to find a cause: in parts, by term, with other random numbers."""
+"""Reruns of the reference's step on rank 0 to find a cause: by microbatch, by loss term, with other random numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.verification.diagnosis.gradient_cause import explain_gradient, unexplained_gradient
-from paceline.verification.diagnosis.gradient_evidence import Evidence
+from paceline.verification.diagnosis.gradient_evidence import GradientEvidence
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.update_cause import buffer_cause
 from paceline.verification.noise_floor import ModelSnapshot, NoiseFloors, measure_floors
 from paceline.verification.reference.dropout_isolation import has_dropout
-from paceline.verification.reference.loss_terms import known_counts
-from paceline.verification.reference.reference import Gradient, Reference, RunPosition
+from paceline.verification.reference.loss_terms import sum_target_counts
+from paceline.verification.reference.reference import Reference, ReferenceGradient, RunPosition
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
-_MOST_PARAMETERS = 24
-_MOST_ELEMENTS = 1 << 16
+_MAX_PARAMETERS = 24
+_MAX_ELEMENTS = 1 << 16
 Tensors = Mapping[str, Tensor]
-_STATE = (
+_HIDDEN_STATE = (
     "the job: one process, from the same weights, buffers and samples, has a different gradient the "
     "second time; the model "
     "keeps state that is not a buffer (its own random generator, a counter, a cache), so no two runs are the same"
 )
-_ORDER = (
+_ORDER_DEPENDENT = (
     "the job: microbatches affect each other (a forward that writes a buffer and reads it), so "
     "their order matters, and "
     "ranks that work at the same time can't reproduce one process's order"
@@ -37,140 +37,162 @@ class ReferenceRerun:
     """A step of the reference that can be run again from the same start."""
 
     def __init__(
-        self, *, reference: Reference, at: RunPosition, last: Tensors, places: RankNames | None = None
+        self,
+        *,
+        reference: Reference,
+        position: RunPosition,
+        last_gradient: Tensors,
+        rank_names: RankNames | None = None,
     ) -> None:
         self._reference = reference
-        self._places = places
-        self._at = at
-        self._last = last
+        self._rank_names = rank_names
+        self._position = position
+        self._last_gradient = last_gradient
         self.start = ModelSnapshot(reference.model)
-        self.pieces = reference.pieces(at)
-        self.gradient: Gradient = reference.gradient(at, pieces=self.pieces)
+        self.microbatches = reference.read_microbatches(position)
+        self.gradient: ReferenceGradient = reference.compute_gradient(position, microbatches=self.microbatches)
         self.unexplained: list[str] = []
 
     @cached_property
     def floors(self) -> NoiseFloors:
         """The noise floors of this step."""
-        return measure_floors(self._reference, self.gradient, at=self._at, pieces=self.pieces, start=self.start)
+        return measure_floors(
+            self._reference, self.gradient, position=self._position, microbatches=self.microbatches, start=self.start
+        )
 
     @cached_property
-    def known(self) -> dict[str, float] | None:
+    def global_counts(self) -> dict[str, float] | None:
         """The global counts, if the job gives them before the forward."""
-        return known_counts(self._reference.job, [piece.data for piece in self.pieces])
+        return sum_target_counts(self._reference.job, [piece.data for piece in self.microbatches])
 
     @property
-    def is_blurred(self) -> bool:
-        """True if rounding alone explains any difference found; False if the floors were never measured."""
-        return "floors" in vars(self) and self.floors.blurred
+    def is_rounding_dominated(self) -> bool:
+        """True if rounding alone may explain any difference; False if the floors were never measured."""
+        return "floors" in vars(self) and self.floors.is_rounding_dominated
 
     def floor(self, name: str) -> float:
         """Return the noise floor of this parameter's gradient."""
         return self.floors.gradients.get(name, 0.0)
 
-    def cause(
-        self, everywhere: Sequence[Tensors], names: Sequence[str], rank: int, is_data_right: bool, replicas: int
+    def explain(
+        self, copies: Sequence[Tensors], names: Sequence[str], rank: int, is_data_correct: bool, replicas: int
     ) -> str:
-        kept = list(names[:_MOST_PARAMETERS])
-        detailed = self.again(keep=kept)
-        evidence = self._evidence(everywhere, kept, rank, detailed)
-        ranks = replicas if self._reference.spec.together == 1 else 1
-        shape = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
-        given: dict[str, Any] = {**shape, "ranks": ranks, "is_data_right": is_data_right}
-        given["samples"] = sum(len(part) for part in detailed.samples)
-        if self._places is not None and not self._places.is_replicas:
-            given |= {"axes": self._places.axes(), "members": [self._places.replica(k) for k in range(replicas)]}
-        found = explain_gradient(evidence, counts=detailed.counts, **given)
-        for term in detailed.term_counts if found is None and len(detailed.term_counts) > 1 else ():
-            part = self.again(keep=kept, term=term)
-            pieces = self._evidence(everywhere, kept, rank, part, rest=detailed)
-            found = explain_gradient(pieces, counts=part.term_counts[term], **given)
-            if found is not None:
-                return f"loss term {term!r}: {found}"
-        if found is None and has_dropout(self._reference.model):
-            found = self._other_streams(everywhere[rank], kept, ranks)
-        if found is None:
-            self.unexplained = kept
-            if not self.floors.repeats:
+        kept_names = list(names[:_MAX_PARAMETERS])
+        detailed = self.compute_again(keep_parts=kept_names)
+        evidence = self._build_evidence(copies, kept_names, rank, detailed)
+        ranks = replicas if self._reference.config.merged_microbatches == 1 else 1
+        parameter_counts = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
+        facts: dict[str, Any] = {**parameter_counts, "ranks": ranks, "is_data_correct": is_data_correct}
+        facts["samples"] = sum(len(part) for part in detailed.samples)
+        if self._rank_names is not None and not self._rank_names.is_replicas:
+            facts |= {
+                "axes": self._rank_names.weight_axes(),
+                "member_names": [self._rank_names.replica_name(k) for k in range(replicas)],
+            }
+        explanation = explain_gradient(evidence, counts=detailed.counts, **facts)
+        for term in detailed.term_counts if explanation is None and len(detailed.term_counts) > 1 else ():
+            term_gradient = self.compute_again(keep_parts=kept_names, term=term)
+            term_evidence = self._build_evidence(copies, kept_names, rank, term_gradient, rest=detailed)
+            explanation = explain_gradient(term_evidence, counts=term_gradient.term_counts[term], **facts)
+            if explanation is not None:
+                return f"loss term {term!r}: {explanation}"
+        if explanation is None and has_dropout(self._reference.model):
+            explanation = self._explain_by_stream(copies[rank], kept_names, ranks)
+        if explanation is None:
+            self.unexplained = kept_names
+            if not self.floors.is_repeatable:
                 self.unexplained = []
-                return _STATE
-            if not self.floors.any_order:
+                return _HIDDEN_STATE
+            if not self.floors.is_order_independent:
                 self.unexplained = []
-                return _ORDER
-        return found or unexplained_gradient(evidence, **shape, is_data_right=is_data_right)
+                return _ORDER_DEPENDENT
+        return explanation or unexplained_gradient(evidence, **parameter_counts, is_data_correct=is_data_correct)
 
-    def _other_streams(self, parts: Tensors, names: Sequence[str], ranks: int) -> str | None:
-        """Run the step again as if every microbatch drew another one's dropout, and return the fitting explanation."""
-        ways: dict[str, Callable[[int], int]] = {
+    def _explain_by_stream(self, parts: Tensors, names: Sequence[str], ranks: int) -> str | None:
+        """Rerun the step with each microbatch drawing another one's dropout, and return the explanation that fits."""
+        streams: dict[str, Callable[[int], int]] = {
             "by its round, so that all ranks draw equal numbers": lambda j: j // ranks,
             "as the first of its round, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
             "by its rank, so that every round draws equal numbers": lambda j: j % ranks,
             "once, so that all microbatches draw equal numbers": lambda j: 0,
         }
-        for text, stream in ways.items():
-            other = self.again(stream=stream).total
+        for description, stream in streams.items():
+            gradient = self.compute_again(stream=stream).total
             if all(
-                name in other and euclidean_distance(parts.get(name, other[name] * 0), other[name]) <= self.floor(name)
+                name in gradient
+                and euclidean_distance(parts.get(name, gradient[name] * 0), gradient[name]) <= self.floor(name)
                 for name in names
             ):
-                return f"random streams: each microbatch's dropout is keyed {text}"
+                return f"random streams: each microbatch's dropout is keyed {description}"
         return None
 
-    def again(
-        self, *, keep: Sequence[str] = (), term: str | None = None, stream: Callable[[int], int] = int
-    ) -> Gradient:
+    def compute_again(
+        self, *, keep_parts: Sequence[str] = (), term: str | None = None, stream: Callable[[int], int] = int
+    ) -> ReferenceGradient:
         """Run the reference's step again from the same start."""
-        ended = ModelSnapshot(self._reference.model)
-        self.start.put_back()
-        found = self._reference.gradient(self._at, pieces=self.pieces, keep=keep, term=term, stream=stream)
-        ended.put_back()
-        return found
+        state_after = ModelSnapshot(self._reference.model)
+        self.start.restore()
+        gradient = self._reference.compute_gradient(
+            self._position, microbatches=self.microbatches, keep_parts=keep_parts, term=term, stream=stream
+        )
+        state_after.restore()
+        return gradient
 
-    def _evidence(
+    def _build_evidence(
         self,
-        everywhere: Sequence[Tensors],
+        copies: Sequence[Tensors],
         names: Sequence[str],
         rank: int,
-        detailed: Gradient,
-        rest: Gradient | None = None,
-    ) -> list[Evidence]:
-        found = []
+        detailed: ReferenceGradient,
+        rest: ReferenceGradient | None = None,
+    ) -> list[GradientEvidence]:
+        evidence = []
         weights = self.start.tensors
         for name in names:
             like = next((part[name] for part in detailed.parts if name in part), weights[name])
-            rows = torch.stack([linear_view(part.get(name, torch.zeros_like(like))) for part in detailed.parts])
-            others = torch.zeros_like(rows[0])
+            rows = torch.stack([sample_elements(part.get(name, torch.zeros_like(like))) for part in detailed.parts])
+            other_terms = torch.zeros_like(rows[0])
             if rest is not None:
-                others = sum((linear_view(part[name]) for part in rest.parts if name in part), others) - rows.sum(0)
-            have = [
-                linear_view(parts.get(name, torch.zeros_like(like))) * detailed.divisor - others for parts in everywhere
+                other_terms = sum(
+                    (sample_elements(part[name]) for part in rest.parts if name in part), other_terms
+                ) - rows.sum(0)
+            observed = [
+                sample_elements(parts.get(name, torch.zeros_like(like))) * detailed.divisor - other_terms
+                for parts in copies
             ]
-            also = {"it still contains the previous step's gradient: not set to zero": self._last.get(name)}
-            also["weight decay was added to the gradient"] = weights[name]
-            found.append(
-                Evidence(
+            added_directions = {
+                "it still contains the previous step's gradient: not set to zero": self._last_gradient.get(name)
+            }
+            added_directions["weight decay was added to the gradient"] = weights[name]
+            evidence.append(
+                GradientEvidence(
                     name=name,
-                    found=have[rank].numpy(),
+                    observed=observed[rank].numpy(),
                     contributions=rows.numpy(),
                     floor=max(self.floor(name) * detailed.divisor, 1e-300),
-                    everywhere=[other.numpy() for other in have],
-                    also={text: linear_view(value).numpy() for text, value in also.items() if value is not None},
+                    by_rank=[other.numpy() for other in observed],
+                    added_directions={
+                        text: sample_elements(value).numpy()
+                        for text, value in added_directions.items()
+                        if value is not None
+                    },
                 )
             )
-        return found
+        return evidence
 
-    def buffer_cause(self, name: str, everywhere: Sequence[Tensors]) -> str:
+    def buffer_cause(self, name: str, copies: Sequence[Tensors]) -> str:
         path, _, kind = name.rpartition(".")
         momentum = {owner: module.momentum for owner, module in norms_with_statistics(self._reference.model)}.get(path)
-        detailed = self.again(keep=[next(iter(self.gradient.total))])
+        detailed = self.compute_again(keep_parts=[next(iter(self.gradient.total))])
         return buffer_cause(
-            found=[linear_view(buffers[name]).numpy() for buffers in everywhere],
-            before=linear_view(self.start.tensors[name]).numpy(),
-            after=[linear_view(buffers[name]).numpy() for buffers in detailed.buffers],
+            buffers=[sample_elements(buffers[name]).numpy() for buffers in copies],
+            before=sample_elements(self.start.tensors[name]).numpy(),
+            expected=[sample_elements(buffers[name]).numpy() for buffers in detailed.buffers],
             momentum=momentum if kind in ("running_mean", "running_var") else None,
         )
 
 
-def linear_view(tensor: Tensor) -> Tensor:
-    """Return a linear function of the tensor in double precision: of a large tensor, every k-th element."""
+def sample_elements(tensor: Tensor) -> Tensor:
+    """Return the tensor's elements, flat and in double precision; of a large tensor, only every k-th."""
     flat = to_double(tensor).reshape(-1)
-    return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].cpu()
+    return flat[:: max(1, flat.numel() // _MAX_ELEMENTS)].cpu()

@@ -7,12 +7,17 @@ from typing import Any
 from paceline.console.formatting import plural
 from paceline.errors import UsageError
 from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, Record
-from paceline.verification.fingerprints.ill_conditioned import SHAPE, IllConditionedCheck, factor_between, has_factor
-from paceline.verification.rung_result import FLOOR
+from paceline.verification.fingerprints.ill_conditioned import (
+    PROPORTIONAL_TOLERANCE,
+    IllConditionedCheck,
+    factor_between,
+    has_factor,
+)
+from paceline.verification.rung_result import RECORDING_FLOOR
 
-_NAMED = 3
-_TRACE = 8 * UNIT  # equal gradients and equal optimizers leave weights closer than this
-_NEAR_ONE = 0.01
+_MAX_NAMES = 3
+_EQUAL_WEIGHTS_DISTANCE = 8 * UNIT  # equal gradients and equal optimizers leave weights closer than this
+_FACTOR_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,66 +36,73 @@ class Comparison:
     recorded: tuple[int, int] = (0, 0)
 
 
-def compare_recordings(a: Sequence[Record], b: Sequence[Record], *, same_ranks: bool = True) -> Comparison:
+def compare_recordings(
+    first_records: Sequence[Record], second_records: Sequence[Record], *, same_ranks: bool = True
+) -> Comparison:
     """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
 
-    If `same_ranks` is false, a rank's own batch rightly differs and is not compared.
+    If `same_ranks` is false, each rank's batch differs by design and is not compared.
 
     Raises:
         UsageError: no step is in both, except for a start that is equal.
     """
-    by_step = {(record.step, record.optimizer): record for record in b}
-    pairs = [(r, by_step[r.step, r.optimizer]) for r in a if (r.step, r.optimizer) in by_step]
+    by_step = {(record.step, record.optimizer): record for record in second_records}
+    pairs = [(r, by_step[r.step, r.optimizer]) for r in first_records if (r.step, r.optimizer) in by_step]
     if not same_ranks:
         pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
-    steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(a), _num_steps(b))
+    steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(first_records), _num_steps(second_records))
     worst = 0.0
-    doubt = IllConditionedCheck(pairs, floor=FLOOR)
-    for one, other in pairs:
-        doubt.step(one.step)
-        found = _first_in(one, other, doubt)
-        if found is not None:
-            if found["cause"] == "":
-                found["cause"] = _cause_of_little(pairs, found, doubt.names)
-            text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
-            return Comparison(verdict="different", steps=steps, text=text, first=found, recorded=recorded)
-        worst = max(worst, _distance(one, other, doubt.names))
+    check = IllConditionedCheck(pairs, floor=RECORDING_FLOOR)
+    for first, second in pairs:
+        check.add_step(first.step)
+        difference = _first_difference(first, second, check)
+        if difference is not None:
+            if difference["cause"] == "":
+                difference["cause"] = _small_difference_cause(pairs, difference, check.names)
+            text = (
+                f"different: first at {_format_step(difference)}, {difference['kind']} of {difference['parameter']}: "
+                f"{difference['cause']}"
+            )
+            return Comparison(verdict="different", steps=steps, text=text, first=difference, recorded=recorded)
+        worst = max(worst, _max_distance(first, second, check.names))
     if not steps:
         raise UsageError(
             "the recordings have no step in common: no gradient was compared.",
-            cause=f"the first has {_steps_of(a)}, the other {_steps_of(b)}",
+            cause=f"the first has {_describe_steps(first_records)}, the other {_describe_steps(second_records)}",
             hint="record both from their first step on, with the same every=",
         )
-    unjudged = tuple(doubt.names)
+    unjudged = tuple(check.names)
     verdict = "rounding" if worst or unjudged else "bitwise"
     text = (
         f"{verdict}: {plural(steps, 'step')}, differing by at most "
-        f"{worst:.1e}{_left_out(unjudged)}{_beyond(steps, recorded)}"
+        f"{worst:.1e}{_unjudged_note(unjudged)}{_uncompared_note(steps, recorded)}"
     )
     return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
 
 
-def ranks_part(ranks: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
+def first_rank_difference(ranks: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
     """Return where replicas of one run diverge: the first step, rank and parameter that differ from rank 0."""
     for rank, records in enumerate(ranks[1:], start=1):
-        others = {(record.step, record.optimizer): record for record in records}
+        records_by_step = {(record.step, record.optimizer): record for record in records}
         for record in ranks[0]:
-            other = others.get((record.step, record.optimizer))
-            if other is None or record.step == 0:
+            record_of_rank = records_by_step.get((record.step, record.optimizer))
+            if record_of_rank is None or record.step == 0:
                 continue
-            shared = sorted(set(record.weights) & set(other.weights))
-            apart = {n: d for n in shared if (d := record.weights[n].distance(other.weights[n])) > FLOOR}
-            if apart:
-                name = max(apart, key=lambda n: apart[n])
-                return {"step": record.step, "rank": rank, "parameter": name, "distance": apart[name]}
+            shared = sorted(set(record.weights) & set(record_of_rank.weights))
+            distances = {
+                n: d for n in shared if (d := record.weights[n].distance(record_of_rank.weights[n])) > RECORDING_FLOOR
+            }
+            if distances:
+                name = max(distances, key=lambda n: distances[n])
+                return {"step": record.step, "rank": rank, "parameter": name, "distance": distances[name]}
     return None
 
 
-def _left_out(names: Sequence[str]) -> str:
+def _unjudged_note(names: Sequence[str]) -> str:
     if not names:
         return ""
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"; not judged, because their gradient is lost in rounding: {', '.join(names[:_NAMED])}{rest}"
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"; not judged, because their gradient is lost in rounding: {', '.join(names[:_MAX_NAMES])}{suffix}"
 
 
 def _num_steps(records: Sequence[Record]) -> int:
@@ -98,74 +110,80 @@ def _num_steps(records: Sequence[Record]) -> int:
     return len({record.step for record in records if record.step})
 
 
-def _steps_of(records: Sequence[Record]) -> str:
-    found = sorted({record.step for record in records if record.step})
-    if not found:
+def _describe_steps(records: Sequence[Record]) -> str:
+    steps = sorted({record.step for record in records if record.step})
+    if not steps:
         return "the start only"
-    return f"step {found[0]}" if len(found) == 1 else f"{plural(len(found), 'step')} from {found[0]} to {found[-1]}"
+    return f"step {steps[0]}" if len(steps) == 1 else f"{plural(len(steps), 'step')} from {steps[0]} to {steps[-1]}"
 
 
-def _beyond(steps: int, recorded: tuple[int, int]) -> str:
+def _uncompared_note(steps: int, recorded: tuple[int, int]) -> str:
     """Return a note about steps that only one recording has, which were not compared."""
     if recorded == (steps, steps):
         return ""
     return f"; only steps in both were compared: the first recording has {recorded[0]:,}, the other {recorded[1]:,}"
 
 
-def _place(found: Mapping[str, Any]) -> str:
-    return f"step {found['step']}" if found["step"] else "the start"
+def _format_step(difference: Mapping[str, Any]) -> str:
+    return f"step {difference['step']}" if difference["step"] else "the start"
 
 
-def _first_in(one: Record, other: Record, doubt: IllConditionedCheck) -> dict[str, Any] | None:
-    for kind, left, right, is_rounding in (
-        ("gradient", one.gradients, other.gradients, doubt.gradient),
-        ("weight", one.weights, other.weights, doubt.weight),
+def _first_difference(first: Record, second: Record, check: IllConditionedCheck) -> dict[str, Any] | None:
+    for kind, first_prints, second_prints, is_rounding in (
+        ("gradient", first.gradients, second.gradients, check.is_gradient_rounding),
+        ("weight", first.weights, second.weights, check.is_weight_rounding),
     ):
-        names = sorted(set(left) ^ set(right))
+        names = sorted(set(first_prints) ^ set(second_prints))
         if names:
             cause = f"only one run has a {kind} for it: not trained, frozen or not used in the other"
-            return {"step": one.step, "kind": kind, "parameter": names[0], "cause": cause}
-        distances = {name: left[name].distance(right[name]) for name in left}
-        bad = {name: value for name, value in distances.items() if value > FLOOR and not is_rounding(name, one.step)}
-        if bad:
-            name = max(bad, key=lambda key: bad[key])
-            cause = _cause(kind, one, other, left, right, sorted(bad))
-            return {"step": one.step, "kind": kind, "parameter": name, "distance": bad[name], "cause": cause}
+            return {"step": first.step, "kind": kind, "parameter": names[0], "cause": cause}
+        distances = {name: first_prints[name].distance(second_prints[name]) for name in first_prints}
+        differing = {
+            name: value
+            for name, value in distances.items()
+            if value > RECORDING_FLOOR and not is_rounding(name, first.step)
+        }
+        if differing:
+            name = max(differing, key=lambda key: differing[key])
+            cause = _difference_cause(kind, first, second, first_prints, second_prints, sorted(differing))
+            return {"step": first.step, "kind": kind, "parameter": name, "distance": differing[name], "cause": cause}
     return None
 
 
-def _cause(
+def _difference_cause(
     kind: str,
-    one: Record,
-    other: Record,
-    left: Mapping[str, Fingerprint],
-    right: Mapping[str, Fingerprint],
-    bad: Sequence[str],
+    first: Record,
+    second: Record,
+    first_prints: Mapping[str, Fingerprint],
+    second_prints: Mapping[str, Fingerprint],
+    differing: Sequence[str],
 ) -> str:
-    share = f"{len(bad)} of {len(left)} parameters"
-    if one.step == 0:
+    share = f"{len(differing)} of {len(first_prints)} parameters"
+    if first.step == 0:
         return (
             f"the weights differ before the first step ({share}): a different seed, different initial "
             "values, or a checkpoint"
         )
     if kind == "weight":
         return f"equal gradients, different weights ({share}): the optimizer, its groups or its state"
-    if one.batch is not None and other.batch is not None and one.batch != other.batch:
+    if first.batch is not None and second.batch is not None and first.batch != second.batch:
         return f"the batches differ ({share}): data order"
-    if len(bad) == 1 and _is_one_element(left[bad[0]], right[bad[0]]):
+    if len(differing) == 1 and _is_one_element(first_prints[differing[0]], second_prints[differing[0]]):
         return ""
-    factors = [factor_between(left[name], right[name]) for name in bad]
-    known = [factor for factor in factors if factor is not None]
-    largest = max((abs(factor) for factor in known), default=0.0)
-    if len(known) < len(factors) or max(known) - min(known) > SHAPE * largest:
+    factors = [factor_between(first_prints[name], second_prints[name]) for name in differing]
+    known_factors = [factor for factor in factors if factor is not None]
+    largest = max((abs(factor) for factor in known_factors), default=0.0)
+    if len(known_factors) < len(factors) or max(known_factors) - min(known_factors) > PROPORTIONAL_TOLERANCE * largest:
         return (
             f"no common factor ({share}): different samples, different random numbers, counts that differ between "
             "ranks or microbatches (a mean of means), or only one rank's gradient"
         )
     if largest == 0.0:
         return f"zero in one run only ({share}): a missing part of the loss, or a gradient that was cleared"
-    factor = known[0]
-    if abs(factor - 1.0) <= _NEAR_ONE or not has_factor(left[bad[0]], right[bad[0]]):
+    factor = known_factors[0]
+    if abs(factor - 1.0) <= _FACTOR_TOLERANCE or not has_factor(
+        first_prints[differing[0]], second_prints[differing[0]]
+    ):
         return ""
     if factor < 0.0:
         return f"a factor of {factor:.4g} ({share}): a wrong sign"
@@ -174,28 +192,28 @@ def _cause(
     )
 
 
-def _cause_of_little(
-    pairs: Sequence[tuple[Record, Record]], found: Mapping[str, Any], unjudged: Collection[str]
+def _small_difference_cause(
+    pairs: Sequence[tuple[Record, Record]], difference: Mapping[str, Any], unjudged: Collection[str]
 ) -> str:
     """Return the cause of a small gradient difference: one element, weights that diverged before, or a small factor."""
-    size, name = found["distance"], found["parameter"]
-    one, other = next(
+    size, name = difference["distance"], difference["parameter"]
+    first, second = next(
         (left.gradients[name], right.gradients[name])
         for left, right in pairs
-        if left.step == found["step"] and name in left.gradients
+        if left.step == difference["step"] and name in left.gradients
     )
-    if _is_one_element(one, other):
+    if _is_one_element(first, second):
         return f"one element differs, by {size:.1e} of the norm; the others are equal or nearly so"
-    before = _diverged_weights(pairs, unjudged)
-    if before is not None:
-        step, weight, distance = before
+    diverged = _diverged_weights(pairs, unjudged)
+    if diverged is not None:
+        step, weight, distance = diverged
         return (
             f"nearly equal, {size:.1e} of its norm apart. Already after step {step} the weights differed "
             f"({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight decay, its "
             "state, or rounding that it amplified"
         )
-    if has_factor(one, other):
-        return f"a factor of {factor_between(one, other):.7g}: a slightly different scale of the loss or its count"
+    if has_factor(first, second):
+        return f"a factor of {factor_between(first, second):.7g}: a slightly different scale of the loss or its count"
     return f"nearly equal, {size:.1e} of its norm apart: a few elements differ, or a small part of the samples"
 
 
@@ -203,22 +221,25 @@ def _diverged_weights(
     pairs: Sequence[tuple[Record, Record]], unjudged: Collection[str]
 ) -> tuple[int, str, float] | None:
     """Return the first step whose weights differ by more than rounding while all gradients so far did not."""
-    for one, other in pairs:
-        for kind, left, right in (("gradient", one.gradients, other.gradients), ("weight", one.weights, other.weights)):
-            apart = {n: left[n].distance(right[n]) for n in left if n in right and n not in unjudged}
-            name = max(apart, key=apart.__getitem__, default="")
-            if name and apart[name] > _TRACE:
-                return (one.step, name, apart[name]) if kind == "weight" and one.step else None
+    for first, second in pairs:
+        for kind, left, right in (
+            ("gradient", first.gradients, second.gradients),
+            ("weight", first.weights, second.weights),
+        ):
+            distances = {n: left[n].distance(right[n]) for n in left if n in right and n not in unjudged}
+            name = max(distances, key=distances.__getitem__, default="")
+            if name and distances[name] > _EQUAL_WEIGHTS_DISTANCE:
+                return (first.step, name, distances[name]) if kind == "weight" and first.step else None
     return None
 
 
-def _is_one_element(one: Fingerprint, other: Fingerprint) -> bool:
+def _is_one_element(first: Fingerprint, second: Fingerprint) -> bool:
     """Return True if one element differs: then each projection differs by that element, with one sign or the other."""
-    sizes = [abs(a - b) for a, b in zip(one.projections, other.projections, strict=True)]
-    return one.numel > 1 and max(sizes) - min(sizes) <= _NEAR_ONE * max(sizes)
+    sizes = [abs(a - b) for a, b in zip(first.projections, second.projections, strict=True)]
+    return first.numel > 1 and max(sizes) - min(sizes) <= _FACTOR_TOLERANCE * max(sizes)
 
 
-def _distance(one: Record, other: Record, unjudged: Collection[str]) -> float:
-    pairs = [(one.gradients[n], other.gradients[n]) for n in one.gradients if n not in unjudged]
-    pairs += [(one.weights[n], other.weights[n]) for n in one.weights if n not in unjudged]
+def _max_distance(first: Record, second: Record, unjudged: Collection[str]) -> float:
+    pairs = [(first.gradients[n], second.gradients[n]) for n in first.gradients if n not in unjudged]
+    pairs += [(first.weights[n], second.weights[n]) for n in first.weights if n not in unjudged]
     return max((a.distance(b) for a, b in pairs), default=0.0)

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import parse_json, read_regular
 
-_FAINT, _FAINT_OF_HALF = 256.0, 16.0
+_FAINT_EPS, _FAINT_EPS_HALF = 256.0, 16.0
 NUM_PROJECTIONS = 16
 UNIT = 2.0**-23  # machine epsilon of float32; finer types are compared as float32
 _BLOCK = 4096
 FOLDER = "record"
-_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-_MOST_BYTES = 1 << 32
-_AGAIN = "record it again: pl.record(model, optimizer, path)"
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_MAX_BYTES = 1 << 32
+_RECORD_HINT = "record it again: pl.record(model, optimizer, path)"
 Vector = NDArray[np.float64]
 
 
@@ -52,8 +52,8 @@ class Fingerprint:
     @staticmethod
     def from_json(value: list[Any]) -> "Fingerprint":
         """Return a fingerprint from a JSON line; lines of older versions have no `unit` and no `faint`."""
-        numel, norm, largest, projections, digest, *rest = value
-        unit, faint = rest or (UNIT, 0.0)
+        numel, norm, largest, projections, digest, *optional = value
+        unit, faint = optional or (UNIT, 0.0)
         if len(projections) != NUM_PROJECTIONS:
             raise ValueError(f"{len(projections)} projections, expected {NUM_PROJECTIONS}")
         return Fingerprint(
@@ -75,10 +75,10 @@ class Fingerprint:
         if not np.all(np.isfinite([*self.projections, *other.projections])):
             return float("inf")
         difference = np.subtract(self.projections, other.projections)
-        size = max(self.norm, other.norm)
-        if not np.all(np.isfinite(difference)) or not np.isfinite(size):
+        norm = max(self.norm, other.norm)
+        if not np.all(np.isfinite(difference)) or not np.isfinite(norm):
             return float("inf")
-        return float(np.sqrt(np.mean(difference**2)) / size) if size else 0.0
+        return float(np.sqrt(np.mean(difference**2)) / norm) if norm else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def faint_size(unit: float) -> float:
     Measured on convnets, attention and normalized weights: 1 to 30 units. In half precision a unit is large, so the
     limit is fewer units.
     """
-    return min(_FAINT * unit, max(_FAINT_OF_HALF * unit, _FAINT * UNIT))
+    return min(_FAINT_EPS * unit, max(_FAINT_EPS_HALF * unit, _FAINT_EPS * UNIT))
 
 
 def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
@@ -108,16 +108,16 @@ def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
         norm=float(np.linalg.norm(values)),
         largest=float(np.max(np.abs(values), initial=0.0)),
         projections=tuple(project(values).tolist()),
-        digest=digest_of(raw),
+        digest=digest_bits(raw),
     )
 
 
-def signs_for(numel: int) -> tuple[Vector, Vector]:
+def projection_signs(numel: int) -> tuple[Vector, Vector]:
     """Return two matrices of signs for a tensor of this size: a row per position in a block, and a row per block."""
     return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
 
 
-def digest_of(raw: bytes | memoryview) -> str:
+def digest_bits(raw: bytes | memoryview) -> str:
     """Return a digest of a tensor's own bits."""
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
@@ -135,13 +135,13 @@ def project(values: Vector) -> Vector:
 @cache
 def _signs(rows: int, stream: int) -> Vector:
     """Return random signs, of which row i depends only on i and the stream."""
-    drawn = np.random.Generator(np.random.Philox(key=stream)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
-    return drawn.astype(np.float64) * 2.0 - 1.0
+    signs = np.random.Generator(np.random.Philox(key=stream)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
+    return signs.astype(np.float64) * 2.0 - 1.0
 
 
 def has_recording(path: Path) -> bool:
     """Return True if `path` is a recording, or a run folder that holds one."""
-    return _file(path).exists()
+    return _recording_file(path).exists()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +166,16 @@ def read_recording(path: Path, *, rank: int = 0) -> Recording:
     Raises:
         UsageError: there is none, it has no complete line, or a line other than the last can't be read.
     """
-    file = _file(path, rank)
-    if not file.is_file():
+    path_of_rank = _recording_file(path, rank)
+    if not path_of_rank.is_file():
         raise UsageError(f"{path} contains no recording.", hint="pl.record(model, optimizer, path)")
-    records, is_torn = _records(file)
+    records, is_torn = _parse_records(path_of_rank)
     if not records:
         raise UsageError(
-            f"the recording {file} has no step: " + ("its only line is incomplete." if is_torn else "it is empty."),
+            f"the recording {path_of_rank} has no step: "
+            + ("its only line is incomplete." if is_torn else "it is empty."),
             cause="the recorded loop ended before its optimizer's first step was written",
-            hint=_AGAIN,
+            hint=_RECORD_HINT,
         )
     return Recording(path=path, records=records, is_torn=is_torn)
 
@@ -182,39 +183,39 @@ def read_recording(path: Path, *, rank: int = 0) -> Recording:
 def num_ranks(path: Path) -> int:
     """Return how many ranks wrote into the recording."""
     rank = 0
-    while _file(path, rank).exists():
+    while _recording_file(path, rank).exists():
         rank += 1
     return rank
 
 
-def _file(path: Path, rank: int = 0) -> Path:
-    inside = path / FOLDER
-    return (inside if inside.is_dir() else path) / f"rank-{rank}.jsonl"
+def _recording_file(path: Path, rank: int = 0) -> Path:
+    subfolder = path / FOLDER
+    return (subfolder if subfolder.is_dir() else path) / f"rank-{rank}.jsonl"
 
 
-def _records(file: Path) -> tuple[list[Record], bool]:
+def _parse_records(file: Path) -> tuple[list[Record], bool]:
     """Return the complete steps of a file, and whether its last line is torn: it has no line end and can't be read."""
     try:
-        data = read_regular(file, most_bytes=_MOST_BYTES)
+        data = read_regular(file, max_bytes=_MAX_BYTES)
     except (OSError, ValueError) as error:
-        raise UsageError(f"the recording {file} can't be read: {error}.", hint=_AGAIN) from None
-    found: list[Record] = []
+        raise UsageError(f"the recording {file} can't be read: {error}.", hint=_RECORD_HINT) from None
+    records: list[Record] = []
     lines = data.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_record(parse_json(line)))
-        except _DAMAGED as error:
+            records.append(_parse_record(parse_json(line)))
+        except _PARSE_ERRORS as error:
             if number == len(lines) and not data.endswith(b"\n"):
-                return found, True
+                return records, True
             raise UsageError(
                 f"{file}: line {number} is not a step of a recording: {type(error).__name__}: {error}",
                 cause="the file was changed or damaged after it was written",
-                hint=_AGAIN,
+                hint=_RECORD_HINT,
             ) from None
-    return found, False
+    return records, False
 
 
-def _record(value: Any) -> Record:
+def _parse_record(value: Any) -> Record:
     batch = value.get("batch")
     return Record(
         step=int(value["step"]),

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from paceline.data.stream.iterable_loader import checksum
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_rank
-from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, digest_of, faint_size, signs_for
+from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, digest_bits, faint_size, projection_signs
 
-_INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPER_NAMES = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
         if every < 1:
             raise UsageError(f"record(every={every}): expected 1 or more.", hint="every=10 records every tenth step")
-        optimizers = _plain_optimizers(optimizer)
+        optimizers = _unwrap_optimizers(optimizer)
         rank = _rank()
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,10 @@ class Recorder:
         self._every = every
         self._batch: int | None = None
         self._unit = UNIT
-        self._seen = model.register_forward_pre_hook(self._note_precision)
-        self._watches = [_Watch(self, number, one, optimizers) for number, one in enumerate(optimizers)]
+        self._precision_hook = model.register_forward_pre_hook(self._record_precision)
+        self._optimizer_hooks = [
+            _OptimizerHooks(self, number, one, optimizers) for number, one in enumerate(optimizers)
+        ]
 
     def batch(self, batch: Any) -> None:
         """Record a checksum of the batch this rank trains on next, so that data order is compared too."""
@@ -44,21 +46,21 @@ class Recorder:
 
     def close(self) -> None:
         """Remove the hooks and close the file; a second call does nothing."""
-        self._seen.remove()
-        for watch in self._watches:
+        self._precision_hook.remove()
+        for watch in self._optimizer_hooks:
             watch.remove()
-        if self._watches:
+        if self._optimizer_hooks:
             os.close(self._handle)
-        self._watches = []
+        self._optimizer_hooks = []
 
-    def _note_precision(self, *_: object) -> None:
+    def _record_precision(self, *_: object) -> None:
         """Record the autocast precision, because under autocast gradients are as coarse as its type."""
-        kinds = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self._unit = max([UNIT, *(torch.finfo(kind).eps for kind in kinds)])
+        dtypes = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._unit = max([UNIT, *(torch.finfo(kind).eps for kind in dtypes)])
 
-    def print_gradient(self, gradient: Tensor) -> Fingerprint:
+    def fingerprint_gradient(self, gradient: Tensor) -> Fingerprint:
         """Return the fingerprint of a gradient, in the units of the forward that it came from."""
-        return print_of(gradient, unit=self._unit)
+        return fingerprint_tensor(gradient, unit=self._unit)
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +72,9 @@ class Recorder:
         """Return True if this step is recorded."""
         return (step - 1) % self._every == 0
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters trained now: layers may thaw, and wrappers may replace parameters."""
-        return [(plain_name(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the currently trainable parameters: layers may thaw, and wrappers may replace parameters."""
+        return [(strip_wrapper_names(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def write(
         self, step: int, number: int, gradients: Mapping[str, Fingerprint], weights: Mapping[str, Fingerprint]
@@ -81,67 +83,73 @@ class Recorder:
         line: dict[str, Any] = {"step": step, "batch": self._batch if step else None}
         if number:
             line["optimizer"] = number
-        line |= {"gradients": _plain(gradients), "weights": _plain(weights)}
+        line |= {"gradients": _encode_prints(gradients), "weights": _encode_prints(weights)}
         os.write(self._handle, (json.dumps(line) + "\n").encode())
         if step:
             self._batch = None
 
 
-class _Watch:
-    """The hooks on one optimizer. Each records its own parameters, the first also those of no optimizer."""
+class _OptimizerHooks:
+    """The hooks on one optimizer, which record its parameters; the first also records those of no optimizer."""
 
-    def __init__(self, recorder: Recorder, number: int, optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
+    def __init__(self, recorder: Recorder, number: int, optimizer: Optimizer, all_optimizers: list[Optimizer]) -> None:
         self._recorder, self._number, self._step = recorder, number, 0
         self._optimizer = optimizer
-        self._others = [other for other in all_of_them if other is not optimizer]
+        self._other_optimizers = [other for other in all_optimizers if other is not optimizer]
         self._gradients: dict[str, Fingerprint] = {}
         self._hooks = (
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
         )
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _before(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record the gradients before the step; with a closure (Lightning, LBFGS), only after the closure has run."""
         if self._step == 0:
-            self._write()
+            self._write_step()
         self._step += 1
         if not self._recorder.is_due(self._step):
             return None
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": partial(self._run, kwargs["closure"])}
+            return args, {**kwargs, "closure": partial(self._run_closure, kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], partial(self._run, args[1]), *args[2:]), kwargs
-        self._look()
+            return (args[0], partial(self._run_closure, args[1]), *args[2:]), kwargs
+        self._record_gradients()
         return None
 
-    def _run(self, closure: Callable[[], Any]) -> Any:
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
         result = closure()
-        self._look()
+        self._record_gradients()
         return result
 
-    def _look(self) -> None:
+    def _record_gradients(self) -> None:
         self._gradients = {
-            name: self._recorder.print_gradient(p.grad) for name, p in self._named() if p.grad is not None
+            name: self._recorder.fingerprint_gradient(p.grad)
+            for name, p in self._assigned_parameters()
+            if p.grad is not None
         }
 
-    def _after(self, *_: object) -> None:
+    def _after_step(self, *_: object) -> None:
         if self._recorder.is_due(self._step):
-            self._write()
+            self._write_step()
         self._gradients = {}
 
-    def _write(self) -> None:
+    def _write_step(self) -> None:
         """Write one record; step 0 holds the weights before the first step."""
-        weights = {name: print_of(p) for name, p in self._named()}
+        weights = {name: fingerprint_tensor(p) for name, p in self._assigned_parameters()}
         self._recorder.write(self._step, self._number, self._gradients, weights)
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        mine, theirs = _members([self._optimizer]), _members(self._others)
-        rest = self._number == 0
-        return [(n, p) for n, p in self._recorder.named() if id(p) in mine or (rest and id(p) not in theirs)]
+    def _assigned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        own_ids, other_ids = _parameter_ids([self._optimizer]), _parameter_ids(self._other_optimizers)
+        takes_unassigned = self._number == 0
+        return [
+            (n, p)
+            for n, p in self._recorder.trainable_parameters()
+            if id(p) in own_ids or (takes_unassigned and id(p) not in other_ids)
+        ]
 
 
 def record(model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> Recorder:
@@ -152,23 +160,23 @@ def record(model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: 
     return Recorder(model, optimizer, path, every=every)
 
 
-def _plain_optimizers(given: Any) -> list[Optimizer]:
-    """Return the torch optimizers inside the given ones."""
-    if isinstance(given, list | tuple):
-        return [one for part in given for one in _plain_optimizers(part)]
-    inner = given
+def _unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the torch optimizers inside wrapped ones."""
+    if isinstance(optimizer, list | tuple):
+        return [one for part in optimizer for one in _unwrap_optimizers(part)]
+    inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), Optimizer) and inner.optimizer is not inner:
         inner = inner.optimizer
     if not isinstance(inner, Optimizer):
         raise UsageError(
-            f"record needs an optimizer, got a {type(given).__name__}.",
+            f"record needs an optimizer, got a {type(optimizer).__name__}.",
             cause="fingerprints are taken at its steps",
             hint="pl.record(model, optimizer, path), or a list of optimizers",
         )
     return [inner]
 
 
-def _members(optimizers: Iterable[Optimizer]) -> set[int]:
+def _parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -178,25 +186,25 @@ def _rank() -> int:
     return own_rank(os.environ)
 
 
-def print_of(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
+def fingerprint_tensor(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
     """Return the fingerprint of a tensor on any device. A sharded tensor is gathered, so all its ranks must call this.
 
     The fingerprint is as coarse as the tensor's own type, or as `unit`.
     """
-    whole: Any = tensor.detach()
-    if hasattr(whole, "full_tensor"):
-        whole = whole.full_tensor()
-    if whole.layout != torch.strided:
-        whole = whole.to_dense()
-    if whole.is_complex():
-        whole = torch.view_as_real(whole)
-    flat = whole.cpu().contiguous().reshape(-1)
+    full_tensor: Any = tensor.detach()
+    if hasattr(full_tensor, "full_tensor"):
+        full_tensor = full_tensor.full_tensor()
+    if full_tensor.layout != torch.strided:
+        full_tensor = full_tensor.to_dense()
+    if full_tensor.is_complex():
+        full_tensor = torch.view_as_real(full_tensor)
+    flat = full_tensor.cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     values = flat.double()
     unit = max(unit, float(torch.finfo(flat.dtype).eps) if flat.is_floating_point() else 0.0)
-    sizes = values.abs()
-    largest = float(sizes.max()) if values.numel() else 0.0
-    faint = (sizes <= faint_size(unit) * largest) & (sizes > 0.0)
+    magnitudes = values.abs()
+    largest = float(magnitudes.max()) if values.numel() else 0.0
+    faint = (magnitudes <= faint_size(unit) * largest) & (magnitudes > 0.0)
     return Fingerprint(
         unit=unit,
         faint=float(faint.double().mean()) if values.numel() else 0.0,
@@ -204,25 +212,25 @@ def print_of(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
         norm=float(torch.linalg.vector_norm(values)),
         largest=largest,
         projections=tuple(_project(values).tolist()),
-        digest=digest_of(memoryview(raw)),
+        digest=digest_bits(memoryview(raw)),
     )
 
 
 def _project(values: Tensor) -> Tensor:
     """Return the projections, computed by torch: numpy's threads would compete with those of the training loop."""
-    inside, among = (torch.from_numpy(signs) for signs in signs_for(values.numel()))
-    whole = values.new_zeros(len(among) * len(inside))
-    whole[: values.numel()] = values
-    return (whole.view(len(among), len(inside)) @ inside * among).sum(dim=0)
+    position_signs, block_signs = (torch.from_numpy(signs) for signs in projection_signs(values.numel()))
+    padded = values.new_zeros(len(block_signs) * len(position_signs))
+    padded[: values.numel()] = values
+    return (padded.view(len(block_signs), len(position_signs)) @ position_signs * block_signs).sum(dim=0)
 
 
-def plain_name(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """Return the FQN without the parts that wrappers add."""
-    parts = [part for part in name.split(".") if part not in _INSIDE]
+    parts = [part for part in name.split(".") if part not in _WRAPPER_NAMES]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts)
 
 
-def _plain(prints: Mapping[str, Fingerprint]) -> dict[str, list[Any]]:
+def _encode_prints(prints: Mapping[str, Fingerprint]) -> dict[str, list[Any]]:
     return {name: value.as_json() for name, value in prints.items()}

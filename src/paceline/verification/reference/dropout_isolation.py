@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.parallel.context_parallel.random_ops import NoAttentionDropout
 
-_FUNCTIONS = (
+_DROPOUT_FUNCTIONS = (
     F.dropout,
     F.dropout1d,
     F.dropout2d,
@@ -28,7 +28,7 @@ class NoDropout(NoAttentionDropout):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the input of a dropout function unchanged."""
-        if func in _FUNCTIONS:
+        if func in _DROPOUT_FUNCTIONS:
             return args[0] if args else (kwargs or {})["input"]
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -40,21 +40,21 @@ def has_dropout(model: nn.Module) -> bool:
 
 def dropout_rates(module: nn.Module) -> list[tuple[str, float]]:
     """Return the names and values of a module's own dropout rates."""
-    found = [(name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    rates = [(name, value) for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
     rate = getattr(module, "p", None)
-    return [*found, ("p", rate)] if isinstance(rate, float) and "drop" in type(module).__name__.lower() else found
+    return [*rates, ("p", rate)] if isinstance(rate, float) and "drop" in type(module).__name__.lower() else rates
 
 
 @contextmanager
 def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
     """Set every dropout rate to zero within the context."""
-    kept = [
+    saved_rates = [
         (module, name, value) for model in models for module in model.modules() for name, value in dropout_rates(module)
     ]
-    for module, name, _ in kept:
+    for module, name, _ in saved_rates:
         setattr(module, name, 0.0)
     try:
         yield
     finally:
-        for module, name, value in kept:
+        for module, name, value in saved_rates:
             setattr(module, name, value)

@@ -26,27 +26,27 @@ _PATCHED: tuple[tuple[Any, str], ...] = (
 
 
 @contextmanager
-def in_double(*, active: bool = True) -> Iterator[None]:
+def keep_float64(*, active: bool = True) -> Iterator[None]:
     """Prevent casts of float64 tensors to float32, on any thread of this process."""
-    kept = [(place, name, getattr(place, name)) for place, name in _PATCHED] if active else []
-    for place, name, plain in kept:
-        setattr(place, name, _kept_double(plain, casts=name == "float"))
+    originals = [(place, name, getattr(place, name)) for place, name in _PATCHED] if active else []
+    for owner, name, original in originals:
+        setattr(owner, name, _wrap_for_float64(original, is_float_cast=name == "float"))
     try:
         yield
     finally:
-        for place, name, plain in kept:
-            setattr(place, name, plain)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
-def _kept_double(plain: Callable[..., Any], *, casts: bool) -> Callable[..., Any]:
-    @wraps(plain)  # sharded tensors look up their rules by this name
+def _wrap_for_float64(original: Callable[..., Any], *, is_float_cast: bool) -> Callable[..., Any]:
+    @wraps(original)  # sharded tensors look up their rules by this name
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(first, Tensor) or first.dtype is not torch.float64:
-            return plain(first, *args, **kwargs)
-        if casts:
+            return original(first, *args, **kwargs)
+        if is_float_cast:
             return first
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        return plain(first, *args, **kwargs)
+        return original(first, *args, **kwargs)
 
     return call

@@ -14,19 +14,21 @@ from paceline.torch_internals.rng import preserve_rng
 _IGNORED = -100
 
 
-class Forward:
-    """The forward and loss of one model. `_divisor` tells whether its loss is a sum when told to divide by one."""
+class ReferenceForward:
+    """The forward and loss of one model."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         self._job = job
         self._model = model
         parameters = inspect.signature(model.forward).parameters
-        self._names = set(parameters)
-        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
-        asks = job.loss is None and job.forward is None and (is_open or "num_items_in_batch" in parameters)
-        self._divisor: bool | None = None if asks else False
+        self._argument_names = set(parameters)
+        accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
+        takes_divisor = (
+            job.loss is None and job.forward is None and (accepts_kwargs or "num_items_in_batch" in parameters)
+        )
+        self._sums_with_divisor: bool | None = None if takes_divisor else False
 
-    def output(self, data: Any) -> Any:
+    def compute_output(self, data: Any) -> Any:
         """Return the model's output on one batch."""
         if self._job.forward is not None:
             return self._job.forward(self._model, data)
@@ -34,30 +36,30 @@ class Forward:
             return self._model(data)
         if not isinstance(data, Mapping):
             return self._model(*data[:-1])
-        given = {k: v for k, v in data.items() if k in self._names}
+        inputs = {k: v for k, v in data.items() if k in self._argument_names}
         if self._job.loss is not None:
-            given.pop("labels", None)
-            return self._model(**given)
-        if self._divisor is None:
-            self._divisor = self._find_out(given)
-        return self._model(**given, **({"num_items_in_batch": 1} if self._divisor else {}))
+            inputs.pop("labels", None)
+            return self._model(**inputs)
+        if self._sums_with_divisor is None:
+            self._sums_with_divisor = self._test_divisor(inputs)
+        return self._model(**inputs, **({"num_items_in_batch": 1} if self._sums_with_divisor else {}))
 
-    def own_loss(self, output: Any, data: Any, num_samples: int) -> Any:
+    def model_loss(self, output: Any, data: Any, num_samples: int) -> Any:
         """Return the model's own loss with its count: of targets if labels are classes, else of samples.
 
         Raises:
             JobError: the output has no loss.
         """
-        loss, count = _loss_in(output), self._count(data)
+        loss, count = _get_loss(output), self._count_targets(data)
         if loss is None:
             raise no_loss(data)
         if count is None:
             return loss * num_samples, num_samples
-        if self._divisor:
+        if self._sums_with_divisor:
             return loss, count
         return (loss * count, count) if count else (torch.zeros_like(loss) * loss.nan_to_num(0.0), 0)
 
-    def _count(self, data: Any) -> int | None:
+    def _count_targets(self, data: Any) -> int | None:
         labels = data.get("labels") if isinstance(data, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return None
@@ -66,21 +68,21 @@ class Forward:
             labels = labels[..., 1:]  # the model compares each position with the next one's label
         return int((labels != _IGNORED).sum())
 
-    def _find_out(self, given: dict[str, Any]) -> bool | None:
-        """Return whether the model's loss is a sum if told to divide by one; None if the batch has too few targets."""
-        count = self._count(given)
+    def _test_divisor(self, inputs: dict[str, Any]) -> bool | None:
+        """Return whether `num_items_in_batch=1` makes the loss a sum; None if the batch has too few targets."""
+        count = self._count_targets(inputs)
         if count is None or count < 2:
             return None if count is not None else False
         modes = {module: module.training for module in self._model.modules()}
         with torch.no_grad(), preserve_rng():
             self._model.eval()
-            by_one = _loss_in(self._model(**given, num_items_in_batch=1))
-            by_itself = _loss_in(self._model(**given))
+            loss_with_divisor = _get_loss(self._model(**inputs, num_items_in_batch=1))
+            plain_loss = _get_loss(self._model(**inputs))
         for module, mode in modes.items():
             module.training = mode
-        exact_enough = by_one is not None and by_one.dtype in (torch.float32, torch.float64)
-        return exact_enough and math.isclose(by_one.item(), by_itself.item() * count, rel_tol=1e-4)
+        is_precise = loss_with_divisor is not None and loss_with_divisor.dtype in (torch.float32, torch.float64)
+        return is_precise and math.isclose(loss_with_divisor.item(), plain_loss.item() * count, rel_tol=1e-4)
 
 
-def _loss_in(output: Any) -> Any:
+def _get_loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -1,7 +1,7 @@
 """A one-process reference for local SGD: sites that train separately and synchronise at intervals, run in turn.
 
-It is the reference of `--update local` and `diloco`, written naively: whole models in dictionaries, the outer step by
-its formula. From the package it uses only the steps at which each fragment is sent.
+It is the reference of `--update local` and `diloco`, written naively: full models in dictionaries, the outer step as a
+formula. It shares with the package only the steps at which each fragment is sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,24 +14,24 @@ from torch.optim import Optimizer
 
 from paceline.config.update_rule import UpdateRule
 from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
-from paceline.verification.reference.loss_terms import counts_of_part
-from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
+from paceline.verification.reference.loss_terms import nonzero_counts
+from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncRule:
-    """The update rule, the number of sites, and over how many replicas each site deals its microbatches."""
+    """The update rule, the number of sites, and the number of replicas in each site."""
 
     rule: UpdateRule
     sites: int
     replicas: int
 
-    def own(self, site: int, num_micro: int) -> list[int]:
-        """Return the microbatches of a site, which are dealt to all replicas in turn; a site has adjacent replicas."""
-        every = self.sites * self.replicas
-        return [index for index in range(num_micro) if index % every // self.replicas == site]
+    def microbatches_of_site(self, site: int, num_micro: int) -> list[int]:
+        """Return the microbatches of a site. All replicas get microbatches in turn; a site is a block of replicas."""
+        num_replicas = self.sites * self.replicas
+        return [index for index in range(num_micro) if index % num_replicas // self.replicas == site]
 
 
 @dataclass(kw_only=True)
@@ -42,126 +42,144 @@ class _Site:
 
 
 @dataclass(kw_only=True)
-class _Outer:
-    """The state that all sites agree on; `coming` holds means sent but not yet due: (update, difference by name)."""
+class _OuterState:
+    """The state that all sites share; `pending` holds mean differences that are not yet due, with the due update."""
 
-    agreed: Weights
+    global_weights: Weights
     momentum: Weights = field(default_factory=dict)
-    coming: list[tuple[int, Weights]] = field(default_factory=list)
+    pending: list[tuple[int, Weights]] = field(default_factory=list)
 
 
-class LocalReference(Reference):
+class LocalSgdReference(Reference):
     """The one-process run of local SGD."""
 
-    counts_of = staticmethod(counts_of_part)
+    compute_counts = staticmethod(nonzero_counts)
 
-    def __init__(self, *, meeting: SyncRule, **same: Any) -> None:
-        super().__init__(**same)
-        self._meeting = meeting
-        self._taken = 0
-        self._begin()
+    def __init__(self, *, sync_rule: SyncRule, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._sync_rule = sync_rule
+        self._num_updates = 0
+        self._reset_sites()
 
-    def with_spec(self, **changes: Any) -> "LocalReference":
-        """Return the same run from its start, with changes to its `ReferenceConfig`."""
-        plain = super().with_spec(**changes)
-        return LocalReference(meeting=self._meeting, job=plain.job, spec=plain.spec, cast=plain.cast)
+    def with_config(self, **changes: Any) -> "LocalSgdReference":
+        """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
+        reference = super().with_config(**changes)
+        return LocalSgdReference(
+            sync_rule=self._sync_rule, job=reference.job, config=reference.config, cast=reference.cast
+        )
 
     def weights(self) -> Weights:
-        """Return every site's weights, and the weights that the sites agreed on."""
+        """Return every site's weights, and the synchronized weights."""
         names = [name for name, _ in self.model.named_parameters()]
-        own = {f"{n} of site {s}": site.weights[n].clone() for s, site in enumerate(self._sites) for n in names}
-        return own | {f"{name} as agreed": value.clone() for name, value in self._outer.agreed.items()}
+        site_weights = {
+            f"{n} of site {s}": site.weights[n].clone() for s, site in enumerate(self._sites) for n in names
+        }
+        return site_weights | {
+            f"{name} (synchronized)": value.clone() for name, value in self._outer.global_weights.items()
+        }
 
-    def gradient(self, at: RunPosition, *, pieces: Sequence[Micro] | None = None, **how: Any) -> Gradient:
+    def compute_gradient(
+        self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
+    ) -> ReferenceGradient:
         """Return each site's gradient of its own samples, as `site/FQN`.
 
         Before the first update, all sites start at the current model.
         """
-        given = self.pieces(at) if pieces is None else pieces
-        if not self._taken:
-            self._begin()
-        before = self._now()
+        all_microbatches = self.read_microbatches(position) if microbatches is None else microbatches
+        if not self._num_updates:
+            self._reset_sites()
+        model_state = self._copy_model()
         total: Weights = {}
-        counts, loss, weight = [0.0] * len(given), 0.0, 0.0
-        for number, site, own in self._with_samples(len(given)):
-            self._put(site.weights)
-            one = super().gradient(at, pieces=[given[i] for i in own], stream=own.__getitem__, **how)
-            site.weights = self._now()
-            if any(map(any, one.term_counts.values())):  # a site without a target makes no update
-                total |= {f"{number}/{name}": value for name, value in one.total.items()}
-                loss, weight = loss + one.loss * sum(one.counts), weight + sum(one.counts)
-            for index, count in zip(own, one.counts, strict=True):
+        counts, loss, weight = [0.0] * len(all_microbatches), 0.0, 0.0
+        for number, site, indices in self._sites_with_samples(len(all_microbatches)):
+            self._load_model(site.weights)
+            site_gradient = super().compute_gradient(
+                position, microbatches=[all_microbatches[i] for i in indices], stream=indices.__getitem__, **options
+            )
+            site.weights = self._copy_model()
+            if any(map(any, site_gradient.term_counts.values())):  # a site without a target makes no update
+                total |= {f"{number}/{name}": value for name, value in site_gradient.total.items()}
+                loss, weight = loss + site_gradient.loss * sum(site_gradient.counts), weight + sum(site_gradient.counts)
+            for index, count in zip(indices, site_gradient.counts, strict=True):
                 counts[index] = count
-        self._put(before)
-        samples = [micro.samples for micro in given]
-        return Gradient(total=total, counts=counts, divisor=1.0, loss=loss / max(weight, 1e-300), samples=samples)
+        self._load_model(model_state)
+        samples = [micro.samples for micro in all_microbatches]
+        return ReferenceGradient(
+            total=total, counts=counts, divisor=1.0, loss=loss / max(weight, 1e-300), samples=samples
+        )
 
     def update(self, gradient: Mapping[str, Tensor]) -> None:
         """Step each site with its own gradient; then send and apply what is due."""
         for number, site in enumerate(self._sites):
-            mine = {name.partition("/")[2]: v for name, v in gradient.items() if name.partition("/")[0] == str(number)}
-            if not mine:  # a short batch without samples for this site, or no target
+            site_gradient = {
+                name.partition("/")[2]: v for name, v in gradient.items() if name.partition("/")[0] == str(number)
+            }
+            if not site_gradient:  # a short batch without samples for this site, or no target
                 for schedule in site.schedules:
                     schedule.step()
                 continue
-            self._put(site.weights)
+            self._load_model(site.weights)
             self.optimizers, self.schedules = site.optimizers, site.schedules
-            super().update(mine)
-            site.weights = self._now()
-        self._taken += 1
-        self._meet()
+            super().update(site_gradient)
+            site.weights = self._copy_model()
+        self._num_updates += 1
+        self._synchronize()
 
-    def _begin(self) -> None:
+    def _reset_sites(self) -> None:
         self._sites = []
-        for _ in range(self._meeting.sites):
-            optimizers, schedules = self._optimizers()
-            self._sites.append(_Site(weights=self._now(), optimizers=optimizers, schedules=schedules))
-        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        self._outer = _Outer(agreed={name: value for name, value in self._now().items() if name in trained})
+        for _ in range(self._sync_rule.sites):
+            optimizers, schedules = self._create_optimizers()
+            self._sites.append(_Site(weights=self._copy_model(), optimizers=optimizers, schedules=schedules))
+        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        self._outer = _OuterState(
+            global_weights={name: value for name, value in self._copy_model().items() if name in trainable}
+        )
 
-    def _with_samples(self, num_micro: int) -> Iterator[tuple[int, _Site, list[int]]]:
+    def _sites_with_samples(self, num_micro: int) -> Iterator[tuple[int, _Site, list[int]]]:
         for number, site in enumerate(self._sites):
-            own = self._meeting.own(number, num_micro)
-            if own:
-                yield number, site, own
+            indices = self._sync_rule.microbatches_of_site(number, num_micro)
+            if indices:
+                yield number, site, indices
 
-    def _meet(self) -> None:
-        rule, outer = self._meeting.rule, self._outer
-        sent = sent_after(self._taken, update=rule)
-        if sent is not None:
+    def _synchronize(self) -> None:
+        rule, outer = self._sync_rule.rule, self._outer
+        fragment = sent_after(self._num_updates, update=rule)
+        if fragment is not None:
             sizes = {name: p.numel() for name, p in self.model.named_parameters()}
-            place = fragment_of(sizes, fragments=rule.fragments)
-            names = [name for name in outer.agreed if place[name] == sent]
-            outer.coming.append((self._taken + rule.delay, {n: outer.agreed[n] - self._mean(n) for n in names}))
-        for due, ways in [one for one in outer.coming if one[0] == self._taken]:
-            outer.coming.remove((due, ways))
-            for name, way in ways.items():
-                self._take(name, way)
-        if sent == 0:
+            fragment_by_name = fragment_of(sizes, fragments=rule.fragments)
+            names = [name for name in outer.global_weights if fragment_by_name[name] == fragment]
+            outer.pending.append(
+                (self._num_updates + rule.delay, {n: outer.global_weights[n] - self._site_mean(n) for n in names})
+            )
+        for due_update, differences in [one for one in outer.pending if one[0] == self._num_updates]:
+            outer.pending.remove((due_update, differences))
+            for name, difference in differences.items():
+                self._apply_outer_step(name, difference)
+        if fragment == 0:
             for name, buffer in self.model.named_buffers():
                 if buffer.is_floating_point():
-                    mean = self._mean(name)
+                    mean = self._site_mean(name)
                     for site in self._sites:
                         site.weights[name] = mean.clone()
 
-    def _take(self, name: str, way: Tensor) -> None:
-        rule, outer = self._meeting.rule, self._outer
+    def _apply_outer_step(self, name: str, difference: Tensor) -> None:
+        rule, outer = self._sync_rule.rule, self._outer
         if rule.momentum:
-            outer.momentum[name] = rule.momentum * outer.momentum.get(name, torch.zeros_like(way)) + way
-            way = way + rule.momentum * outer.momentum[name]
-        outer.agreed[name] = outer.agreed[name] - rule.lr * way
-        share = rule.mix if rule.delay else 0.0
+            outer.momentum[name] = rule.momentum * outer.momentum.get(name, torch.zeros_like(difference)) + difference
+            difference = difference + rule.momentum * outer.momentum[name]
+        outer.global_weights[name] = outer.global_weights[name] - rule.lr * difference
+        local_share = rule.mix if rule.delay else 0.0
         for site in self._sites:
-            site.weights[name] = share * site.weights[name] + (1.0 - share) * outer.agreed[name]
+            site.weights[name] = local_share * site.weights[name] + (1.0 - local_share) * outer.global_weights[name]
 
-    def _mean(self, name: str) -> Tensor:
+    def _site_mean(self, name: str) -> Tensor:
         return torch.stack([site.weights[name] for site in self._sites]).mean(dim=0)
 
-    def _now(self) -> Weights:
+    def _copy_model(self) -> Weights:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: tensor.detach().clone() for name, tensor in named}
 
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
+    def _load_model(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 tensor.copy_(weights[name])

@@ -1,7 +1,7 @@
-"""A replay of a parameter server's run by one process: each share on the version it was computed on, in the same order.
+"""A replay of a parameter server's run in one process: the same shares, weight versions and order of updates.
 
-It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the whole model after every
-update. It uses only the record of the run: which share, which versions, in which order.
+It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the full model after every
+update. Of the run, it uses only the record of its updates.
 """
 
 import time
@@ -23,180 +23,196 @@ from paceline.step.parameter_server.transport import reach_store
 from paceline.trainer.parameter_server_worker import compute_shares
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.prepare import PreparedJob
-from paceline.verification.compare_evaluation import evaluated_by, judge_evaluation
-from paceline.verification.compare_in_lockstep import Say
+from paceline.verification.compare_evaluation import evaluate_layout, judge_evaluation
+from paceline.verification.compare_in_lockstep import ReportProgress
 from paceline.verification.compare_independent_runs import (
     WeightDrift,
-    first_batches,
+    collect_tensors,
+    gather_layout_weights,
+    gather_state_dict,
     judge_drift,
-    kept_by,
-    of_layout,
-    state_dict_tensors,
+    read_first_batches,
 )
-from paceline.verification.noise_floor import can_disturb, disturb_reference
+from paceline.verification.noise_floor import can_perturb, perturb_reference
 from paceline.verification.precision import build_in_precision
-from paceline.verification.reference.float64_mode import in_double
-from paceline.verification.reference.loss_terms import counts_of_part
+from paceline.verification.reference.float64_mode import keep_float64
+from paceline.verification.reference.loss_terms import nonzero_counts
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import RungResult
 
-_ERRAND = "paceline-verify/errand/{}"
-_OVER, _DOUBLE, _OWN = "over", "float64", "own"
+_INSTRUCTION_KEY = "paceline-verify/errand/{}"
+_END, _FLOAT64, _JOB_PRECISION = "over", "float64", "own"
 _POLL_SECONDS = 0.05
-_START = RunPosition(step=0, epoch=0, position=0)
+_START = RunPosition(step=0, epoch=0, batch_start=0)
 
 
 class WorkerInstructions:
-    """The instructions to workers on what to build for each rung; the first server gives them."""
+    """Instructions from the first server to the workers: the precision of each rung, then the end."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._number = 0
 
-    def next(self, dtype: torch.dtype | None) -> World:
-        """Return the servers' world for the next rung, which workers join again."""
-        self._say(_DOUBLE if dtype is torch.float64 else _OWN)
+    def begin_rung(self, dtype: torch.dtype | None) -> World:
+        """Announce the next rung, and return the servers' world for it, which workers join again."""
+        self._send(_FLOAT64 if dtype is torch.float64 else _JOB_PRECISION)
         entrance = self._world.entrance
         assert entrance is not None
         return replace(self._world, entrance=replace(entrance, session=str(self._number)))
 
-    def end(self) -> None:
+    def send_end(self) -> None:
         """Tell the workers that no rung follows."""
-        self._say(_OVER)
+        self._send(_END)
 
-    def _say(self, what: str) -> None:
+    def _send(self, instruction: str) -> None:
         self._number += 1
         if self._world.entrance is not None and self._world.is_main:
             store = reach_store(self._world.entrance.place, timeout_seconds=self._world.timeout_seconds)
-            store.set(_ERRAND.format(self._number), what)
+            store.set(_INSTRUCTION_KEY.format(self._number), instruction)
 
 
-def run_errands(ready: PreparedJob, place: LaunchInfo) -> int:
+def serve_verify(prepared_job: PreparedJob, launch_info: LaunchInfo) -> int:
     """Run a worker's side of `verify`: build the same model as the servers in each rung, and compute its shares."""
-    store = reach_store(place, timeout_seconds=ready.settings.train.timeout_seconds)
+    store = reach_store(launch_info, timeout_seconds=prepared_job.settings.train.timeout_seconds)
     number = 0
     while True:
-        number, what = told_next(store, after=number)
-        if what == _OVER:
+        number, instruction = wait_for_instruction(store, last_number=number)
+        if instruction == _END:
             return 0
-        dtype = torch.float64 if what == _DOUBLE else None
-        with in_double(active=dtype is not None):
-            built = build_in_precision(ready, World.alone(), dtype)
-            compute_shares(ready, built, WorkerEntrance(place=place, session=str(number)))
-            built.close()
+        dtype = torch.float64 if instruction == _FLOAT64 else None
+        with keep_float64(active=dtype is not None):
+            setup = build_in_precision(prepared_job, World.alone(), dtype)
+            compute_shares(prepared_job, setup, WorkerEntrance(place=launch_info, session=str(number)))
+            setup.close()
 
 
-def told_next(store: Store, *, after: int) -> tuple[int, str]:
-    """Return the first server's newest instruction and its number; a server that has ended counts as over.
+def wait_for_instruction(store: Store, *, last_number: int) -> tuple[int, str]:
+    """Wait for the first server's newest instruction, and return its number and text; `_END` if the server has ended.
 
-    A restarted worker also finds instructions of earlier rungs, which are closed, and skips them.
+    A restarted worker skips the instructions of earlier rungs, which have ended.
     """
-    number = after + 1
+    number = last_number + 1
     try:
-        while not store.check([_ERRAND.format(number)]):
+        while not store.check([_INSTRUCTION_KEY.format(number)]):
             time.sleep(_POLL_SECONDS)
-        while store.check([_ERRAND.format(number + 1)]):
+        while store.check([_INSTRUCTION_KEY.format(number + 1)]):
             number += 1
-        return number, store.get(_ERRAND.format(number)).decode()
+        return number, store.get(_INSTRUCTION_KEY.format(number)).decode()
     except RuntimeError:
-        return number, _OVER
+        return number, _END
 
 
-class ServedReference(Reference):
-    """The one-process run of a record."""
+class ParameterServerReference(Reference):
+    """The one-process replay of recorded updates."""
 
-    counts_of = staticmethod(counts_of_part)
+    compute_counts = staticmethod(nonzero_counts)
     server_of: Mapping[str, int] = MappingProxyType({})
     """The server of each parameter; parameters that are not named belong to the first."""
 
-    def with_spec(self, **changes: Any) -> "ServedReference":
-        """Return the same run from its start, with changes to its `ReferenceConfig`."""
-        plain = super().with_spec(**changes)
-        other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
+    def with_config(self, **changes: Any) -> "ParameterServerReference":
+        """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
+        reference = super().with_config(**changes)
+        other = ParameterServerReference(job=reference.job, config=reference.config, cast=reference.cast)
         other.server_of = self.server_of
         return other
 
-    def replay(self, record: Sequence[AppliedUpdate], *, backwards: bool) -> float:
-        """Replay the record and return the loss of the last share. `backwards` adds microbatches in reverse order."""
-        history, places, left = [self._now()], [_START], dict[int, int]()
+    def replay(self, record: Sequence[AppliedUpdate], *, reverse_order: bool) -> float:
+        """Replay the record and return the loss of the last share. `reverse_order`: microbatches in reverse order."""
+        history, positions, remaining_shares = [self._copy_weights()], [_START], dict[int, int]()
         loss = float("nan")
         for applied in record:
             share = applied.share
-            while len(places) <= share.step:
-                places.append(self.after(places[-1], sum(len(piece.samples) for piece in self.pieces(places[-1]))))
-            pieces = self.pieces(places[share.step])
-            mine = list(range(share.number, len(pieces), share.of))
+            while len(positions) <= share.step:
+                positions.append(
+                    self.next_position(
+                        positions[-1], sum(len(piece.samples) for piece in self.read_microbatches(positions[-1]))
+                    )
+                )
+            microbatches = self.read_microbatches(positions[share.step])
+            indices = list(range(share.number, len(microbatches), share.of))
             if applied.counts:
-                loss = self._one(applied, [pieces[i] for i in mine], mine, history, places[share.step], backwards)
-            left[share.step] = left.get(share.step, share.of) - 1
-            for schedule in self.schedules if not left[share.step] else ():
+                loss = self._apply_update(
+                    applied, [microbatches[i] for i in indices], indices, history, positions[share.step], reverse_order
+                )
+            remaining_shares[share.step] = remaining_shares.get(share.step, share.of) - 1
+            for schedule in self.schedules if not remaining_shares[share.step] else ():
                 schedule.step()
         return loss
 
-    def _one(
+    def _apply_update(
         self,
         applied: AppliedUpdate,
-        pieces: Sequence[Any],
-        mine: Sequence[int],
+        microbatches: Sequence[Any],
+        indices: Sequence[int],
         history: list[dict[str, Tensor]],
-        at: RunPosition,
-        backwards: bool,
+        position: RunPosition,
+        reverse_order: bool,
     ) -> float:
         names, server_of = history[-1], self.server_of
-        self._put({name: history[applied.versions[server_of.get(name, 0)]][name] for name in names})
-        gradient = self.gradient(at, pieces=pieces, backwards=backwards, stream=lambda place: mine[place])
-        self._put(history[-1])
-        kept, self.schedules = self.schedules, []
+        self._load_weights({name: history[applied.versions[server_of.get(name, 0)]][name] for name in names})
+        gradient = self.compute_gradient(
+            position, microbatches=microbatches, reverse_order=reverse_order, stream=lambda place: indices[place]
+        )
+        self._load_weights(history[-1])
+        schedules, self.schedules = self.schedules, []
         self.update(gradient.total)
-        self.schedules = kept
-        history.append(self._now())
+        self.schedules = schedules
+        history.append(self._copy_weights())
         return gradient.loss
 
-    def _now(self) -> dict[str, Tensor]:
+    def _copy_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    def _put(self, version: dict[str, Tensor]) -> None:
+    def _load_weights(self, version: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(version[name])
 
 
-def _disturbed(reference: ServedReference, record: Sequence[AppliedUpdate], seed: int) -> dict[str, Tensor]:
-    other = reference.again()
-    assert isinstance(other, ServedReference)
-    if can_disturb(other, at=_START, seed=seed):
-        disturb_reference(other, seed=seed)
-    other.replay(record, backwards=True)
-    return kept_by(other)
+def _replay_perturbed(
+    reference: ParameterServerReference, record: Sequence[AppliedUpdate], seed: int
+) -> dict[str, Tensor]:
+    perturbed = reference.rebuild()
+    assert isinstance(perturbed, ParameterServerReference)
+    if can_perturb(perturbed, position=_START, seed=seed):
+        perturb_reference(perturbed, seed=seed)
+    perturbed.replay(record, reverse_order=True)
+    return collect_tensors(perturbed)
 
 
-def server_of_parameters(built: TrainingSetup) -> dict[str, int]:
+def server_of_parameters(setup: TrainingSetup) -> dict[str, int]:
     """Return the server that holds each parameter."""
-    parts = {name: built.kept.parts(name) for name in built.kept.names}
+    parts = {name: setup.kept.parts(name) for name in setup.kept.names}
     return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
 
 
-def run_served(built: TrainingSetup, *, reference: Reference | None, steps: int, say: Say) -> RungResult:
-    """Run freely, then replay the run; the drift of a disturbed replay is the floor."""
-    rung_result, step = RungResult(), built.step
+def compare_parameter_server_run(
+    setup: TrainingSetup, *, reference: Reference | None, steps: int, report_progress: ReportProgress
+) -> RungResult:
+    """Run the layout freely, then replay its updates in one process; the drift of a perturbed replay is the floor."""
+    rung_result, step = RungResult(), setup.step
     assert isinstance(step, ServerStep)
     step.record = []
-    say(plural(steps, "step"))
-    results = [step.run(given) for given in first_batches(built, steps, {})]
+    report_progress(plural(steps, "step"))
+    results = [step.run(given) for given in read_first_batches(setup, steps, {})]
     step.settle()
-    evaluated, weights, kept = evaluated_by(built), of_layout(built), state_dict_tensors(built)
-    if isinstance(reference, ServedReference):
-        reference.server_of = server_of_parameters(built)
-        start = {name: tensor.clone() for name, tensor in kept_by(reference).items()}
-        loss = reference.replay(step.record, backwards=False)
-        again = partial(_disturbed, reference, step.record)
-        judge_drift(rung_result, weights, reference, again, start, steps, WeightDrift())
-        late = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
+    layout_evaluation, weights, layout_tensors = (
+        evaluate_layout(setup),
+        gather_layout_weights(setup),
+        gather_state_dict(setup),
+    )
+    if isinstance(reference, ParameterServerReference):
+        reference.server_of = server_of_parameters(setup)
+        initial_tensors = {name: tensor.clone() for name, tensor in collect_tensors(reference).items()}
+        loss = reference.replay(step.record, reverse_order=False)
+        replay_perturbed = partial(_replay_perturbed, reference, step.record)
+        judge_drift(rung_result, weights, reference, replay_perturbed, initial_tensors, steps, WeightDrift())
+        max_staleness = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
         rung_result.detail = (
-            f"{plural(len(step.record), 'update')}, at most {late} late, repeated in their order; loss of the last "
-            f"batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
+            f"{plural(len(step.record), 'update')}, with a staleness of at most {max_staleness}, replayed in order; "
+            f"loss of the last batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
         )
-        if evaluated is not None:
-            judge_evaluation(rung_result, built, reference, evaluated, steps, kept)
-    found: RungResult = RungResult(**built.world.share_json(vars(rung_result)))
-    return found
+        if layout_evaluation is not None:
+            judge_evaluation(rung_result, setup, reference, layout_evaluation, steps, layout_tensors)
+    shared_result: RungResult = RungResult(**setup.world.share_json(vars(rung_result)))
+    return shared_result

@@ -1,8 +1,8 @@
 """A one-process reference for pipelines without flush, which run each microbatch on weights of several versions.
 
-It is the reference of `--update pipedream` and `2bw`, written naively: it keeps the whole model after every update and
-assembles, before each microbatch, what its stages would hold. It shares no training code with the package,
-only the rule that numbers weight versions.
+It is the reference of `--update pipedream` and `2bw`, written naively: it keeps the full model after every update and
+assembles, before each microbatch, the weights that the stages would use. It shares with the package only the rule that
+numbers weight versions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.schedule.weight_version_rules import Stream, VersionRule
-from paceline.verification.reference.reference import Gradient, Micro, Reference, RunPosition
+from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,65 +24,69 @@ class PipeDreamRule:
     Microbatch i is the i // `replicas`-th of its own replica.
     """
 
-    stash: VersionRule
+    version_rule: VersionRule
     stage_of: Mapping[str, int]
     replicas: int
 
 
-class StashedReference(Reference):
+class PipeDreamReference(Reference):
     """The one-process run with weight stashing."""
 
-    def __init__(self, *, way: PipeDreamRule, **same: Any) -> None:
-        super().__init__(**same)
-        self._way = way
-        self._batches = Stream()
-        self._begun = 0
-        self._history = [self._now()]
+    def __init__(self, *, rule: PipeDreamRule, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._rule = rule
+        self._batch_stream = Stream()
+        self._first_microbatch = 0
+        self._history = [self._copy_weights()]
 
-    def with_spec(self, **changes: Any) -> "StashedReference":
-        """Return the same run from its start, with changes to its `ReferenceConfig`."""
-        plain = super().with_spec(**changes)
-        return StashedReference(way=self._way, job=plain.job, spec=plain.spec, cast=plain.cast)
+    def with_config(self, **changes: Any) -> "PipeDreamReference":
+        """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
+        reference = super().with_config(**changes)
+        return PipeDreamReference(rule=self._rule, job=reference.job, config=reference.config, cast=reference.cast)
 
-    def gradient(self, at: RunPosition, *, pieces: Sequence[Micro] | None = None, **how: Any) -> Gradient:
-        """Return the gradient, with stashed weights for each microbatch; afterwards the newest weights are back."""
-        given = self.pieces(at) if pieces is None else pieces
-        self._history[-1] = self._now()
-        if self._batches.num_batches < len(self._history):
-            self._begun = self._batches.length
-            self._batches.add(-(-len(given) // self._way.replicas))
+    def compute_gradient(
+        self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
+    ) -> ReferenceGradient:
+        """Return the gradient, with stashed weights for each microbatch; the newest weights are restored afterwards."""
+        step_microbatches = self.read_microbatches(position) if microbatches is None else microbatches
+        self._history[-1] = self._copy_weights()
+        if self._batch_stream.num_batches < len(self._history):
+            self._first_microbatch = self._batch_stream.length
+            self._batch_stream.add(-(-len(step_microbatches) // self._rule.replicas))
         try:
-            return super().gradient(at, pieces=given, **how)
+            return super().compute_gradient(position, microbatches=step_microbatches, **options)
         finally:
-            self._put(dict.fromkeys(self._history[-1], len(self._history) - 1))
+            self._load_versions(dict.fromkeys(self._history[-1], len(self._history) - 1))
 
     def update(self, gradient: Mapping[str, Tensor]) -> None:
-        """Step with this gradient, and keep the new weights."""
+        """Step with this gradient, and store the new weights."""
         super().update(gradient)
-        self._history.append(self._now())
+        self._history.append(self._copy_weights())
 
-    def _clip(self, most: float) -> None:
-        """Clip each stage separately: when one stage steps, the others are at other batches."""
-        for stage in range(self._way.stash.stages):
-            own = [p for name, p in self.model.named_parameters() if self._way.stage_of[name] == stage]
-            torch.nn.utils.clip_grad_norm_(own, most)
+    def _clip_gradients(self, max_norm: float) -> None:
+        """Clip each stage separately: when one stage steps, the others are at different batches."""
+        for stage in range(self._rule.version_rule.stages):
+            parameters = [p for name, p in self.model.named_parameters() if self._rule.stage_of[name] == stage]
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def _draw_from(self, step: int, microbatch: int) -> None:
-        k = self._begun + microbatch // self._way.replicas
-        stages = range(self._way.stash.stages)
-        used = [self._way.stash.version(stage=stage, microbatch=k, stream=self._batches) for stage in stages]
-        self._put({name: used[self._way.stage_of[name]] for name in self._history[-1]})
-        super()._draw_from(step, microbatch)
+    def _seed_microbatch(self, step: int, microbatch: int) -> None:
+        k = self._first_microbatch + microbatch // self._rule.replicas
+        stages = range(self._rule.version_rule.stages)
+        versions = [
+            self._rule.version_rule.version(stage=stage, microbatch=k, stream=self._batch_stream) for stage in stages
+        ]
+        self._load_versions({name: versions[self._rule.stage_of[name]] for name in self._history[-1]})
+        super()._seed_microbatch(step, microbatch)
 
-    def _now(self) -> dict[str, Tensor]:
+    def _copy_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    def _put(self, versions: Mapping[str, int]) -> None:
+    def _load_versions(self, versions: Mapping[str, int]) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self._history[versions[name]][name])
 
 
-def stages_of(piped: PipelineModel, names: Iterable[str]) -> dict[str, int]:
+def map_stages(piped: PipelineModel, names: Iterable[str]) -> dict[str, int]:
     """Return the stage of each parameter; a pipeline without flush has each parameter in one stage."""
     return {name: next(iter(piped.cut.stages_of(name)), 0) for name in names}

@@ -6,18 +6,25 @@ from contextlib import contextmanager
 
 from paceline.torch_internals.private_api import without_group
 
-_FIRST = ("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_ONE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_SIZE_VARIABLES = (
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+)
 
 
 @contextmanager
 def single_process() -> Iterator[None]:
     """Hide the process group and set a world size of one, in `torch.distributed` and in the launchers' variables."""
-    plain = {**dict.fromkeys(_FIRST, "0"), **dict.fromkeys(_ONE, "1")}
-    kept = {name: os.environ[name] for name in plain if name in os.environ}
-    os.environ.update({name: plain[name] for name in kept})
+    values = {**dict.fromkeys(_RANK_VARIABLES, "0"), **dict.fromkeys(_SIZE_VARIABLES, "1")}
+    saved = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update({name: values[name] for name in saved})
     try:
         with without_group():
             yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(saved)

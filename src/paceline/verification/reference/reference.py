@@ -1,7 +1,7 @@
 """The reference: a naive one-process run that every layout is compared with.
 
-It uses nothing of the loader, the step or the placement; only the order of samples and the keys of the random
-streams, which are definitions.
+It shares no code with the loader, the step or the parallelism, only definitions: the order of samples and the keys of
+the random streams.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,21 +16,22 @@ from torch.optim import Optimizer
 from paceline.job import Job
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.torch_internals.rng import BlockCallCounter, block_key, random_blocks, seed_all, seed_torch, stream_key
-from paceline.verification.reference.forward import Forward
-from paceline.verification.reference.loss_terms import known_counts, leaves_of, weighted_loss
+from paceline.verification.reference.forward import ReferenceForward
+from paceline.verification.reference.loss_terms import reachable_parameters, sum_target_counts, weighted_loss
 from paceline.verification.reference.process_group_isolation import single_process
-from paceline.verification.reference.sample_reader import reading_of
+from paceline.verification.reference.sample_reader import open_sample_reader
 from paceline.verification.reference.weight_average import WeightAverage
-from paceline.verification.reference.whole_batch import merge_microbatches, part_of
+from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_live
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     """The properties of the run that the reference depends on.
 
-    `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
-    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), each of which is rounded separately.
-    `own_kernels`: attention or normalisation uses a different formula than in one process (cp, sync_bn).
+    `merged_microbatches`: how many microbatches normalisation sees as one. `grid_step`: the relative resolution of
+    exact mode's integers.
+    `is_sliced`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), each of which is rounded separately.
+    `uses_other_kernels`: attention or normalisation uses a different formula than in one process (cp, sync_bn).
     `loss_scale`: the factor of the loss in backward, so that fp16 can represent small gradients.
     `on_empty`: the effect of a loss term without a target: `stop`, or `zero`, which adds nothing to loss and gradient.
     """
@@ -42,33 +43,33 @@ class ReferenceConfig:
     drop_last: bool = False
     autocast: torch.dtype | None = None
     sample_seeds: str = "auto"
-    together: int = 1
+    merged_microbatches: int = 1
     lr_factor: float = 1.0
     device: str = "cpu"
-    grid: float = 0.0
+    grid_step: float = 0.0
     shards: int | None = None
     loss_scale: float = 1.0
     workers: int = 0
-    is_cut: bool = False
-    own_kernels: bool = False
+    is_sliced: bool = False
+    uses_other_kernels: bool = False
     on_empty: str = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPosition:
-    """A position in the run: the steps done, and where the next batch begins; `number` counts steps as `train` does."""
+    """A position in the run: the number of steps done, and the epoch and first sample of the next batch."""
 
     step: int
     epoch: int
-    position: int
+    batch_start: int
 
     @property
-    def number(self) -> int:
+    def step_number(self) -> int:
         return self.step + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Micro:
+class ReferenceMicrobatch:
     """A microbatch: its samples, read and collated."""
 
     samples: tuple[int, ...]
@@ -76,10 +77,10 @@ class Micro:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradient:
+class ReferenceGradient:
     """The gradient of one step. `parts`, if requested, holds each microbatch's contribution before the division.
 
-    With several terms each has its count in `term_counts`, and `parts` are already divided (`divisor` is 1).
+    With several loss terms, `parts` are already divided by the counts of the terms (`divisor` is 1).
     """
 
     total: dict[str, Tensor]
@@ -91,12 +92,12 @@ class Gradient:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     term_counts: dict[str, list[float]] = field(default_factory=dict)
     """The counts of each term, by microbatch."""
-    largest: dict[str, float] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
+    max_abs: dict[str, float] = field(default_factory=dict)
+    empty_terms: list[str] = field(default_factory=list)
     """The terms without a target that prevent a step: `train` stops there, or skips the step."""
 
     @property
-    def counts_in_words(self) -> str:
+    def counts_text(self) -> str:
         """The count of the step, or of each of its terms, in words."""
         if len(self.term_counts) < 2:
             return f"its count is {sum(self.counts):g}"
@@ -104,145 +105,153 @@ class Gradient:
 
 
 class Reference:
-    """The one-process run."""
+    """The one-process training run."""
 
-    counts_of, _stream = staticmethod(known_counts), 0
+    compute_counts, _stream_seed = staticmethod(sum_target_counts), 0
 
     @single_process()
-    def __init__(self, *, job: Job, spec: ReferenceConfig, cast: Callable[[Any], Any]) -> None:
+    def __init__(self, *, job: Job, config: ReferenceConfig, cast: Callable[[Any], Any]) -> None:
         self.job = job
-        self.spec = spec
+        self.config = config
         self.cast = cast
-        seed_all(stream_key(spec.seed, "build"))
-        self.model: nn.Module = job.model().to(spec.device)
-        self._forward = Forward(job, self.model)
+        seed_all(stream_key(config.seed, "build"))
+        self.model: nn.Module = job.model().to(config.device)
+        self._forward = ReferenceForward(job, self.model)
         self.average = WeightAverage(self.model, decay=job.ema)
-        self._number = 0
-        self._calls = BlockCallCounter()
+        self._step_number = 0
+        self._call_counter = BlockCallCounter()
         for number, block in enumerate(random_blocks(self.model)):
-            block.register_forward_pre_hook(self._seeder(number))
-        self.optimizers, self.schedules = self._optimizers()
-        self.reading = reading_of(
+            block.register_forward_pre_hook(self._block_seed_hook(number))
+        self.optimizers, self.schedules = self._create_optimizers()
+        self.reader = open_sample_reader(
             job=job,
-            workers=spec.workers,
-            seed=spec.seed,
-            drop_last=spec.drop_last,
-            sample_seeds=spec.sample_seeds,
-            batch=spec.global_batch_size,
-            shards=spec.shards,
+            workers=config.workers,
+            seed=config.seed,
+            drop_last=config.drop_last,
+            sample_seeds=config.sample_seeds,
+            batch=config.global_batch_size,
+            shards=config.shards,
         )
 
-    def again(self) -> "Reference":
-        """Return the same run from its start."""
-        return self.with_spec()
+    def rebuild(self) -> "Reference":
+        """Return a new reference at the start of the run."""
+        return self.with_config()
 
-    def with_spec(self, **changes: Any) -> "Reference":
-        """Return the same run from its start, with changes to its `ReferenceConfig`."""
-        return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self.cast)
+    def with_config(self, **changes: Any) -> "Reference":
+        """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
+        return Reference(job=self.job, config=replace(self.config, **changes), cast=self.cast)
 
-    def bare(self) -> "Reference":
-        """Return a reference that does not process its gradients any further."""
+    def without_compression(self) -> "Reference":
+        """Return a reference that does not compress its gradients."""
         return self
 
-    def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
-        made = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
-        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    def _create_optimizers(self) -> tuple[list[Optimizer], list[Any]]:
+        created = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
+        optimizers = list(created) if isinstance(created, list | tuple) else [created]
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = group["lr"] * self.spec.lr_factor if self.spec.lr_factor != 1.0 else group["lr"]
+            group["lr"] = group["lr"] * self.config.lr_factor if self.config.lr_factor != 1.0 else group["lr"]
         return optimizers, [self.job.lr_schedule(o) for o in optimizers] if self.job.lr_schedule else []
 
-    def pieces(self, at: RunPosition) -> list[Micro]:
-        """Return the microbatches of the step, as they are dealt to replicas."""
-        spec = self.spec
-        batch = self.reading.batch(epoch=at.epoch, position=at.position, size=spec.global_batch_size)
-        parts = [tuple(batch[i : i + spec.micro_batch_size]) for i in range(0, len(batch), spec.micro_batch_size)]
-        read = self.reading.read
-        return [Micro(samples=part, data=self.cast(read(epoch=at.epoch, part=part))) for part in parts]
+    def read_microbatches(self, position: RunPosition) -> list[ReferenceMicrobatch]:
+        """Read the microbatches of the step, in the order in which replicas get them."""
+        config = self.config
+        batch = self.reader.batch(epoch=position.epoch, position=position.batch_start, size=config.global_batch_size)
+        sample_groups = [
+            tuple(batch[i : i + config.micro_batch_size]) for i in range(0, len(batch), config.micro_batch_size)
+        ]
+        read = self.reader.read
+        return [
+            ReferenceMicrobatch(samples=part, data=self.cast(read(epoch=position.epoch, indices=part)))
+            for part in sample_groups
+        ]
 
-    def joined(self, pieces: Sequence[Micro], *, epoch: int) -> list[Micro]:
-        """Return the microbatches as normalisation sees them: under sync_bn, those of one round merged into one."""
-        width = self.spec.together
-        found = []
-        for start in range(0, len(pieces), width):
-            group = pieces[start : start + width]
-            part = tuple(sample for piece in group for sample in piece.samples)
+    def merge_for_normalization(
+        self, microbatches: Sequence[ReferenceMicrobatch], *, epoch: int
+    ) -> list[ReferenceMicrobatch]:
+        """Merge the microbatches that normalisation sees as one: under sync_bn, those that replicas run together."""
+        group_size = self.config.merged_microbatches
+        merged = []
+        for start in range(0, len(microbatches), group_size):
+            group = microbatches[start : start + group_size]
+            samples = tuple(sample for piece in group for sample in piece.samples)
             sizes = [len(piece.samples) for piece in group]
-            data = merge_microbatches([piece.data for piece in group], sizes, self._second_reading(epoch, part))
-            found.append(Micro(samples=part, data=data))
-        return found
+            data = merge_microbatches([piece.data for piece in group], sizes, self._make_reader(epoch, samples))
+            merged.append(ReferenceMicrobatch(samples=samples, data=data))
+        return merged
 
-    def _second_reading(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
-        return lambda: self.cast(self.reading.read(epoch=epoch, part=part))
+    def _make_reader(self, epoch: int, samples: tuple[int, ...]) -> Callable[[], Any]:
+        return lambda: self.cast(self.reader.read(epoch=epoch, indices=samples))
 
     @single_process()
-    def gradient(
+    def compute_gradient(
         self,
-        at: RunPosition,
+        position: RunPosition,
         *,
-        pieces: Sequence[Micro] | None = None,
-        keep: Collection[str] = (),
+        microbatches: Sequence[ReferenceMicrobatch] | None = None,
+        keep_parts: Collection[str] = (),
         term: str | None = None,
-        backwards: bool = False,
+        reverse_order: bool = False,
         stream: Callable[[int], int] = int,
-    ) -> Gradient:
-        """Run forward and backward of each microbatch in turn; `backwards` starts with the last one.
+    ) -> ReferenceGradient:
+        """Run forward and backward of each microbatch in turn; `reverse_order` starts with the last one.
 
-        `keep` names the parameters whose parts are kept, of one `term` alone if given. `stream` maps each microbatch to
-        the one whose random numbers it draws.
+        `keep_parts`: the parameters to return by microbatch too. `stream`: the microbatch whose random numbers to draw.
         """
-        given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
-        self._number = at.number
+        merged = self.merge_for_normalization(
+            self.read_microbatches(position) if microbatches is None else microbatches, epoch=position.epoch
+        )
+        self._step_number = position.step_number
         self.model.train()
-        known = self.counts_of(self.job, [micro.data for micro in given])
+        global_counts = self.compute_counts(self.job, [micro.data for micro in merged])
         total: dict[str, Tensor] = {}
-        parts: list[dict[str, Tensor]] = [{} for _ in given]
+        parts: list[dict[str, Tensor]] = [{} for _ in merged]
         buffers: list[dict[str, Tensor]] = []
-        counts, losses = [0.0] * len(given), [0.0] * len(given)
+        counts, losses = [0.0] * len(merged), [0.0] * len(merged)
         term_counts: dict[str, list[float]] = {}
         sums: dict[str, float] = {}
-        largest: dict[str, float] = {}
-        whole = self.job.loss_over == "batch"
-        among = len(given) if whole else 1  # each pass of such a loss gives the loss of the whole batch
-        order = range(len(given))[:: -1 if backwards else 1]
-        for index, terms in self._passes(given, order, lambda index: self._draw_from(at.step, stream(index))):
+        max_abs: dict[str, float] = {}
+        is_batch_loss = self.job.loss_over == "batch"
+        num_passes = len(merged) if is_batch_loss else 1  # each pass of such a loss gives the loss of the whole batch
+        order = range(len(merged))[:: -1 if reverse_order else 1]
+        for index, terms in self._run_passes(merged, order, lambda i: self._seed_microbatch(position.step, stream(i))):
             self.model.zero_grad(set_to_none=True)
             for name, (value, count) in terms.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
-                term_counts.setdefault(name, [0.0] * len(given))[index] = float(count) / among
-            if whole:
-                known = {name: float(count) for name, (_, count) in terms.items()}
-            loss = weighted_loss({n: v for n, v in terms.items() if term in (None, n)}, known)
-            (loss * self.spec.loss_scale).backward()
-            self._collect(total, parts[index], largest, keep)
-            counts[index] = float((terms[term] if term else next(iter(terms.values())))[1]) / among
-            losses[index] = float(loss.detach()) / among
-            if keep:
+                term_counts.setdefault(name, [0.0] * len(merged))[index] = float(count) / num_passes
+            if is_batch_loss:
+                global_counts = {name: float(count) for name, (_, count) in terms.items()}
+            loss = weighted_loss({n: v for n, v in terms.items() if term in (None, n)}, global_counts)
+            (loss * self.config.loss_scale).backward()
+            self._accumulate(total, parts[index], max_abs, keep_parts)
+            counts[index] = float((terms[term] if term else next(iter(terms.values())))[1]) / num_passes
+            losses[index] = float(loss.detach()) / num_passes
+            if keep_parts:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
-        gives_nothing = self.spec.on_empty == "zero"  # a term without a target then adds nothing, if its sum is 0
-        empty = [n for n, each in term_counts.items() if not sum(each) and not (gives_nothing and sums[n] == 0.0)]
-        divisor = 1.0 if known else sum(counts) or float(gives_nothing)
-        return Gradient(
+        ignores_empty = self.config.on_empty == "zero"  # a term without a target then adds nothing, if its sum is 0
+        empty_terms = [n for n, each in term_counts.items() if not sum(each) and not (ignores_empty and sums[n] == 0.0)]
+        divisor = 1.0 if global_counts else sum(counts) or float(ignores_empty)
+        return ReferenceGradient(
             total={name: value / divisor for name, value in total.items()},
             counts=counts,
             divisor=divisor,
-            loss=sum(losses) / divisor if divisor and not empty else float("nan"),
-            samples=[micro.samples for micro in given],
-            parts=parts if keep else [],
+            loss=sum(losses) / divisor if divisor and not empty_terms else float("nan"),
+            samples=[micro.samples for micro in merged],
+            parts=parts if keep_parts else [],
             buffers=buffers,
             term_counts=term_counts,
-            largest={name: value / divisor for name, value in largest.items()} if divisor else {},
-            empty=empty,
+            max_abs={name: value / divisor for name, value in max_abs.items()} if divisor else {},
+            empty_terms=empty_terms,
         )
 
-    def statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the running statistics of all norms, each buffer with a copy of its value."""
+    def copy_statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the running statistics of all normalisation layers, each buffer with a copy of its value."""
         norms = [module for _, module in norms_with_statistics(self.model)]
         return [(buffer, buffer.clone()) for module in norms for buffer in module.buffers(recurse=False)]
 
-    def skip(self, before: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Restore the `statistics` from before a step that is skipped, as `train` does."""
-        for buffer, value in before:
+    def restore_statistics(self, statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Restore the running statistics from before a step that is skipped, as `train` does."""
+        for buffer, value in statistics:
             buffer.copy_(value)
 
     @single_process()
@@ -250,26 +259,26 @@ class Reference:
         """Clip this gradient and step with it."""
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradient[name].clone() if name in gradient else None
-        if self.spec.max_grad_norm is not None:
-            self._clip(self.spec.max_grad_norm)
+        if self.config.max_grad_norm is not None:
+            self._clip_gradients(self.config.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         if self.job.on_update is not None:
             with torch.no_grad():
-                self.job.on_update(self.model, self._number)
+                self.job.on_update(self.model, self._step_number)
         self.average.update(self.model)
         for schedule in self.schedules:
             schedule.step()
 
-    def _clip(self, most: float) -> None:
+    def _clip_gradients(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if any(gradient.dtype.itemsize < 4 for gradient in gradients):  # a half-precision norm has only three digits
             norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
             return
-        nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def rated(self) -> dict[str, bool]:
+    def has_positive_rate(self) -> dict[str, bool]:
         """Return for each parameter whether the learning rate of its group is above 0 now."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
@@ -279,102 +288,110 @@ class Reference:
         """Return the weights to compare."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
-    def after(self, at: RunPosition, num_samples: int) -> RunPosition:
+    def next_position(self, position: RunPosition, num_samples: int) -> RunPosition:
         """Return the position of the next step."""
-        position = at.position + num_samples
-        size = self.spec.global_batch_size
-        if self.reading.batch(epoch=at.epoch, position=position, size=size):
-            return RunPosition(step=at.number, epoch=at.epoch, position=position)
-        return RunPosition(step=at.number, epoch=at.epoch + 1, position=0)
+        batch_start = position.batch_start + num_samples
+        size = self.config.global_batch_size
+        if self.reader.batch(epoch=position.epoch, position=batch_start, size=size):
+            return RunPosition(step=position.step_number, epoch=position.epoch, batch_start=batch_start)
+        return RunPosition(step=position.step_number, epoch=position.epoch + 1, batch_start=0)
 
     @single_process()
-    def strangers(self, micro: Micro) -> list[str]:
-        """Return names (or shapes) of parameters that a backward reaches and the model does not hold."""
-        self._draw_from(0, 0)
-        terms = self.terms_of(micro.data, len(micro.samples))[1]
-        self._calls.clear()
-        mine = {id(parameter) for parameter in self.model.parameters()}
-        found = [leaf for leaf in leaves_of([total for total, _ in terms.values()]) if id(leaf) not in mine]
+    def foreign_parameters(self, micro: ReferenceMicrobatch) -> list[str]:
+        """Return names (or shapes) of parameters that a backward reaches but that are not the model's."""
+        self._seed_microbatch(0, 0)
+        terms = self.forward_batch(micro.data, len(micro.samples))[1]
+        self._call_counter.clear()
+        model_ids = {id(parameter) for parameter in self.model.parameters()}
+        foreign = [
+            leaf for leaf in reachable_parameters([total for total, _ in terms.values()]) if id(leaf) not in model_ids
+        ]
         loss = self.job.loss
         named = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
         names = {id(parameter): f"{type(loss).__name__}.{name}" for name, parameter in named.items()}
-        return [names.get(id(leaf), f"a parameter {list(leaf.shape)}") for leaf in found]
+        return [names.get(id(leaf), f"a parameter {list(leaf.shape)}") for leaf in foreign]
 
     @single_process()
-    def gives_counts(self, micro: Micro) -> bool:
-        """Return True if `loss=` gives a count with each sum."""
-        self._draw_from(0, 0)
-        output = self._output(micro.data)
-        with self.precision():
+    def returns_counts(self, micro: ReferenceMicrobatch) -> bool:
+        """Return True if `loss=` returns a count with each sum."""
+        self._seed_microbatch(0, 0)
+        output = self._compute_output(micro.data)
+        with self.autocast():
             return self.job.loss is not None and isinstance(self.job.loss(output, micro.data), Mapping | tuple)
 
     @single_process()
-    def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
-        """Return output and loss terms of a batch without further processing, for evaluation."""
-        return (output := self._output(data)), self._terms(output, data, num_samples)
+    def forward_batch(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
+        """Run the forward of a batch, and return its output and loss terms."""
+        return (output := self._compute_output(data)), self._compute_terms(output, data, num_samples)
 
-    def _passes(
-        self, given: Sequence[Micro], order: Sequence[int], draw: Callable[[int], None]
+    def _run_passes(
+        self, microbatches: Sequence[ReferenceMicrobatch], order: Sequence[int], seed: Callable[[int], None]
     ) -> Iterator[tuple[int, dict[str, tuple[Tensor, Any]]]]:
         """Yield the loss terms of each microbatch.
 
-        For a loss over the batch, each pass gives those of the whole batch, with one microbatch live.
+        For a loss over the batch, each pass yields the terms of the whole batch, with gradients of one microbatch only.
         """
         if self.job.loss_over == "batch":
-            data, sizes = [micro.data for micro in given], [len(micro.samples) for micro in given]
-            outputs: list[Any] = [None] * len(given)
+            data, sizes = [micro.data for micro in microbatches], [len(micro.samples) for micro in microbatches]
+            outputs: list[Any] = [None] * len(microbatches)
             for index in order:
-                draw(index)
-                outputs[index] = self._output(data[index])
+                seed(index)
+                outputs[index] = self._compute_output(data[index])
             for index in order:
                 yield (
                     index,
-                    self._terms(
-                        part_of(outputs, live=index, sizes=sizes), part_of(data, live=index, sizes=sizes), sum(sizes)
+                    self._compute_terms(
+                        merge_with_one_live(outputs, live=index, sizes=sizes),
+                        merge_with_one_live(data, live=index, sizes=sizes),
+                        sum(sizes),
                     ),
                 )
             return
         for index in order:
-            draw(index)
-            yield index, self.terms_of(given[index].data, len(given[index].samples))[1]
+            seed(index)
+            yield index, self.forward_batch(microbatches[index].data, len(microbatches[index].samples))[1]
 
-    def _output(self, data: Any) -> Any:
-        with self.precision():
-            return self._forward.output(data)
+    def _compute_output(self, data: Any) -> Any:
+        with self.autocast():
+            return self._forward.compute_output(data)
 
-    def _terms(self, output: Any, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
-        with self.precision():
-            found = self.job.loss(output, data) if self.job.loss else self._forward.own_loss(output, data, num_samples)
-        if isinstance(found, Mapping):
-            return dict(found)
-        return {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
+    def _compute_terms(self, output: Any, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
+        with self.autocast():
+            returned = (
+                self.job.loss(output, data) if self.job.loss else self._forward.model_loss(output, data, num_samples)
+            )
+        if isinstance(returned, Mapping):
+            return dict(returned)
+        return {"loss": returned if isinstance(returned, tuple) else (returned * num_samples, num_samples)}
 
-    def precision(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context of forward, loss and metrics."""
-        kind = self.spec.autocast
-        return torch.autocast(self.spec.device, kind or torch.bfloat16, enabled=bool(kind), cache_enabled=False)
+        autocast_dtype = self.config.autocast
+        return torch.autocast(
+            self.config.device, autocast_dtype or torch.bfloat16, enabled=bool(autocast_dtype), cache_enabled=False
+        )
 
-    def _collect(
-        self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]
+    def _accumulate(
+        self, total: dict[str, Tensor], part: dict[str, Tensor], max_abs: dict[str, float], keep_parts: Collection[str]
     ) -> None:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            value = parameter.grad.detach() / self.spec.loss_scale
+            value = parameter.grad.detach() / self.config.loss_scale
             total[name] = total[name] + value if name in total else value.clone()
-            if name in keep:
+            if name in keep_parts:
                 part[name] = value.clone()
-            if self.spec.grid and value.numel():
-                largest[name] = max(largest.get(name, 0.0), float(value.abs().max()))
+            if self.config.grid_step and value.numel():
+                max_abs[name] = max(max_abs.get(name, 0.0), float(value.abs().max()))
 
-    def _draw_from(self, step: int, microbatch: int) -> None:
-        self._stream = stream_key(self.spec.seed, step, microbatch)
-        self._calls.clear()
-        seed_all(self._stream)
+    def _seed_microbatch(self, step: int, microbatch: int) -> None:
+        self._stream_seed = stream_key(self.config.seed, step, microbatch)
+        self._call_counter.clear()
+        seed_all(self._stream_seed)
 
-    def _seeder(self, block: int) -> Callable[[nn.Module, object], None]:
+    def _block_seed_hook(self, block: int) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
             if module.training:
-                seed_torch(block_key(self._stream, block=block, call=self._calls.number(block)))
+                seed_torch(block_key(self._stream_seed, block=block, call=self._call_counter.number(block)))
 
         return hook
