@@ -31,7 +31,7 @@ from paceline.launch.launcher import LaunchRequest, failure_screen, start
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.run_folder.run_folder import RunFolder
 from paceline.schedule import SCHEDULES, Action, Costs, Program, Span, Timeline, build, draw, simulate, write
-from paceline.schedule.closed_forms import PipelineCase, bubble_of
+from paceline.schedule.closed_forms import PipelineCase, bubble_fraction
 from paceline.schedule.text_format import parse
 from paceline.step.pipeline.schedule_interpreter import Pipeline
 
@@ -203,7 +203,7 @@ def line(program: Program, rows: Sequence[Row], *, seconds: Seconds) -> tuple[st
         forward=seconds[0], input=seconds[1], weight=seconds[2],
     )  # fmt: skip
     planned = simulate(program, costs=costs_of(program, seconds))
-    theory = bubble_of(schedule.makespan, case)
+    theory = bubble_fraction(schedule.makespan, case)
     lines = [measured(program, row) for row in rows]
     bubbles = sorted(timeline.bubble for timeline in lines)
     off = 100 * (median(bubbles) - planned.bubble)

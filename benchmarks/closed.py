@@ -30,7 +30,7 @@ from paceline.measured_planning.profile.truncated_model import built_once
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.cost.memory import Memory
-from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.search.search_space import (
     SearchSpace,
@@ -158,21 +158,21 @@ def drawn(forecast: CostModel, draw: random.Random, *, each: int) -> list[Candid
 
 
 def _one(forecast: CostModel, draw: random.Random) -> Candidate | None:
-    facts = forecast.facts
-    ways = list(model_parallel_choices(facts, forecast.fleet, GRID))
+    facts = forecast.profile
+    ways = list(model_parallel_choices(facts, forecast.cluster, GRID))
     for level in (recompute_choices, microbatch_choices, schedule_choices):
         ways = list(level(draw.choice(ways), facts, GRID)) if ways else []
-    ways = list(data_parallel_choices(draw.choice(ways), facts, forecast.fleet, GRID)) if ways else []
+    ways = list(data_parallel_choices(draw.choice(ways), facts, forecast.cluster, GRID)) if ways else []
     return draw.choice(ways) if ways else None
 
 
 def replayed_of(ready: PreparedJob, candidate: Candidate, forecast: CostModel) -> StageMemory:
     """Its fullest stage."""
-    facts = forecast.facts
+    facts = forecast.profile
     plan = make_execution_plan(
-        layout=candidate.asked,
+        layout=candidate.layout_spec,
         update=parse_update("sync"),
-        cluster=Resources(ranks=candidate.ranks, device=forecast.fleet.device.kind),
+        cluster=Resources(ranks=candidate.ranks, device=forecast.cluster.device.kind),
         facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
     settings = with_stages(ready.settings, forecast.estimate(candidate).stages)
@@ -212,7 +212,7 @@ def compared(cases: Sequence[Case], *, each: int, seed: int) -> Iterator[Against
     """Setting by setting; what a run would refuse is left out and said."""
     for place, case in enumerate(cases):
         ready = ready_for(case)
-        most = max(read_fleet(cluster).ranks for cluster in case.clusters)
+        most = max(parse_cluster(cluster).ranks for cluster in case.clusters)
         try:
             facts = profile_model(ready.job, ready.settings, most_ranks=most)
         except (PacelineError, RuntimeError) as error:
@@ -220,7 +220,7 @@ def compared(cases: Sequence[Case], *, each: int, seed: int) -> Iterator[Against
             continue
         draw = random.Random(f"{seed} {case} {place}")
         for number, cluster in enumerate(case.clusters):
-            forecast = CostModel(facts=facts, fleet=read_fleet(cluster))
+            forecast = CostModel(profile=facts, cluster=parse_cluster(cluster))
             share = each // len(case.clusters) + (number < each % len(case.clusters))
             for candidate in drawn(forecast, draw, each=share):
                 try:

@@ -101,7 +101,7 @@ def ratios(first: HardwareBenchmark, second: HardwareBenchmark) -> Iterator[tupl
         for at, point in enumerate(curve.points):
             left = [each for each in curve.points if each is not point]
             inner = 0 < at < len(curve.points) - 1
-            between = TimingCurve.of(left).seconds(point.amount) / point.seconds if inner else None
+            between = TimingCurve.from_points(left).seconds(point.amount) / point.seconds if inner else None
             if name in others:
                 yield others[name].seconds(point.amount) / point.seconds, between
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.published_rows import Row, forecast_of, read_rows, step_seconds, their_seconds
 
-from paceline.planner.hardware.efficiency import ON_GPU, Efficiency
+from paceline.planner.hardware.efficiency import GPU_EFFICIENCY, Efficiency
 
 ANCHORS = {
     "matmul": 0.8, "attention": 0.5, "flops_per_joule": 1e12, "memory": 0.8, "link": 0.8, "overlap": 0.7,
@@ -61,7 +61,7 @@ def told(row: Row, efficiency: Efficiency) -> Told:
 
 def loss(rows: Sequence[Row], values: Mapping[str, float]) -> float:
     """Of all rows, and of being far from the anchors."""
-    made = replace(ON_GPU, **values)
+    made = replace(GPU_EFFICIENCY, **values)
     found = 0.0
     for row in rows:
         off = log(step_seconds(row, made) / their_seconds(row)) / _KNEE
@@ -103,7 +103,7 @@ def left_out(rows: Sequence[Row]) -> list[tuple[str, float, float, dict[str, flo
     found = []
     for source in dict.fromkeys(row["source"] for row in rows):
         values = fitted([row for row in rows if row["source"] != source])
-        errors = [abs(told(row, replace(ON_GPU, **values)).error) for row in rows if row["source"] == source]
+        errors = [abs(told(row, replace(GPU_EFFICIENCY, **values)).error) for row in rows if row["source"] == source]
         found.append((source, mean(errors), max(errors), values))
     return found
 
@@ -133,10 +133,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.fit and asked.rows != "fit":
         parser.error("constants are fixed from --rows fit alone")
     rows = [row for row in read_rows() if asked.rows in ("all", row["role"])]
-    efficiency, lines = ON_GPU, list[str]()
+    efficiency, lines = GPU_EFFICIENCY, list[str]()
     if asked.fit:
         values = fitted(rows)
-        efficiency = replace(ON_GPU, **values)
+        efficiency = replace(GPU_EFFICIENCY, **values)
         lines += [", ".join(f"{name}={value:g}" for name, value in values.items()), ""]
         for source, middle, worst, own in left_out(rows):
             said = ", ".join(f"{name}={value:g}" for name, value in own.items())

@@ -23,8 +23,8 @@ from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.catalog import DEVICES, LINKS, catalog_cluster
 from paceline.planner.hardware.cluster import Cluster, Group
 from paceline.planner.hardware.efficiency import Efficiency
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
-from paceline.planner.model_costs.model_profile import NOTHING, BatchScaling, LayerProfile, ModelProfile
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
+from paceline.planner.model_costs.model_profile import ZERO, BatchScaling, LayerProfile, ModelProfile
 
 Row = dict[str, Any]
 _FOUND = tomllib.loads((Path(__file__).parent / "published.toml").read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def their_seconds(row: Row) -> float:
         flops = passes * 24.0 * tokens * layers * hidden**2 * each
     else:
         facts = _facts(row["model"], length, row["global_batch"], row["precision"], row["source"], row["compile"])
-        flops = 3 * sum(part.flops.at(samples=1, length=length) for part in facts.parts) * row["global_batch"]
+        flops = 3 * sum(part.flops.evaluate(samples=1, length=length) for part in facts.parts) * row["global_batch"]
     rate = value * 312e12 if row["figure"] == "mfu" else value * 1e12
     return float(flops / row["devices"] / rate)
 
@@ -74,7 +74,7 @@ def _facts(name: str, length: int, batch: int, precision: str, source: str, is_c
         kv_heads=model["kv_heads"], vocabulary=model["vocab"], is_gated=model["ffn_products"] == 3,
         is_tied=model["tied"], has_dropout=source in _MEGATRON,
     )  # fmt: skip
-    return decoder_facts(
+    return build_decoder_profile(
         sizes, name=name, length=length, global_batch_size=batch, precision=precision, residual_bytes=2,
         is_fused=is_compiled or source in _JOINED, is_flash=source not in _MEGATRON,
     )  # fmt: skip
@@ -117,13 +117,13 @@ class Published(CostModel):
         facts = _facts(
             row["model"], row["length"], row["global_batch"], row["precision"], row["source"], row["compile"]
         )
-        super().__init__(facts=facts, fleet=_fleet(row), efficiency=efficiency)
+        super().__init__(profile=facts, cluster=_fleet(row), efficiency=efficiency)
         self.row = row
         self.candidate = _candidate(row)
 
-    def works(self, candidate: Candidate) -> tuple[LayerCost, ...]:
+    def layer_costs(self, candidate: Candidate) -> tuple[LayerCost, ...]:
         """Of each part, with what runs again and what hides messages as in the row."""
-        found = super().works(candidate)
+        found = super().layer_costs(candidate)
         return (
             *found[:2],
             *(self._theirs(work, part) for work, part in zip(found[2:], self.chain.parts[2:], strict=True)),
@@ -132,12 +132,16 @@ class Published(CostModel):
     def _theirs(self, work: LayerCost, part: LayerProfile) -> LayerCost:
         row, again = self.row, 0.0
         if row["recompute"] == "attention":
-            scores = replace(part, matmul_flops=NOTHING, moved_bytes=BatchScaling(pair=part.moved_bytes.pair))
+            scores = replace(part, matmul_flops=ZERO, moved_bytes=BatchScaling(pair=part.moved_bytes.pair))
             again = self._forward(scores)
         elif row["recompute"] == "operations":
-            products = self._forward(replace(part, attention_flops=NOTHING, moved_bytes=NOTHING))
+            products = self._forward(replace(part, attention_flops=ZERO, moved_bytes=ZERO))
             again = products * (1.0 if row["precision"] == "float8" else self._second)
-        work = replace(work, again=work.again + again, hides=(work.hides[0], work.hides[1] + again))
+        work = replace(
+            work,
+            recompute=work.recompute + again,
+            overlappable_seconds=(work.overlappable_seconds[0], work.overlappable_seconds[1] + again),
+        )
         return self._hidden(work) if row.get("async_tp") else work
 
     @property
@@ -151,17 +155,17 @@ class Published(CostModel):
         c = self.candidate
         alone = replace(self.efficiency, part_seconds=0.0)
         split = LayerPlacement(
-            samples=c.micro_batch_size, length=self.facts.length, precision=c.precision, sequence=c.sequence,
+            samples=c.micro_batch_size, length=self.profile.length, precision=c.precision, sequence=c.sequence,
             remat="none", tp=Group(size=c.tp), cp=Group(size=c.cp), ep=Group(size=c.ep),
         )  # fmt: skip
-        return layer_cost(part, is_block=True, split=split, device=self.fleet.device, efficiency=alone).forward
+        return layer_cost(part, is_block=True, placement=split, device=self.cluster.device, efficiency=alone).forward
 
     def _hidden(self, work: LayerCost) -> LayerCost:
         """Messages of tp behind the products next to them (asynchronous tensor parallelism)."""
         there, back = work.messages_forward - work.context / 2, work.messages_backward - work.context / 2
         left = [
             max(0.0, sent - self.efficiency.overlap * hides)
-            for sent, hides in zip((there, back), work.hides, strict=True)
+            for sent, hides in zip((there, back), work.overlappable_seconds, strict=True)
         ]
         return replace(
             work, tensor=sum(left), messages_forward=work.messages_forward - there + left[0],

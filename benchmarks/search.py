@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
-from paceline.planner.search.branch_and_bound import SearchResult, key_of, search, try_all
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
+from paceline.planner.search.branch_and_bound import SearchResult, search, search_exhaustively, sort_key
 from paceline.planner.search.search_space import SearchSpace
 
 LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
@@ -55,10 +55,10 @@ CASES = (
 
 def forecast_of(case: Case) -> CostModel:
     """Anew, so that nothing is remembered."""
-    facts = decoder_facts(
+    facts = build_decoder_profile(
         case.model, name=case.name, length=case.length, global_batch_size=case.batch, precision=case.precision
     )
-    return CostModel(facts=facts, fleet=read_fleet(case.cluster))
+    return CostModel(profile=facts, cluster=parse_cluster(case.cluster))
 
 
 def timed(look: Callable[..., SearchResult], case: Case) -> tuple[SearchResult, float]:
@@ -73,7 +73,7 @@ def row(case: Case, *, quick: bool) -> dict[str, Any]:
     """One line of the table."""
     runs = [timed(search, case) for _ in range(3)]
     found = runs[0][0]
-    first = found.first
+    first = found.fastest
     line: dict[str, Any] = {
         "case": case.name,
         "best": "" if first is None else str(first.candidate),
@@ -85,8 +85,10 @@ def row(case: Case, *, quick: bool) -> dict[str, Any]:
         "nodes": found.num_nodes,
     }
     if not quick:
-        every, seconds = timed(try_all, case)
-        same = {name: key_of(one) for name, one in found.best.items()} == {n: key_of(o) for n, o in every.best.items()}
+        every, seconds = timed(search_exhaustively, case)
+        same = {name: sort_key(one) for name, one in found.best.items()} == {
+            n: sort_key(o) for n, o in every.best.items()
+        }
         line |= {"all": every.num_estimates, "all_seconds": seconds, "equal": same}
     return line
 

@@ -216,7 +216,7 @@ def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> TrainSt
         if held.tensor is not None:
             with torch.no_grad():
                 held.find().copy_(held.part.take(whole[name].detach()))
-    for name, average in zip(made.update.ema.names, made.update.ema.averages, strict=True):
+    for name, average in zip(made.update.ema.metric_names, made.update.ema.averages, strict=True):
         part = made.weights.mine[name].part
         if part.local is not None:
             average.copy_(part.take(found.averages[name]))
@@ -239,7 +239,7 @@ def check(made: TrainState, found: Truth) -> None:
     for name, held in made.weights.mine.items():
         if held.tensor is not None:
             assert torch.equal(held.tensor, held.part.take(whole[name].detach())), name
-    for name, average in zip(made.update.ema.names, made.update.ema.averages, strict=True):
+    for name, average in zip(made.update.ema.metric_names, made.update.ema.averages, strict=True):
         part = made.weights.mine[name].part
         assert part.local is None or torch.equal(average, part.take(found.averages[name])), name
     for name, value in found.model.named_buffers():

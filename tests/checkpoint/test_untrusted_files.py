@@ -36,7 +36,7 @@ from paceline.errors import CheckpointError, MachineError, SaveError, UsageError
 from paceline.filesystem.atomic_files import open_regular, read_json, read_regular
 from paceline.filesystem.disk_full import explain_disk_error
 from paceline.filesystem.run_lock import LOCK, FolderIdentity, lock_run_folder, refuse_links
-from paceline.reporting.sinks.jsonl import JsonlSink, read_counted
+from paceline.reporting.sinks.jsonl import JsonlSink, read_records
 from paceline.run_folder.run_folder import RunFolder
 from tests.checkpoint.test_damaged_checkpoints import STATE, tensors, write
 from tests.checkpoint.write_checkpoint import save
@@ -158,7 +158,7 @@ def test_other_files_of_a_run_are_read_as_if_they_were_not_there(tmp_path: Path,
     replace_by(tmp_path / "x.json", kind)
     with pytest.raises((OSError, ValueError)):
         read_json(tmp_path / "x.json")
-    assert read_counted(tmp_path / "x.json")[0] == []
+    assert read_records(tmp_path / "x.json")[0] == []
     replace_by(tmp_path / "best", kind)
     assert resolve_mark(tmp_path, BEST) is None and is_mark_broken(tmp_path, BEST)
 

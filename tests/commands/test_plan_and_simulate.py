@@ -17,7 +17,7 @@ from paceline.commands.common.hf_config_as_job import JOB, as_job, is_config
 from paceline.commands.simulate import simulate
 from paceline.errors import MachineError, PacelineError
 from paceline.measured_planning.profile.profile_job import profile_model
-from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.run_folder.plan_file import read_advice
 from paceline.trainer.setup.prepare import prepare
 from tests.planner.advice.test_named_layouts import answer, made
@@ -131,9 +131,9 @@ def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(t
     assert job == JOB and "--train.precision=bf16" in words
     assert "--train.precision bf16 (mixed: " in said[0] and "--train.precision fp32 for float32 only" in said[0]
     for device, precision in (("H100-80G", "bf16"), ("T4", "fp16"), ("cpu", "bf16")):
-        own = as_job("transformers:LlamaConfig", [], ranks=1, fleet=read_fleet(f"3x{device}"))[1]
+        own = as_job("transformers:LlamaConfig", [], ranks=1, fleet=parse_cluster(f"3x{device}"))[1]
         assert f"--train.precision={precision}" in own and "--train.global_batch_size=24" in own
-    fleet = read_fleet("T4")
+    fleet = parse_cluster("T4")
     wide = replace(fleet, device=replace(fleet.device, flops_per_second={"fp32": 1e12}))
     assert "--train.precision=fp32" in as_job("transformers:LlamaConfig", [], ranks=2, fleet=wide)[1]
     (tmp_path / "run.toml").write_text("[train]\nprecision = 'fp16'\nglobal_batch_size = 24\n[job]\nlength = 48\n")

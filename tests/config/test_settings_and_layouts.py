@@ -23,7 +23,7 @@ from paceline.errors import LayoutError, PacelineError, Problems, UsageError
 from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import detect_world
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
-from paceline.planner.layout.mesh import ORDER, Mesh, layout_label, mesh_of, nearest_meshes
+from paceline.planner.layout.mesh import AXIS_ORDER, Mesh, layout_label, nearest_meshes, resolve_mesh
 
 
 def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_layouts_that_can_not_be_had_say_so(text: str, words: str) -> None:
 def test_a_layout_becomes_a_mesh(text: str, ranks: int, mesh: str, name: str) -> None:
     problems: list[PacelineError] = []
     layout = parse_layout(text)
-    found = mesh_of(layout, ranks=ranks, problems=problems)
+    found = resolve_mesh(layout, ranks=ranks, problems=problems)
     assert not problems and (str(found), layout_label(layout, found), found.ranks) == (mesh, name, ranks)
     for axes in (("tp",), ("pp",), ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp")):
         assert sorted(rank for group in found.groups(axes) for rank in group) == list(range(ranks))
@@ -194,13 +194,13 @@ def test_a_layout_becomes_a_mesh(text: str, ranks: int, mesh: str, name: str) ->
 )
 def test_a_mesh_that_does_not_fit_names_the_nearest(text: str, ranks: int, words: str) -> None:
     problems: list[PacelineError] = []
-    mesh_of(parse_layout(text), ranks=ranks, problems=problems)
+    resolve_mesh(parse_layout(text), ranks=ranks, problems=problems)
     assert problems[0].what.startswith(words) and problems[0].hint
 
 
 @given(axes=st.lists(st.integers(1, 4), min_size=5, max_size=5), ranks=st.integers(1, 16))
 def test_what_is_near_fits(axes: list[int], ranks: int) -> None:
-    asked = Mesh(**dict(zip(ORDER, axes, strict=True)))
+    asked = Mesh(**dict(zip(AXIS_ORDER, axes, strict=True)))
     found = nearest_meshes(asked, ranks=ranks)
     assert found and all(mesh.ranks == ranks for mesh in found) and len({str(mesh) for mesh in found}) == len(found)
     assert asked.ranks != ranks or str(found[0]) == str(asked) or asked.ranks == 1
@@ -215,7 +215,7 @@ def test_a_line_that_is_proposed_is_accepted() -> None:
         for line in lines_proposed(form.format(word)):
             layout = parse_layout(line)
             problems: list[PacelineError] = []
-            mesh_of(layout, ranks=layout.ranks or (1 if line == "single" else 4), problems=problems)
+            resolve_mesh(layout, ranks=layout.ranks or (1 if line == "single" else 4), problems=problems)
             assert not problems, line
             proposed += 1
     assert proposed >= 40, "so many refusals name a line"
@@ -235,7 +235,7 @@ def lines_proposed(text: str) -> list[str]:
 def test_sizes_are_bounded_before_anything_is_made_of_them(text: str) -> None:
     problems: list[PacelineError] = []
     try:
-        mesh_of(parse_layout(text), ranks=2, problems=problems)
+        resolve_mesh(parse_layout(text), ranks=2, problems=problems)
     except PacelineError as error:
         problems.append(error)
     assert len(problems) == 1 and len(str(problems[0])) < 300 and problems[0].hint
@@ -517,7 +517,7 @@ def test_replicas_without_samples_are_told_what_would_help(batch: int, micro: in
         layout=parse_layout("ddp"),
         update=UpdateRule(),
         cluster=Resources(ranks=2, device="cpu", cores=2),
-        facts=JobFacts(global_batch_size=batch, micro_batch_size=micro, built_in=("gloo",)),
+        facts=JobFacts(global_batch_size=batch, micro_batch_size=micro, built_in_backends=("gloo",)),
     )
     (note,) = [note for note in plan.notes if "get no samples" in note]
     assert note.startswith("warning: 1 of 2 replicas") and note.endswith(said)

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.console.output import print_line
 from paceline.reporting.sinks.jsonl import read_lines
-from paceline.reporting.sinks.log_tail import Tail
+from paceline.reporting.sinks.log_tail import LogTail
 from tests.conftest import SMALL_JOB, Shop
 
 TRAIN = ("train", "job.py", "--ranks", "2", "--train.steps", "8", "--log.every", "1", "--run-dir", "run")
@@ -59,7 +59,7 @@ def test_a_console_that_can_not_be_written_raises_nothing_and_leaves_word(
     folder.mkdir(parents=True)
     (tmp_path / "events.jsonl").touch()
     (folder / "rank-0.log").write_text("step 1\nstep 2\nand more")
-    tail = Tail(folder, out=Refusing(number))
+    tail = LogTail(folder, out=Refusing(number))
     tail()
     tail.close()
     print_line("more", Refusing(number))
@@ -124,7 +124,7 @@ def test_nothing_of_a_stranger_commands_the_terminal() -> None:
 def test_what_a_job_prints_keeps_its_colours_and_its_bars_alone(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text(f"\x1b[31mred\x1b[0m\r50%|###\n{EVIL}\n")
     out = io.StringIO()
-    Tail(tmp_path, out=out).close()
+    LogTail(tmp_path, out=out).close()
     first, second, _ = out.getvalue().split("\n")
     assert first == "\x1b[31mred\x1b[0m\r50%|###"
     assert "\x1b" not in second and "\x07" not in second and "\x9b" not in second and "\u202e" not in second
@@ -138,7 +138,7 @@ def test_marks_that_a_terminal_lacks_are_said_with_others(tmp_path: Path, encodi
         encoding
     )
     (tmp_path / "rank-0.log").write_text("✓ said\nby a rank ✗", encoding="utf-8")
-    Tail(tmp_path, out=terminal).close()
+    LogTail(tmp_path, out=terminal).close()
     terminal.flush()
     assert terminal.buffer.getvalue().endswith(b"ok said\nby a rank x\n")
 

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.console.formatting import format_duration, format_metric, format_size, plural
 from paceline.events import CheckpointSaved
-from paceline.reporting.sinks.console_lines import line_of
+from paceline.reporting.sinks.console_lines import format_event
 from paceline.trainer.setup.duration import derived_interval, format_interval
 
 
@@ -26,7 +26,7 @@ def test_sizes_and_times_are_in_a_unit_to_read() -> None:
     ]
     assert [format_duration(s) for s in (0.0004, 0.048, 1.26)] == ["0 ms", "48 ms", "1.3 s"]
     saved = CheckpointSaved(step=3, path="runs/a/checkpoints/step-00000003", seconds=0.05, num_bytes=6200)
-    assert line_of(saved) == "saved step-00000003 | 6.1 KiB in 50 ms"
+    assert format_event(saved) == "saved step-00000003 | 6.1 KiB in 50 ms"
 
 
 def test_a_small_metric_keeps_its_digits() -> None:

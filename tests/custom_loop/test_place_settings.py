@@ -20,7 +20,7 @@ from paceline.parallel.pipeline.pipeline_model import cut_model
 from paceline.parallel.sharding.units import find_units, units_of
 from paceline.parallel.trace_example_forward import seconds_of
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
-from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.layout.mesh import resolve_mesh
 from paceline.profiling.model_tracing import block_timer as measured
 from paceline.trainer.checks.option_compatibility import unheard_placing
 from paceline.trainer.setup import initial_model as begin
@@ -90,7 +90,7 @@ class Sums:
 def bounds(how: PlacementSettings, weights: list[float] | None = None) -> list[tuple[int, int]]:
     model, asked = Chain(), parse_layout("pp=2")
     world = World(rank=0, world_size=2)
-    mesh = mesh_of(asked, ranks=2, problems=[])
+    mesh = resolve_mesh(asked, ranks=2, problems=[])
     seconds = None if weights is None else lambda blocks: weights
     piped = cut_model(model, asked=asked, mesh=mesh, world=world, call=Sums(model), how=how, seconds=seconds)
     return [tuple(bound) for bound in piped.cut.bounds]

@@ -16,7 +16,7 @@ from paceline.config.layout import parse_layout
 from paceline.config.loading import read_asked
 from paceline.config.task import Task
 from paceline.planner.layout.axis_products import check_axis_products
-from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.layout.mesh import resolve_mesh
 from tests.conftest import Shop, no_process
 from tests.end_to_end import refused_layout_models
 from tests.end_to_end.forked_job_ranks import try_pair
@@ -255,7 +255,7 @@ def _hints_are_legal(text: str, ranks: int) -> None:
     for word in re.findall(r"--layout ([^\s·|]+)", text.rpartition("to do:")[2]):
         layout = parse_layout(word.strip(",;"))
         problems: list[Any] = []
-        mesh = mesh_of(layout, ranks=layout.ranks or ranks, problems=problems)
+        mesh = resolve_mesh(layout, ranks=layout.ranks or ranks, problems=problems)
         assert not [*problems, *check_axis_products(layout, mesh)], word
 
 

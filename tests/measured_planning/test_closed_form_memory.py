@@ -12,11 +12,11 @@ from paceline.measured_planning.memory_replay import replay
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import built_once
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.cost.layout_candidate import candidate_of
-from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.cost.layout_candidate import candidate_from_layout
+from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
-from paceline.planner.layout.mesh import mesh_of
-from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
+from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
 from paceline.profiling.model_tracing.activation_tracker import ActivationTracker
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.profiling.model_tracing.flop_counter import FIRST, LAST
@@ -46,10 +46,10 @@ def known() -> Known:
 )  # fmt: skip
 def test_it_is_near_the_replayed_step(layout: str, samples: int, known: Known) -> None:
     ready, facts = known
-    fleet, asked = read_fleet(CASE.clusters[0]), parse_layout(layout)
-    mesh = mesh_of(asked, ranks=fleet.ranks, problems=[])
-    candidate = candidate_of(asked, mesh, micro_batch_size=samples, precision=facts.precision)
-    found = against(CASE, CASE.clusters[0], ready, CostModel(facts=facts, fleet=fleet), candidate)
+    fleet, asked = parse_cluster(CASE.clusters[0]), parse_layout(layout)
+    mesh = resolve_mesh(asked, ranks=fleet.ranks, problems=[])
+    candidate = candidate_from_layout(asked, mesh, micro_batch_size=samples, precision=facts.precision)
+    found = against(CASE, CASE.clusters[0], ready, CostModel(profile=facts, cluster=fleet), candidate)
     assert abs(found.error) < 0.08, str(found)
     assert abs(found.part_error("parameters")) < 0.001 and abs(found.part_error("optimizer")) < 0.001
 
@@ -57,7 +57,7 @@ def test_it_is_near_the_replayed_step(layout: str, samples: int, known: Known) -
 def test_facts_are_read_back_with_what_was_seen(known: Known) -> None:
     _, facts = known
     assert facts.blocks[0].ways.keys() == {"none", "selective", "full"}
-    assert read_facts(facts.as_json()) == facts
+    assert model_profile_from_json(facts.as_json()) == facts
 
 
 def test_a_replay_does_not_count_the_model_that_it_copies(known: Known) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import blocks_of
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.planner.model_costs.training_flops import model_flops
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
@@ -49,7 +49,7 @@ def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelProfile)
         kv_heads=config.num_key_value_heads,
         vocabulary=config.vocab_size,
     )
-    known = decoder_facts(
+    known = build_decoder_profile(
         sizes, name="", length=llama.length, global_batch_size=llama.global_batch_size, precision="fp32"
     )
     assert config.hidden_size == zoo.WIDTH and layers == config.num_hidden_layers
@@ -59,15 +59,15 @@ def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelProfile)
         assert own.split_parameters == other.split_parameters
         assert own.lookup_parameters == other.lookup_parameters
         at = {"samples": 3, "length": llama.length}
-        assert own.masked_flops.at(**at) == pytest.approx(other.masked_flops.at(**at))
+        assert own.masked_flops.evaluate(**at) == pytest.approx(other.masked_flops.evaluate(**at))
     for own, other in zip(llama.blocks, known.blocks, strict=True):
         at = {"samples": 3, "length": llama.length}
-        assert own.matmul_flops.at(**at) == pytest.approx(other.matmul_flops.at(**at))
-        assert own.attention_flops.at(**at) == pytest.approx(other.attention_flops.at(**at))
-        assert own.output_bytes.at(**at) == other.output_bytes.at(**at)
+        assert own.matmul_flops.evaluate(**at) == pytest.approx(other.matmul_flops.evaluate(**at))
+        assert own.attention_flops.evaluate(**at) == pytest.approx(other.attention_flops.evaluate(**at))
+        assert own.output_bytes.evaluate(**at) == other.output_bytes.evaluate(**at)
         # the closed form knows no mask and reads a norm's input once: what is seen is never less
-        assert 1 <= own.fused_bytes.at(**at) / other.fused_bytes.at(**at) < 1.25
-        assert own.fused_bytes.at(**at) < 0.5 * own.moved_bytes.at(**at)
+        assert 1 <= own.fused_bytes.evaluate(**at) / other.fused_bytes.evaluate(**at) < 1.25
+        assert own.fused_bytes.evaluate(**at) < 0.5 * own.moved_bytes.evaluate(**at)
     assert model_flops(llama) == pytest.approx(model_flops(known))
     assert llama.optimizer.state_bytes == pytest.approx(8, rel=0.02)
     assert llama.tp_sizes == (2,) and llama.cp_sizes == (2,)

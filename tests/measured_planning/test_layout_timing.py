@@ -189,8 +189,8 @@ def test_a_size_that_the_jobs_own_code_refuses_is_told_and_the_others_are_timed(
     found = time_by_it(ready, tries, seconds=0.5)
     assert isinstance(found["good"], MeasuredTime)
     refused = found["bad"]
-    assert isinstance(refused, RejectedLayout) and refused.is_jobs
-    assert "ValueError: more than one sample, please" in refused.why and "test_layout_timing.py" in refused.why
+    assert isinstance(refused, RejectedLayout) and refused.is_job_error
+    assert "ValueError: more than one sample, please" in refused.reason and "test_layout_timing.py" in refused.reason
     with pytest.raises(pl.JobError, match=r"none of 1 layouts.*ValueError: more than one sample"):
         time_by_it(ready, tries[:1], seconds=0.5)
 
@@ -224,8 +224,8 @@ def test_a_layout_that_is_refused_in_a_later_step_is_told_and_the_others_are_tim
     found = time_by_it(ready, tries, seconds=2.0)
     assert isinstance(found["good"], MeasuredTime) and found["good"].steps > 24
     refused = found["bad"]
-    assert isinstance(refused, RejectedLayout) and refused.is_jobs
-    assert "ValueError: enough of that" in refused.why and "test_layout_timing.py" in refused.why
+    assert isinstance(refused, RejectedLayout) and refused.is_job_error
+    assert "ValueError: enough of that" in refused.reason and "test_layout_timing.py" in refused.reason
     ready = ready_of("tests.measured_planning.test_layout_timing:tired", "--job.all_of_it=true")
     with pytest.raises(pl.JobError, match=r"none of 2 layouts.*ValueError: enough of that"):
         time_by_it(ready, tries, seconds=2.0)

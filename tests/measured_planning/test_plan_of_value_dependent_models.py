@@ -100,7 +100,7 @@ def test_what_depends_on_numbers_is_taken_at_its_most(how: str) -> None:
 
 
 def saved(facts: ModelProfile) -> float:
-    return sum(part.saved_bytes.at(samples=2, length=1) for part in facts.parts)
+    return sum(part.saved_bytes.evaluate(samples=2, length=1) for part in facts.parts)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from paceline.measured_planning.plan_local import ProfiledJob, profile_for_plan
 from paceline.measured_planning.profile.sample_batches import FEW, MORE, amount_through
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.hardware.parse_cluster import read_fleet
+from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.model_costs.model_profile import BatchScaling
 from paceline.planner.search.layout_with_forecast import FallbackLayout
@@ -168,7 +168,7 @@ def t5() -> ProfiledJob:
 
 
 def decided(found: ProfiledJob, cluster: str, *first: Candidate, grid: SearchSpace | None = None) -> ChosenLayout:
-    forecast = CostModel(facts=found.facts, fleet=read_fleet(cluster))
+    forecast = CostModel(profile=found.facts, cluster=parse_cluster(cluster))
     rehearsal, options = CandidateChecker(ready=found.ready, real=found.real), [*map(forecast.estimate, first)]
     return decide(rehearsal, forecast, grid=grid or SearchSpace(), until=time.monotonic() + 300, options=options)
 
@@ -177,18 +177,18 @@ def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
     found = decided(learnt("mixes"), "2xA100-80G", Candidate(cp=2, micro_batch_size=8))
     best = found.advice.recommended.candidate
     assert best.cp == 1 and found.best is not None and not found.best.error
-    assert "gives different outputs" in found.forecast.facts.refused["cp=2"]
+    assert "gives different outputs" in found.forecast.profile.refused["cp=2"]
     assert any("gives different outputs" in line for line in found.advice.missing)
 
 
 def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
     """All were to be timed here, and two were refused for the same: nothing is asked of the third."""
     found, why = learnt("norms"), "split along the sequence, this model gives different outputs"
-    forecast = CostModel(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
-    lost = {Candidate(cp=2, micro_batch_size=size): RejectedLayout(why=why) for size in (2, 4, 8)}
+    forecast = CostModel(profile=replace(found.facts, refused={}), cluster=parse_cluster("2xA100-80G"))
+    lost = {Candidate(cp=2, micro_batch_size=size): RejectedLayout(reason=why) for size in (2, 4, 8)}
     rehearsal = CandidateChecker(ready=found.ready, real=found.real)
     chosen = decide(rehearsal, forecast, grid=SearchSpace(), until=0.0, lost=lost)
-    refused = {word: said for word, said in chosen.forecast.facts.refused.items() if word.startswith("cp")}
+    refused = {word: said for word, said in chosen.forecast.profile.refused.items() if word.startswith("cp")}
     assert refused == {"cp in microbatches of 2": why, "cp in microbatches of 4": why, "cp=2": why}
     assert chosen.advice.recommended.candidate.cp == 1 and len(chosen.seen) == 1, "one is replayed though time is over"
 
@@ -199,12 +199,14 @@ def test_a_size_that_the_jobs_code_refused_where_it_was_timed_is_to_blame(
 ) -> None:
     """No replay refuses it; of an axis that cuts the model the same size says nothing more."""
     found = learnt("norms")
-    forecast = CostModel(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
-    lost = {Candidate(**axes, micro_batch_size=size): RejectedLayout(why="no", is_jobs=True) for axes in layouts}
+    forecast = CostModel(profile=replace(found.facts, refused={}), cluster=parse_cluster("2xA100-80G"))
+    lost = {
+        Candidate(**axes, micro_batch_size=size): RejectedLayout(reason="no", is_job_error=True) for axes in layouts
+    }
     rehearsal = CandidateChecker(ready=found.ready, real=found.real)
     chosen = decide(rehearsal, forecast, grid=SearchSpace(), until=0.0, lost=lost)
-    assert chosen.forecast.facts.refused[f"micro_batch_size={size}"] == "no"
-    assert not {"dp_replicate", "tp"} & {*chosen.forecast.facts.refused}
+    assert chosen.forecast.profile.refused[f"micro_batch_size={size}"] == "no"
+    assert not {"dp_replicate", "tp"} & {*chosen.forecast.profile.refused}
     assert chosen.advice.recommended.candidate.micro_batch_size != size
 
 
@@ -218,8 +220,8 @@ def test_of_several_axes_the_one_to_blame_is_left_out(t5: ProfiledJob) -> None:
     assert "cp" not in t5.facts.refused  # which a run alone knows
     found = decided(t5, "4xA100-80G", Candidate(cp=2, tp=2, sequence=True, micro_batch_size=8))
     assert found.best is not None and not found.best.error
-    assert {*found.forecast.facts.refused} - {*t5.facts.refused} == {"cp=2"}
-    assert "two sequences" in found.forecast.facts.refused["cp=2"]
+    assert {*found.forecast.profile.refused} - {*t5.facts.refused} == {"cp=2"}
+    assert "two sequences" in found.forecast.profile.refused["cp=2"]
 
 
 def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: ProfiledJob) -> None:
@@ -228,7 +230,7 @@ def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: ProfiledJo
     for part in facts.parts:
         for name in names:
             for length in (1, facts.length // 4, facts.length, 4 * facts.length):
-                assert getattr(part, name).at(samples=1, length=length) >= 0, (part.name, name, length)
+                assert getattr(part, name).evaluate(samples=1, length=length) >= 0, (part.name, name, length)
 
 
 def test_what_all_samples_share_may_grow_with_their_length() -> None:
@@ -250,7 +252,7 @@ def test_a_microbatch_that_can_not_be_had_is_no_layout() -> None:
 
 def test_of_a_microbatch_that_the_model_s_own_code_refuses_no_axis_is_to_blame() -> None:
     found = decided(learnt("choosy"), "2xA100-80G", Candidate(dp_replicate=2, micro_batch_size=4))
-    refused, best = found.forecast.facts.refused, found.advice.recommended.candidate
+    refused, best = found.forecast.profile.refused, found.advice.recommended.candidate
     assert "four are too many" in refused["micro_batch_size=4"] and not {"dp_replicate", "pp"} & {*refused}
     assert best.micro_batch_size != 4 and found.best is not None and not found.best.error
 
@@ -259,7 +261,7 @@ def test_of_a_microbatch_that_the_model_s_own_code_refuses_no_axis_is_to_blame()
 def test_models_of_all_kinds_are_planned(how: str) -> None:
     found = decided(learnt(how), "2xA100-80G", grid=SearchSpace(micro_batch_size=4))
     whole = sum(p.numel() for p in MODELS[how]().parameters())
-    assert found.best is not None and not found.best.error and found.forecast.facts.parameters == whole
+    assert found.best is not None and not found.best.error and found.forecast.profile.parameters == whole
 
 
 def test_an_error_of_the_job_s_own_code_says_where_it_is_from() -> None:

@@ -8,7 +8,7 @@ from paceline.measured_planning.plan_worker import _doubts
 from paceline.planner.advice.recommendations import PlanRow
 from paceline.planner.cost.estimate import MeasuredTime
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.trainer.checks.parallel_checks import is_small
 from tests.planner.advice.test_named_layouts import made
 
@@ -20,7 +20,7 @@ def row(candidate: Candidate, *, replayed: bool = True, timed: bool = False, ref
     estimate = FORECAST.estimate(candidate)
     assert estimate.fits
     ran = MeasuredTime(seconds=1.0, spread=0.1, steps=5, blocks=(2, 4)) if timed else None
-    return PlanRow(family="fsdp", estimate=replace(estimate, timed=ran), replayed=replayed, refused=refused)
+    return PlanRow(family="fsdp", estimate=replace(estimate, measured_time=ran), replayed=replayed, refused=refused)
 
 
 PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4, zero=3, remat="full", cp=2)
@@ -41,12 +41,12 @@ PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4
     ids=["none", "no time", "parts", "both", "timed", "of another", "of the first that can be had", "nothing fits"],
 )
 def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[PlanRow, ...], said: list[str]) -> None:
-    lines = list(_doubts(rows, FORECAST.facts))
+    lines = list(_doubts(rows, FORECAST.profile))
     assert len(lines) == len(said) and all(words in line for words, line in zip(said, lines, strict=True))
 
 
 def test_a_small_model_is_tried_with_its_numbers() -> None:
     sizes = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
-    facts = decoder_facts(sizes, name="small", length=8192, global_batch_size=64)
-    assert is_small(facts.parameters) and not is_small(FORECAST.facts.parameters)
+    facts = build_decoder_profile(sizes, name="small", length=8192, global_batch_size=64)
+    assert is_small(facts.parameters) and not is_small(FORECAST.profile.parameters)
     assert list(_doubts((row(PARTS),), facts)) == []

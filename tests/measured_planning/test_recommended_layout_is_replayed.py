@@ -108,7 +108,7 @@ def test_a_size_that_needs_too_much_gives_way_to_the_next_of_its_family() -> Non
 def test_a_replay_near_the_limit_is_no_fit(share: float, is_sure: bool) -> None:
     """Replays may be 2 % off."""
     first = decided(as_forecast)[0].advice.recommended
-    device = FORECAST.fleet.device
+    device = FORECAST.cluster.device
     room = device.memory_bytes - device.reserve_bytes
 
     def answers(estimate: Estimate) -> CheckedCandidate:

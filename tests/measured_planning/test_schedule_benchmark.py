@@ -19,7 +19,7 @@ def test_what_was_simulated_comes_back(name: str) -> None:
     heard = [
         [
             [str(span.action.op), span.action.stage, span.action.microbatch, 100 + span.start, 100 + span.stop]
-            for span in found.computes
+            for span in found.compute_spans
             if span.rank == rank
         ]
         for rank in range(3)
@@ -28,7 +28,7 @@ def test_what_was_simulated_comes_back(name: str) -> None:
     assert again.start == 0 and again.bubble == pytest.approx(found.bubble)
     learnt = simulate(program, costs=median_costs(again, program))
     assert learnt.makespan == pytest.approx(found.makespan)
-    assert {span.action.op for span in again.computes} >= {Op.FORWARD}
+    assert {span.action.op for span in again.compute_spans} >= {Op.FORWARD}
 
 
 def test_from_python_the_job_is_named() -> None:

@@ -11,7 +11,7 @@ from paceline.commands.common.execution import RunOptions, make_task
 from paceline.measured_planning.timing.timing_cache import _NOT_OF_STEPS, _key, as_timed_here, store_timings, timed_here
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
-from paceline.planner.search.shortlist import retimed, shortlist
+from paceline.planner.search.shortlist import apply_measured_times, shortlist
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 from tests.conftest import SMALL_JOB
 from tests.planner.random_plans import forecast
@@ -42,7 +42,7 @@ def slowest_first(drawn: CostModel = DRAWN, *, most: int = 3) -> list[Estimate]:
         str(one.candidate): MeasuredTime(seconds=own, spread=0.1, steps=9, blocks=(8,), between=(1.0, 2.0))
         for one, own in zip(found[:most], seconds, strict=True)
     }
-    return retimed(found, took)
+    return apply_measured_times(found, took)
 
 
 def told(estimates: Any) -> list[tuple[str, float, MeasuredTime | None]]:
@@ -62,12 +62,12 @@ def test_they_are_found_again_under_another_length_and_microbatch(job: Path) -> 
 
 def test_every_setting_that_a_step_follows_tells_what_is_kept_apart(job: Path) -> None:
     now = ready(job)
-    keys = {_key(now, DRAWN.fleet)}
+    keys = {_key(now, DRAWN.cluster)}
     for name in ("train", "place", "data"):
         group = getattr(now.settings, name)
         for field in fields(group):
             changed = replace(now.settings, **{name: replace(group, **{field.name: "another"})})
-            key = _key(replace(now, settings=changed), DRAWN.fleet)
+            key = _key(replace(now, settings=changed), DRAWN.cluster)
             is_same = name == "train" and field.name in _NOT_OF_STEPS
             assert (key in keys) == is_same, f"{name}.{field.name}"
             keys.add(key)
@@ -87,34 +87,34 @@ def test_a_run_by_name_is_held_against_what_was_timed_of_its_layout(job: Path) -
     assert [as_timed_here(ready(job), DRAWN, one) for one in reckoned] == reckoned
     store_timings(ready(job), DRAWN, options)
     found = [as_timed_here(ready(job, "--train.steps=7"), DRAWN, one) for one in reckoned]
-    expected = [own if own.timed else plain for own, plain in zip(options, reckoned, strict=True)]
-    assert told(found) == told(expected) and sum(one.timed is not None for one in found) == 3
+    expected = [own if own.measured_time else plain for own, plain in zip(options, reckoned, strict=True)]
+    assert told(found) == told(expected) and sum(one.measured_time is not None for one in found) == 3
     assert [as_timed_here(ready(job, "--train.precision=bf16"), DRAWN, one) for one in reckoned] == reckoned
 
 
 def test_of_another_model_machine_or_file_there_are_none(job: Path) -> None:
     store_timings(ready(job), DRAWN, slowest_first())
-    facts, fleet = DRAWN.facts, DRAWN.fleet
+    facts, fleet = DRAWN.profile, DRAWN.cluster
     longer = replace(facts, length=facts.length + 1)
     smaller = replace(fleet, device=replace(fleet.device, memory_bytes=0.99 * fleet.device.memory_bytes))
-    assert not timed_here(ready(job), CostModel(facts=longer, fleet=fleet), grid=GRID).options
-    assert not timed_here(ready(job), CostModel(facts=facts, fleet=smaller), grid=GRID).options
+    assert not timed_here(ready(job), CostModel(profile=longer, cluster=fleet), grid=GRID).options
+    assert not timed_here(ready(job), CostModel(profile=facts, cluster=smaller), grid=GRID).options
     rates = replace(fleet.device, bytes_per_second=2 * fleet.device.bytes_per_second)
     for since in (replace(fleet, longer={"ddp": 3.0}), replace(fleet, device=rates)):
-        found = timed_here(ready(job), CostModel(facts=facts, fleet=since), grid=GRID)
-        assert any(one.timed for one in found.options), "runs came out otherwise, or it was probed again"
+        found = timed_here(ready(job), CostModel(profile=facts, cluster=since), grid=GRID)
+        assert any(one.measured_time for one in found.options), "runs came out otherwise, or it was probed again"
     job.write_text(SMALL_JOB + "\n# another\n")
     assert not timed_here(ready(job), DRAWN, grid=GRID).options
 
 
 def test_a_second_plan_adds_to_the_first_and_what_was_refused_stays_so(job: Path) -> None:
     first = slowest_first(most=1)
-    store_timings(ready(job), DRAWN.of(replace(DRAWN.facts, refused={"tp": "its heads"})), first)
+    store_timings(ready(job), DRAWN.with_profile(replace(DRAWN.profile, refused={"tp": "its heads"})), first)
     store_timings(ready(job), DRAWN, slowest_first(most=2)[-1:])
     store_timings(ready(job), DRAWN, [])
     found = timed_here(ready(job), DRAWN, grid=GRID)
-    assert found.forecast.facts.refused == {**DRAWN.facts.refused, "tp": "its heads"}
-    assert {str(one.candidate) for one in first if one.timed} <= {*found.timed}
+    assert found.forecast.profile.refused == {**DRAWN.profile.refused, "tp": "its heads"}
+    assert {str(one.candidate) for one in first if one.measured_time} <= {*found.timed}
     assert all(one.candidate.tp == 1 for one in found.options)
 
 
@@ -123,15 +123,23 @@ def test_what_two_plans_timed_is_of_one_pace_and_a_busy_machine_has_no_say(job: 
     """The second one times two of three, twice as slow: the third has the pace of those that are kept."""
     first = slowest_first(most=3)
     second = [
-        replace(one, timed=replace(one.timed, seconds=2 * one.timed.seconds) if one.timed else None) for one in first
+        replace(
+            one,
+            measured_time=replace(one.measured_time, seconds=2 * one.measured_time.seconds)
+            if one.measured_time
+            else None,
+        )
+        for one in first
     ]
-    last = next(one for one in reversed(first) if one.timed)
+    last = next(one for one in reversed(first) if one.measured_time)
     store_timings(ready(job), DRAWN, first)
     store_timings(ready(job), DRAWN, [one for one in second if one.candidate != last.candidate], disturbed=disturbed)
     found = timed_here(ready(job), DRAWN, grid=GRID).timed
     for one in first:
-        if one.timed:
-            assert found[str(one.candidate)].seconds == pytest.approx(one.timed.seconds * (1 if disturbed else 2))
+        if one.measured_time:
+            assert found[str(one.candidate)].seconds == pytest.approx(
+                one.measured_time.seconds * (1 if disturbed else 2)
+            )
 
 
 def test_what_can_not_be_read_is_not_there(job: Path, tmp_path: Path) -> None:

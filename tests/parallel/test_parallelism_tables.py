@@ -8,9 +8,9 @@ from paceline.config.layout import LayoutKind
 from paceline.parallel.parallelize import PARALLELISMS
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.cost.step_time import SPENT
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.cost.step_time import STEP_TIME_PARTS
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 
 TESTS = Path(__file__).parents[1]
 PARITY_TESTS = {
@@ -57,13 +57,15 @@ def test_the_parts_have_names_and_reasons_of_their_own() -> None:
 
 def test_each_parallelism_has_a_cost_term() -> None:
     for entry in PARALLELISMS:
-        assert entry.cost in SPENT if entry.layouts else entry.cost in ("", *SPENT), entry.parallelism.name
+        assert entry.cost in STEP_TIME_PARTS if entry.layouts else entry.cost in ("", *STEP_TIME_PARTS), (
+            entry.parallelism.name
+        )
 
 
 @pytest.mark.parametrize("layout", CANDIDATES)
 def test_the_cost_term_is_there_with_the_layout_and_not_without(layout: str) -> None:
     (cost,) = {entry.cost for entry in PARALLELISMS if layout in entry.layouts}
-    facts = decoder_facts(MIXTURE, name="mixture", length=8192, global_batch_size=64)
-    model = CostModel(facts=facts, fleet=read_fleet("8x1xT4"))  # nodes of one device: no message is hidden
+    facts = build_decoder_profile(MIXTURE, name="mixture", length=8192, global_batch_size=64)
+    model = CostModel(profile=facts, cluster=parse_cluster("8x1xT4"))  # nodes of one device: no message is hidden
     with_it, alone = model.estimate(CANDIDATES[layout]).seconds, model.estimate(Candidate()).seconds
     assert getattr(with_it, cost) > 0 == getattr(alone, cost)

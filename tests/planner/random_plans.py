@@ -6,8 +6,8 @@ from dataclasses import replace
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.model_costs.model_profile import BatchScaling, LayerProfile, ModelProfile, OptimizerFootprint
 from paceline.planner.search.search_space import (
     SearchSpace,
@@ -31,7 +31,7 @@ def decoder(draw: random.Random) -> ModelProfile:
         is_tied=draw.random() < 0.4, has_dropout=draw.random() < 0.4,
         **draw.choice([{}, {}, {"experts": 4, "active": 2}]),
     )  # fmt: skip
-    return decoder_facts(
+    return build_decoder_profile(
         sizes, name="drawn", length=draw.choice([16, 128, 1024]), global_batch_size=draw.choice([6, 8, 16, 24, 64]),
         precision=draw.choice(["fp32", "bf16"]),
     )  # fmt: skip
@@ -65,7 +65,7 @@ def fleet(draw: random.Random) -> Cluster:
     name = draw.choice(
         ["2xcpu", "4xT4", "2x2xT4@eth-1g", "8xA100-40G", "2x8xH100-80G", "2x4xL40S@eth-25g", "2x3xV100-16G"]
     )
-    return replace(read_fleet(name), price_per_hour=draw.choice([None, 12.0]), currency="USD")
+    return replace(parse_cluster(name), price_per_hour=draw.choice([None, 12.0]), currency="USD")
 
 
 def grid(draw: random.Random) -> SearchSpace:
@@ -85,11 +85,11 @@ def forecast(seed: int, *, memory: bool = True) -> tuple[CostModel, SearchSpace]
     """One model on one cluster; with `memory` only some of its layouts fit, and now and then none."""
     draw = random.Random(seed)
     facts = draw.choice([decoder, decoder, uneven])(draw)
-    made, tried = CostModel(facts=facts, fleet=fleet(draw)), grid(draw)
+    made, tried = CostModel(profile=facts, cluster=fleet(draw)), grid(draw)
     found = [one for _ in range(12) if (one := _one(draw, made, tried)) is not None]
     if memory and found:
         peaks = sorted(made.memory(one).peak_bytes for one in found)
-        made = made.below(draw.choice([peaks[0] * 0.9, *peaks, peaks[-1] * 2]))
+        made = made.with_memory_limit(draw.choice([peaks[0] * 0.9, *peaks, peaks[-1] * 2]))
     return made, tried
 
 
@@ -103,12 +103,12 @@ def some(seed: int, *, num: int = 12) -> tuple[CostModel, list[Candidate]]:
 
 def _one(draw: random.Random, made: CostModel, tried: SearchSpace) -> Candidate | None:
     """Down the levels of the grid, at each of them any way."""
-    facts, levels = made.facts, (recompute_choices, microbatch_choices, schedule_choices)
-    ways = list(model_parallel_choices(facts, made.fleet, tried))
+    facts, levels = made.profile, (recompute_choices, microbatch_choices, schedule_choices)
+    ways = list(model_parallel_choices(facts, made.cluster, tried))
     for level in levels:
         if ways:
             ways = list(level(draw.choice(ways), facts, tried))
-    ways = list(data_parallel_choices(draw.choice(ways), facts, made.fleet, tried)) if ways else []
+    ways = list(data_parallel_choices(draw.choice(ways), facts, made.cluster, tried)) if ways else []
     return draw.choice(ways) if ways else None
 
 
@@ -117,7 +117,7 @@ def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
     program = build(
         candidate.schedule, ranks=candidate.pp, micro=forecast.num_micro(candidate), virtual=candidate.virtual
     )
-    stages = forecast.all_stages(candidate)
+    stages = forecast.stages_with_sharding(candidate)
     costs = Costs(
         forward=[stage.forward for stage in stages],
         input=[stage.input for stage in stages],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.launch.launcher import LaunchRequest, start
-from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
+from paceline.planner.layout.execution_plan import JobFacts, Resources, choose_backend
 from paceline.profiling.backends import available_backends
 from paceline.run_folder.run_folder import RunFolder
 
@@ -143,16 +143,16 @@ def test_the_documented_table_is_this_one() -> None:
 )
 def test_the_rule(ranks: int, device: str, asked: str, has: tuple[str, ...], backend: str, word: str) -> None:
     problems: list[object] = []
-    facts = JobFacts(global_batch_size=8, backend=asked, built_in=has)
-    found, why = settle_backend(Resources(ranks=ranks, device=device), facts, problems)  # type: ignore[arg-type]
+    facts = JobFacts(global_batch_size=8, backend=asked, built_in_backends=has)
+    found, why = choose_backend(Resources(ranks=ranks, device=device), facts, problems)  # type: ignore[arg-type]
     assert (found, problems) == (backend, []) and word in why
 
 
 @pytest.mark.parametrize(("asked", "word"), [("mpi", "has no backend mpi"), ("nccl", "can't send")])
 def test_what_is_not_there_is_refused(asked: str, word: str) -> None:
     problems: list[Exception] = []
-    facts = JobFacts(global_batch_size=8, backend=asked, built_in=("nccl", "gloo"))
-    settle_backend(Resources(ranks=2, device="cpu"), facts, problems)  # type: ignore[arg-type]
+    facts = JobFacts(global_batch_size=8, backend=asked, built_in_backends=("nccl", "gloo"))
+    choose_backend(Resources(ranks=2, device="cpu"), facts, problems)  # type: ignore[arg-type]
     assert word in str(problems[0])
 
 

@@ -37,7 +37,7 @@ def law(amount: float) -> float:
 
 
 def curve(fixed: float = FIXED, each: float = EACH) -> TimingCurve:
-    return TimingCurve.of(Point(amount=amount, seconds=fixed + each * amount) for amount in AMOUNTS)
+    return TimingCurve.from_points(Point(amount=amount, seconds=fixed + each * amount) for amount in AMOUNTS)
 
 
 def noisy(seed: int, share: float) -> list[Point]:
@@ -50,7 +50,7 @@ def test_a_law_comes_back() -> None:
     assert line.fixed_seconds == pytest.approx(FIXED, rel=1e-3) and line.rate == pytest.approx(1 / EACH, rel=1e-3)
     assert line.residual < 1e-4
     amount = 12_345.0
-    assert amount / line.seconds(amount) == pytest.approx(line.rate * amount / (amount + line.half))
+    assert amount / line.seconds(amount) == pytest.approx(line.rate * amount / (amount + line.half_rate_amount))
 
 
 @pytest.mark.parametrize("at", [0, 3, 7])
@@ -73,7 +73,7 @@ def test_the_residual_is_the_worst_distance_of_a_point(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_between_the_points_a_law_is_met_within_the_residual(seed: int) -> None:
-    found = TimingCurve.of(noisy(seed, 0.03))
+    found = TimingCurve.from_points(noisy(seed, 0.03))
     for low, high in pairwise(AMOUNTS):
         middle = (low * high) ** 0.5
         assert abs(found.seconds(middle) / law(middle) - 1) <= found.line.residual + 0.03
@@ -84,7 +84,7 @@ def test_points_of_a_cache_and_of_memory_are_both_met_though_no_line_meets_them(
     def seconds(amount: float) -> float:
         return 1e-6 + amount / 80e9 + max(0.0, amount - 2**20) / 8e9
 
-    found = TimingCurve.of(Point(amount=amount, seconds=seconds(amount)) for amount in AMOUNTS)
+    found = TimingCurve.from_points(Point(amount=amount, seconds=seconds(amount)) for amount in AMOUNTS)
     assert found.line.residual > 0.2
     for amount in (2**10, 2**17, 2**26, 2**30):
         assert found.seconds(amount) == pytest.approx(seconds(amount), rel=0.25)
@@ -98,7 +98,7 @@ points = st.lists(
 
 @given(points, st.lists(st.floats(0, 1e14), min_size=2, max_size=8))
 def test_more_never_takes_less(pairs: list[tuple[float, float]], asked: list[float]) -> None:
-    found = TimingCurve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
+    found = TimingCurve.from_points(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
     for wrong in ({"points": [{"amount": "x"}]}, {"line": {"residual": None}}, {"points": 3}, {"points": []}):
         with pytest.raises((ValueError, TypeError)):
             read_curve({**asdict(found), **wrong})
@@ -113,13 +113,13 @@ def test_more_never_takes_less(pairs: list[tuple[float, float]], asked: list[flo
 
 def test_below_the_smallest_at_least_half_of_it_is_left() -> None:
     assert curve().seconds(0) == pytest.approx(FIXED)
-    steep = TimingCurve.of([Point(amount=1, seconds=1.0), Point(amount=2, seconds=9.0)])
-    assert steep.seconds(0) == 0.5 and TimingCurve.of([Point(amount=3, seconds=1.0)]).seconds(0) == 1.0
+    steep = TimingCurve.from_points([Point(amount=1, seconds=1.0), Point(amount=2, seconds=9.0)])
+    assert steep.seconds(0) == 0.5 and TimingCurve.from_points([Point(amount=3, seconds=1.0)]).seconds(0) == 1.0
 
 
 def test_a_large_fixed_part_is_not_left_out_where_memory_bends_the_line() -> None:
     """A link whose larger halves are slower: what is small must not count as disturbed."""
-    found = TimingCurve.of(
+    found = TimingCurve.from_points(
         Point(amount=amount, seconds=7e-4 + amount * (1e-9 if amount < 2**20 else 4e-9)) for amount in AMOUNTS
     )
     assert found.line.fixed_seconds > 2e-4 and found.seconds(0) == pytest.approx(7e-4)
@@ -127,7 +127,7 @@ def test_a_large_fixed_part_is_not_left_out_where_memory_bends_the_line() -> Non
 
 def test_what_a_larger_one_took_less_for_is_shared() -> None:
     pairs = [(1, 1.0), (2, 4.0), (3, 2.0), (4, 5.0)]
-    found = TimingCurve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
+    found = TimingCurve.from_points(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
     assert [point.seconds for point in found.points] == [1.0, 3.0, 3.0, 5.0]
 
 
@@ -180,7 +180,7 @@ def test_collectives_of_measured_groups_and_of_others() -> None:
 
 def test_as_many_busy_as_asked_or_the_next_more() -> None:
     found = probe(rates=(rates(1), rates(2), rates(8)))
-    assert [found.of_busy(busy).busy for busy in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, 8]
+    assert [found.rates_for(busy).busy for busy in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, 8]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def probed(home: Path, *, ranks: int) -> HardwareBenchmark:
 
 def test_one_gpu(home: Path) -> None:
     found = probed(home, ranks=1)
-    rates = found.of_busy(1)
+    rates = found.rates_for(1)
     assert found.fingerprint.gpus and found.collectives == () and found.took_seconds < 30
     assert {"fp32", "bf16", "fp16"} == set(rates.products) == set(rates.attention)
     work = 2.0 * 4096**3

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.events import EvalDone, Event, EventBus, Note, RunStarted, StepDone
 from paceline.reporting.run_report import run_page
-from paceline.reporting.sinks.console_lines import BANNER_LINES, ConsoleSink, line_of
+from paceline.reporting.sinks.console_lines import BANNER_LINES, ConsoleSink, format_event
 from paceline.reporting.sinks.jsonl import JsonlSink, read_lines
 from paceline.run_folder.run_folder import RunFolder
 
@@ -55,16 +55,21 @@ def test_the_log_line_is_fixed() -> None:
         "step 120 | epoch  0.31 | loss  2.1034 | grad_norm   0.870 | lr 3.00e-04 |    812 samples/s |   52.0k tokens/s"
         " |   78.0 ms (data  1% comm  9%)"
     )
-    assert line_of(step(120)) == expected
+    assert format_event(step(120)) == expected
 
 
 def test_log_lines_are_aligned_and_have_the_remaining_time() -> None:
-    early, late = line_of(step(1, loss=12.3, samples_per_second=9.0), total=2000), line_of(step(1990), total=2000)
+    early, late = (
+        format_event(step(1, loss=12.3, samples_per_second=9.0), total=2000),
+        format_event(step(1990), total=2000),
+    )
     bars = [[at for at, mark in enumerate(line) if mark == "|"] for line in (early, late)]
     assert bars[0] == bars[1], (early, late)
     assert early.startswith("step 1    | ") and early.endswith("| ETA 2.6 min") and late.endswith("| ETA 780 ms")
-    assert line_of(step(2000), total=2000).endswith("| ETA 0 ms")
-    assert "ETA" not in line_of(step(5)) and "ETA" not in line_of(step(11), total=10), "an end that is not known"
+    assert format_event(step(2000), total=2000).endswith("| ETA 0 ms")
+    assert "ETA" not in format_event(step(5)) and "ETA" not in format_event(step(11), total=10), (
+        "an end that is not known"
+    )
 
 
 LINES = (

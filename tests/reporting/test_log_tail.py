@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.reporting.sinks.log_tail import Tail
+from paceline.reporting.sinks.log_tail import LogTail
 
 CHATTER = [
     "[W1125 18:09:23.999000 socket.cpp:759] [c10d] The client socket cannot be initialized to connect to (errno: 97).",
@@ -38,7 +38,7 @@ def test_what_libraries_log_stays_in_the_log(tmp_path: Path) -> None:
     lines = [line for pair in zip(CHATTER, SHOWN, strict=False) for line in pair] + SHOWN[len(CHATTER) :]
     (tmp_path / "rank-0.log").write_text("\n".join(lines) + "\n")
     out = io.StringIO()
-    Tail(tmp_path, out=out)()
+    LogTail(tmp_path, out=out)()
     assert out.getvalue().splitlines() == SHOWN
     assert (tmp_path / "rank-0.log").read_text().splitlines() == lines
 
@@ -51,7 +51,7 @@ def test_a_file_is_no_terminal_whatever_the_environment_says(
     monkeypatch.delenv("NO_COLOR", raising=False)
     (tmp_path / "rank-0.log").write_text("step 1\n")
     with (tmp_path / "console.txt").open("w") as out:
-        tail = Tail(tmp_path, out=out)
+        tail = LogTail(tmp_path, out=out)
         tail()
         tail.close()
     assert tail._bar is None and (tmp_path / "console.txt").read_bytes() == b"step 1\n"

@@ -22,7 +22,7 @@ from paceline.reporting.failures import show_failures
 from paceline.reporting.run_history import ResumeMark, read_history
 from paceline.reporting.run_report import run_page, write_report
 from paceline.reporting.sinks.jsonl import JsonlSink
-from paceline.reporting.svg.charts import Curve, chart
+from paceline.reporting.svg.charts import Curve, draw_chart
 from paceline.reporting.svg.downsampling import is_noisy, mean_columns, running_mean, value_band
 from paceline.run_folder.run_folder import RunFolder
 
@@ -79,7 +79,7 @@ def test_a_gap_stays_a_gap() -> None:
 
 def test_columns_keep_the_whole() -> None:
     rows = [(float(n), [float(n), 2.0]) for n in range(1, 101)]
-    drawn = mean_columns(rows, most=7)
+    drawn = mean_columns(rows, max_columns=7)
     assert len(drawn) <= 7
     assert drawn[0][0] == 1 and drawn[-1][1] == 100
     sizes = [last - first + 1 for first, last, _ in drawn]
@@ -112,8 +112,8 @@ def test_steps_an_attempt_went_back_over_are_gone_even_where_they_are_not_logged
     history = read_history(run)
     assert history.points("loss") == [(1, 1.0), (10, 10.0), (12, -12.0), (20, -20.0)]
     assert [s for s, _ in history.samples()] == [1, 10, 12, 20]
-    assert history.again == 2
-    assert [(mark.step, mark.text) for mark in history.marks()] == [(10, "2→3 ranks")]
+    assert history.num_repeated == 2
+    assert [(mark.step, mark.text) for mark in history.resume_marks()] == [(10, "2→3 ranks")]
     assert "2→3 ranks" in run_page(run)
 
 
@@ -410,7 +410,7 @@ def test_half_a_surrogate_is_no_reason_to_have_no_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [[50, 51, 52, 53, 54, 190], [95, 99, 103, 107], list(range(2, 200, 5))])
 def test_labels_of_resumes_are_not_written_over_one_another_and_count_them_all(at: list[int]) -> None:
     marks = [ResumeMark(step=step, text="resumed") for step in at]
-    drawn = chart("loss", [Curve(name="loss", points=[(1.0, 1.0), (200.0, 2.0)])], marks=marks)
+    drawn = draw_chart("loss", [Curve(name="loss", points=[(1.0, 1.0), (200.0, 2.0)])], marks=marks)
     assert drawn.count('class="mark"') == len(at)
     labels = re.findall(
         r'<text x="([\d.]+)" y="(\d+)" class="tick[^"]*" text-anchor="(\w+)">([^<]*resume[^<]*)</text>', drawn
@@ -468,7 +468,7 @@ def test_losses_are_drawn_against_samples_seconds_and_bytes_over_all_attempts(tm
     assert history.sent() == [(1, 100.0), (2, 200.0), (3, 210.0), (4, 220.0)]
     seconds = [value for _, value in history.seconds()]
     assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] < 0.05, "not the time between two attempts"
-    assert history.against("loss", history.sent()) == [(100.0, 3.0), (200.0, 1.5), (210.0, 1.0), (220.0, 0.75)]
+    assert history.points_against("loss", history.sent()) == [(100.0, 3.0), (200.0, 1.5), (210.0, 1.0), (220.0, 0.75)]
     compare(again.path, again.path, page=tmp_path / "compare.html")
     assert 'aria-label="loss against bytes sent by rank 0"' in (tmp_path / "compare.html").read_text()
 
@@ -499,7 +499,7 @@ def test_a_run_s_steps_are_those_it_came_to_and_not_those_it_logged(tmp_path: Pa
     assert "compared to" not in compare(long.path, long.path).text
     time.sleep(0.002)
     record(short, started(2, resumed_from=30), step(32))
-    assert read_history(short).reached() == 32, "what a later attempt went back over does not count"
+    assert read_history(short).last_step() == 32, "what a later attempt went back over does not count"
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_the_head_counts_steps_of_a_length_that_is_not_behind_them(tmp_path: Pat
 
 
 def test_an_axis_of_a_few_seconds_has_no_number_twice() -> None:
-    drawn = chart("loss against seconds", [Curve(name="", points=[(0.62, 4.0), (1.47, 3.0)])])
+    drawn = draw_chart("loss against seconds", [Curve(name="", points=[(0.62, 4.0), (1.47, 3.0)])])
     assert re.findall(r'y="\d+" class="tick" text-anchor="\w+">([^<]+)<', drawn) == ["0.62", "1.04", "1.47"]
-    steps = chart("loss", [Curve(name="", points=[(1, 4.0), (3, 3.0)])])
+    steps = draw_chart("loss", [Curve(name="", points=[(1, 4.0), (3, 3.0)])])
     assert re.findall(r'y="\d+" class="tick" text-anchor="\w+">([^<]+)<', steps) == ["1", "2", "3"]

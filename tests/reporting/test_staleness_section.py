@@ -12,7 +12,9 @@ from paceline.run_folder.run_folder import RunFolder
 
 def told_of(update: str, *told: dict[str, Any]) -> str:
     event = {"event": "Staleness", "step": 20, "update": update, "told": list(told)}
-    return show_staleness(History(run=RunFolder(Path("run")), steps={}, events=[event], torn={}, again=0))
+    return show_staleness(
+        History(run=RunFolder(Path("run")), steps={}, events=[event], num_unreadable={}, num_repeated=0)
+    )
 
 
 def test_a_pipeline_counts_microbatches_and_others_count_gradients() -> None:

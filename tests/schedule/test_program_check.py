@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import LayoutError
 from paceline.schedule import SCHEDULES, Action, Op, Program, ScheduleError, build, check, lower
-from paceline.schedule.dependencies import needs_of_rank
+from paceline.schedule.dependencies import find_requirements
 
 many = settings(max_examples=40, deadline=None)
 SIZES = {"name": st.sampled_from(sorted(SCHEDULES)), "ranks": st.integers(1, 6), "micro": st.integers(1, 9)}
@@ -35,13 +35,13 @@ def test_a_dropped_action_is_missing(name: str, ranks: int, micro: int, data: st
     place = data.draw(st.integers(0, len(program.actions[rank]) - 1))
     action = program.actions[rank][place]
     changed = broken(program, rank, lambda row: row.pop(place))
-    if ranks == micro == 1 and not changed.trains:  # of F and B only F is left: a program for evaluation
+    if ranks == micro == 1 and not changed.has_backward:  # of F and B only F is left: a program for evaluation
         check(changed)
         return
     fault = fault_of(changed).fault
     assert fault.rank == rank
     assert fault.action == action
-    assert "missing" in fault.what
+    assert "missing" in fault.message
 
 
 @many
@@ -53,8 +53,8 @@ def test_a_doubled_action_stands_twice(name: str, ranks: int, micro: int, data: 
     first = data.draw(st.integers(0, len(row) - 1))
     second = data.draw(st.integers(first + 1, len(row)))
     fault = fault_of(broken(program, rank, lambda r: r.insert(second, row[first]))).fault
-    assert (fault.rank, fault.place, fault.action) == (rank, second, row[first])
-    assert f"first as action {first + 1}" in fault.what
+    assert (fault.rank, fault.position, fault.action) == (rank, second, row[first])
+    assert f"first as action {first + 1}" in fault.message
 
 
 @many
@@ -63,15 +63,15 @@ def test_two_that_need_each_other_may_not_be_swapped(name: str, ranks: int, micr
     program = build(name, ranks=ranks, micro=micro)
     rank = data.draw(st.integers(0, ranks - 1))
     row = program.actions[rank]
-    pairs = [(row.index(b), row.index(a)) for a, before in needs_of_rank(program, rank).items() for b in before]
+    pairs = [(row.index(b), row.index(a)) for a, before in find_requirements(program, rank).items() for b in before]
     first, second = data.draw(st.sampled_from(pairs))
 
     def swap(actions: list[Action]) -> None:
         actions[first], actions[second] = actions[second], actions[first]
 
     error = fault_of(broken(program, rank, swap))
-    assert error.fault.rank == rank and "comes before" in error.fault.what
-    assert first <= error.fault.place <= second
+    assert error.fault.rank == rank and "comes before" in error.fault.message
+    assert first <= error.fault.position <= second
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_weights_without_their_gradient() -> None:
 def test_what_does_not_belong_there(action: Action, words: str) -> None:
     program = build("1f1b", ranks=3, micro=2)
     error = fault_of(broken(program, 0, lambda row: row.insert(2, action)))
-    assert words in error.what and error.fault.place == 2
+    assert words in error.what and error.fault.position == 2
 
 
 def test_numbers_that_do_not_agree() -> None:

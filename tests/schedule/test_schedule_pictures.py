@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.schedule import SCHEDULES, Costs, build, draw, forward_only, in_text, simulate
+from paceline.schedule import SCHEDULES, Costs, build, draw, draw_text, forward_only, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -24,7 +24,7 @@ def test_every_compute_is_drawn_with_its_letter_and_within_the_frame(name: str, 
     picture = draw(timeline)
     root = ElementTree.fromstring(picture)
     boxes = [node for node in root.iter(f"{SVG}rect") if node.find(f"{SVG}title") is not None]
-    assert len(boxes) == len(timeline.computes)
+    assert len(boxes) == len(timeline.compute_spans)
     wide, high = (float(n) for n in root.attrib["viewBox"].split()[2:])
     drawn = [[float(b.attrib[k]) for k in ("x", "y", "width", "height")] for b in boxes]
     assert all(x >= 0 and x + w <= wide and y + h <= high for x, y, w, h in drawn)
@@ -74,20 +74,20 @@ def test_names_are_escaped() -> None:
 
 
 def test_the_text_is_the_timeline() -> None:
-    assert in_text(simulate(build("1f1b", ranks=2, micro=2))).splitlines() == [
+    assert draw_text(simulate(build("1f1b", ranks=2, micro=2))).splitlines() == [
         "rank 0   F0 F1 .  .  B0--- .  B1---",
         "rank 1   .  F0 B0--- F1 B1---",
         "",
         "1f1b: bubble 33.3%",
     ]
-    assert in_text(simulate(forward_only(rank_of_stage=(0, 1, 1, 0), micro=1))).splitlines()[:2] == [
+    assert draw_text(simulate(forward_only(rank_of_stage=(0, 1, 1, 0), micro=1))).splitlines()[:2] == [
         "rank 0   F0.0 .    .    F3.0",
         "rank 1   .    F1.0 F2.0",
     ]
 
 
 def test_a_long_text_is_cut_into_panels_of_the_asked_width() -> None:
-    text = in_text(simulate(build("zbv", ranks=4, micro=16)), width=80)
+    text = draw_text(simulate(build("zbv", ranks=4, micro=16)), width=80)
     assert max(map(len, text.splitlines())) <= 80
     words = re.findall(r"[FIW]\d\.\d+", text)
     assert len(words) == len(set(words)) == 3 * 8 * 16

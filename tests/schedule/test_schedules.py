@@ -17,7 +17,7 @@ from paceline.schedule import (
     forward_only,
     simulate,
 )
-from paceline.schedule.closed_forms import PipelineCase, bubble_of
+from paceline.schedule.closed_forms import PipelineCase, bubble_fraction
 
 RANKS, MICRO, VIRTUAL = st.integers(1, 8), st.integers(1, 24), st.integers(1, 3)
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 1.75, 3.0])
@@ -42,7 +42,7 @@ def test_any_size_is_complete_and_ends(name: str, ranks: int, micro: int, virtua
     timeline = simulate(program, costs=Costs(forward=0.7, input=1.1, weight=0.4, latency=0.2, transfer=0.1))
     assert program.num_ranks == ranks and program.num_micro == micro
     for rank in range(ranks):
-        kinds = [(a.op, a.stage, a.microbatch) for a in program.computes(rank)]
+        kinds = [(a.op, a.stage, a.microbatch) for a in program.compute_actions(rank)]
         backward = [Op.INPUT, Op.WEIGHT] if splits_backward(program) else [Op.BACKWARD]
         wanted = {(op, s, m) for op in (Op.FORWARD, *backward) for s in program.stages_of(rank) for m in range(micro)}
         assert len(kinds) == len(wanted) and set(kinds) == wanted
@@ -62,7 +62,7 @@ def test_the_simulation_equals_the_closed_form(
     timeline = simulate(program, costs=Costs(forward=forward, input=inputs, weight=weight))
     if makespan is not None:
         assert timeline.makespan == pytest.approx(makespan, rel=1e-12)
-        assert timeline.bubble == pytest.approx(bubble_of(SCHEDULES[name].makespan, case), abs=1e-12)
+        assert timeline.bubble == pytest.approx(bubble_fraction(SCHEDULES[name].makespan, case), abs=1e-12)
     equal = SCHEDULES[name].makespan(PipelineCase(ranks=ranks, micro=max(micro, 2 * ranks), virtual=each))
     assert equal is not None, "at equal times and enough microbatches every schedule has its form"
 
@@ -133,7 +133,7 @@ def test_a_stages_gradients_are_added_in_the_order_of_one_process(ranks: int, mi
 
 def test_bytes_held_are_weighed_by_stage() -> None:
     timeline = simulate(build("gpipe", ranks=2, micro=3))
-    assert timeline.peak_activations(of_stage=[10, 100]) == (30, 300)
+    assert timeline.peak_activations(stage_sizes=[10, 100]) == (30, 300)
 
 
 @many
@@ -142,11 +142,11 @@ def test_forward_only_for_any_placement(ranks: int, micro: int, data: st.DataObj
     more = data.draw(st.lists(st.integers(0, ranks - 1), max_size=8))
     owner = data.draw(st.permutations([*range(ranks), *more]))
     program = check(forward_only(rank_of_stage=owner, micro=micro))
-    assert program.rank_of_stage == tuple(owner) and not program.trains
+    assert program.rank_of_stage == tuple(owner) and not program.has_backward
     timeline = simulate(program)
     assert set(timeline.peak_activations()) == {0}
     assert timeline.makespan >= max(micro * owner.count(rank) for rank in range(ranks))
-    first = [s.stop for s in timeline.computes if (s.action.stage, s.action.microbatch) == (len(owner) - 1, 0)]
+    first = [s.stop for s in timeline.compute_spans if (s.action.stage, s.action.microbatch) == (len(owner) - 1, 0)]
     assert first == [len(owner)], "nothing stands in the first microbatch's way"
     if owner == list(range(ranks)):
         assert timeline.makespan == micro + ranks - 1
@@ -185,7 +185,7 @@ def test_who_holds_what() -> None:
     assert zbv.rank_of_stage == (0, 1, 2, 2, 1, 0)
     assert zbv.loss_rank == 0
     assert zbv.stages_of(1) == (1, 4)
-    assert splits_backward(zbv) and zbv.trains
+    assert splits_backward(zbv) and zbv.has_backward
     loop = build("interleaved", ranks=3, micro=2)
     assert loop.rank_of_stage == (0, 1, 2, 0, 1, 2) and loop.loss_rank == 2
     assert not splits_backward(loop)
@@ -204,7 +204,7 @@ def test_receives_in_the_order_of_their_sends(name: str, ranks: int, micro: int)
     """What a transport that matches by order relies on: per peer, the same messages, in the sender's order."""
     program = build(name, ranks=ranks, micro=micro)
     for rank in range(ranks):
-        incoming = program.incoming(rank)
+        incoming = program.receives_by_peer(rank)
         assert {a for row in incoming.values() for a in row} == {a for a in program.actions[rank] if a.op.is_receive}
         for peer, row in incoming.items():
             sent = [a.message for a in program.actions[peer] if a.op.is_send and a.peer == rank]
@@ -238,7 +238,7 @@ def test_the_bubble_is_that_of_a_timeline_moved_in_time() -> None:
 def test_a_stage_that_is_ready_late() -> None:
     """By hand: the first stage may begin at 2, the second at 5; a forward takes 1 and a backward 2."""
     timeline = simulate(build("gpipe", ranks=2, micro=2), costs=Costs(ready=[2.0, 5.0]))
-    times = {str(s.action): (s.start, s.stop) for s in timeline.computes}
+    times = {str(s.action): (s.start, s.stop) for s in timeline.compute_spans}
     assert times["F0.0"] == (2, 3) and times["F0.1"] == (3, 4)
     assert times["F1.0"] == (5, 6) and times["F1.1"] == (6, 7) and times["B1.1"] == (9, 11)
     assert timeline.start == 2 and timeline.makespan == 11

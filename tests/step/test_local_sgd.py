@@ -14,7 +14,7 @@ from paceline.config.update_rule import parse_update
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
-from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
+from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.outer_step import Fragment, SiteGroup
 from tests.conftest import Shop
@@ -348,7 +348,7 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
         for step in range(1, rule.every + 1):
             norm.running_mean.fill_(float(site + step))
             sites.after(step)
-            if sent_after(step, update=rule) == 0:
+            if fragment_to_send(step, update=rule) == 0:
                 found[site] = float(norm.running_mean[0]) - step
         sites.arrive()
 
@@ -363,14 +363,14 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
 def test_each_fragment_is_sent_once_in_a_round_and_holds_as_much_as_another() -> None:
     for every, fragments in ((1, 1), (5, 1), (7, 3), (8, 8), (500, 4)):
         update = parse_update(f"diloco,every={every},fragments={fragments}")
-        sent = [sent_after(step, update=update) for step in range(1, 3 * every + 1)]
+        sent = [fragment_to_send(step, update=update) for step in range(1, 3 * every + 1)]
         for start in range(0, 3 * every, every):
             found = [one for one in sent[start : start + every] if one is not None]
             assert sorted(found) == list(range(fragments))
     sizes = {f"w{i}": size for i, size in enumerate([10, 500, 20, 480, 30, 460, 1, 499])}
-    place = fragment_of(sizes, fragments=4)
+    place = assign_fragments(sizes, fragments=4)
     assert list(place.values()) == sorted(place.values()) and set(place.values()) == {0, 1, 2, 3}
-    assert fragment_of({}, fragments=3) == {}
+    assert assign_fragments({}, fragments=3) == {}
 
 
 def test_an_update_is_read_back_as_it_is_written() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.comm.process_group import World
-from paceline.planner.layout.mesh import DATA, ORDER, SUMMED, Mesh
+from paceline.planner.layout.mesh import AXIS_ORDER, DATA_AXES, GRADIENT_AXES, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class MeshGroups:
 
         Every rank calls this once.
         """
-        site = all_ranks.part(mesh.groups([axis for axis in ORDER if axis != "dp_replicate"]))
+        site = all_ranks.part(mesh.groups([axis for axis in AXIS_ORDER if axis != "dp_replicate"]))
         return MeshGroups._of(site, mesh, replace(mesh, dp_replicate=1), all_ranks.part)
 
     @staticmethod
@@ -53,8 +53,8 @@ class MeshGroups:
         def among(*axes: str) -> World:
             return part(whole.groups([axis for axis in axes if mesh.size(axis) > 1]))
 
-        replicate, shard, cp, data = among("dp_replicate"), among("dp_shard"), among("cp"), among(*DATA)
-        summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else among(*SUMMED)
+        replicate, shard, cp, data = among("dp_replicate"), among("dp_shard"), among("cp"), among(*DATA_AXES)
+        summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else among(*GRADIENT_AXES)
         return MeshGroups(
             mesh=mesh,
             all_ranks=all_ranks,
@@ -92,7 +92,7 @@ class MeshGroups:
 
 def _experts(whole: Mesh, mesh: Mesh) -> list[list[int]]:
     """Return the expert-parallel groups: neighbouring replicas divide the experts."""
-    axes = [axis for axis in DATA if mesh.size(axis) > 1]
+    axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1]
     return [list(part) for group in whole.groups(axes) for part in _cut(group, mesh.ep)]
 
 
@@ -100,7 +100,7 @@ def _expert_replicas(whole: Mesh, mesh: Mesh) -> list[list[int]]:
     """Return the groups of ranks at the same position in each expert-parallel group, on all sequence slices."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(whole.ranks):
-        at = whole.place(rank)
+        at = whole.coordinates(rank)
         replica = at["dp_replicate"] * whole.dp_shard + at["dp_shard"]
         site = at["dp_replicate"] if mesh.dp_replicate < whole.dp_replicate else 0
         found.setdefault((site, at["pp"], at["tp"], replica % mesh.ep), []).append(rank)

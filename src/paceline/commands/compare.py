@@ -13,10 +13,10 @@ from paceline.reporting.run_comparison import (
     ComparedRun,
     LossDivergence,
     comparison_table,
+    differing_settings,
     loss_divergences,
-    read_sides,
-    settings_apart,
-    write_page,
+    read_runs,
+    write_comparison_page,
 )
 from paceline.run_folder.run_folder import RunFolder
 from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings, first_rank_difference
@@ -85,10 +85,10 @@ def compare(
     comparisons = _compared(recordings)
     if comparisons and not all(_is_run(path) for path in paths):
         return _answer([], [], comparisons, page=None, notes=_notes(recordings))
-    sides = read_sides(paths)
+    sides = read_runs(paths)
     divergences = loss_divergences(sides, floor=RECORDING_FLOOR)
     replaced = page is not None and Path(page).exists()
-    page_path = write_page(sides, divergences, to=Path(page)) if page is not None else None
+    page_path = write_comparison_page(sides, divergences, to=Path(page)) if page is not None else None
     return _answer(sides, divergences, comparisons, page=page_path, over=replaced, notes=_notes(recordings))
 
 
@@ -169,7 +169,7 @@ def _answer(
         exit_code=int(ExitCode.DIFFERENT if first is not None else ExitCode.DONE),
         text="\n".join(lines),
         runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
-        settings=settings_apart(sides) if sides else {},
+        settings=differing_settings(sides) if sides else {},
         losses=[asdict(one) for one in parted],
         recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in recorded],
         first_difference=first,

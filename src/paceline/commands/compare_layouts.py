@@ -14,8 +14,8 @@ from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
-from paceline.planner.layout.mesh import mesh_of
-from paceline.reporting.layout_comparison import Measured, text, write_layouts
+from paceline.planner.layout.mesh import resolve_mesh
+from paceline.reporting.layout_comparison import MeasuredLayout, comparison_text, write_layouts
 from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
 from paceline.verification.rung_result import RECORDING_FLOOR, judge_distance
@@ -71,9 +71,11 @@ def compare_layouts(
     measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
     proof = _proof(measured, job)
     over = page is not None and Path(page).exists()
-    written = None if page is None else write_layouts(measured, job=short_name(job), to=Path(page), proof=proof)
+    written = (
+        None if page is None else write_layouts(measured, job=short_name(job), to=Path(page), verification_note=proof)
+    )
     last = [] if written is None else ["", page_line(written, over=over)]
-    said = "\n".join([text(measured), *([proof] if proof else []), *last])
+    said = "\n".join([comparison_text(measured), *([proof] if proof else []), *last])
     return LayoutComparison(
         exit_code=max(_code(each) for each in measured),
         text=said,
@@ -82,7 +84,7 @@ def compare_layouts(
     )
 
 
-def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence[str]) -> LayoutComparison:
+def _dry(tasks: dict[str, Task], refused: dict[str, MeasuredLayout], layouts: Sequence[str]) -> LayoutComparison:
     lines = {name: plural(task.ranks, "rank") for name, task in tasks.items()}
     lines |= {name: each.reason for name, each in refused.items()}
     return LayoutComparison(
@@ -92,7 +94,7 @@ def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence
     )
 
 
-def _proof(measured: Sequence[Measured], job: str) -> str:
+def _proof(measured: Sequence[MeasuredLayout], job: str) -> str:
     """Return a line that says what the verdicts compare, with the command for a full verification."""
     ran = [each for each in measured if each.losses]
     others = [each for each in ran[1:] if each.name != "single"]
@@ -106,7 +108,7 @@ def _proof(measured: Sequence[Measured], job: str) -> str:
 
 def _tasks(
     job: str, layouts: Sequence[str], common: RunOptions, overrides: Sequence[str], steps: int
-) -> tuple[dict[str, Task], dict[str, Measured]]:
+) -> tuple[dict[str, Task], dict[str, MeasuredLayout]]:
     """Return the tasks to run, and a row for each layout that does not fit these ranks."""
     problems: list[PacelineError] = []
     if len(layouts) < 2:
@@ -128,7 +130,7 @@ def _tasks(
     never = str(last + 1)
     own = [f"--train.steps={last}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
     found: dict[str, Task] = {}
-    refused: dict[str, Measured] = {}
+    refused: dict[str, MeasuredLayout] = {}
     for name in layouts:
         try:
             found[name] = _task(job, name, common, [*overrides, *own], steps)
@@ -136,7 +138,7 @@ def _tasks(
             wrong = getattr(error, "problems", [error])
             if all(isinstance(each, LayoutError) for each in wrong) and _is_layout(name):
                 ranks = common.ranks or 1
-                refused[name] = Measured(name=name, ranks=ranks, verdict=_REFUSED, reason=_one_line(wrong[0]))
+                refused[name] = MeasuredLayout(name=name, ranks=ranks, verdict=_REFUSED, reason=_one_line(wrong[0]))
             else:
                 problems += [each for each in wrong if str(each) not in map(str, problems)]
     raise_all(problems)
@@ -165,7 +167,11 @@ def _task(job: str, name: str, common: RunOptions, overrides: Sequence[str], ste
 def _replicas(task: Task) -> int:
     """Return the replica count. The layout with most replicas runs first: all others use its microbatch size."""
     layout = parse_layout(task.layout)
-    return task.ranks if layout.kind is LayoutKind.THREADS else mesh_of(layout, ranks=task.ranks, problems=[]).replicas
+    return (
+        task.ranks
+        if layout.kind is LayoutKind.THREADS
+        else resolve_mesh(layout, ranks=task.ranks, problems=[]).replicas
+    )
 
 
 def _with_micro(task: Task, micro: int | None) -> Task:
@@ -177,11 +183,11 @@ def _with_micro(task: Task, micro: int | None) -> Task:
     )
 
 
-def _measured(name: str, task: Task, outcome: CommandOutcome, steps: int) -> Measured:
+def _measured(name: str, task: Task, outcome: CommandOutcome, steps: int) -> MeasuredLayout:
     if outcome.value is None:
         refused = outcome.exit_code == ExitCode.REFUSED
         reason = str(outcome.keys.get("what") or outcome.screen or f"exit code {outcome.exit_code}").splitlines()[0]
-        return Measured(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
+        return MeasuredLayout(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
     history = read_history(RunFolder(Path(task.run)))
     ranks = outcome.value["ranks"]
     schedule = outcome.value.get("schedule") or {}
@@ -190,23 +196,23 @@ def _measured(name: str, task: Task, outcome: CommandOutcome, steps: int) -> Mea
         values = [value for step, value in history.points(metric) if _WARM < step <= steps]
         return median(values) if values else None
 
-    return Measured(
+    return MeasuredLayout(
         name=name,
         ranks=task.ranks,
         step_seconds=middle("time/step"),
         samples_per_second=middle("samples_per_second"),
         tokens_per_second=middle("tokens_per_second"),
-        held=[rank["held"] for rank in ranks],
-        sent=[rank["sent"] for rank in ranks],
+        memory_by_rank=[rank["held"] for rank in ranks],
+        sent_by_rank=[rank["sent"] for rank in ranks],
         losses=[(step, loss) for step, loss in history.points("loss") if step <= steps + 1],
         bubble=schedule.get("bubble"),
-        planned=schedule.get("planned"),
+        planned_bubble=schedule.get("planned"),
         schedule=schedule.get("picture", ""),
         notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS,),
     )
 
 
-def _judged(found: list[Measured]) -> list[Measured]:
+def _judged(found: list[MeasuredLayout]) -> list[MeasuredLayout]:
     first = next((each for each in found if each.losses), None)
     if first is None:
         return found
@@ -217,17 +223,17 @@ def _judged(found: list[Measured]) -> list[Measured]:
     ]
 
 
-def _verdict(each: Measured, first: dict[float, float]) -> str:
+def _verdict(each: MeasuredLayout, first: dict[float, float]) -> str:
     apart = max((abs(loss - first[step]) / max(abs(first[step]), 1e-30) for step, loss in each.losses if step in first))
     return judge_distance(apart, RECORDING_FLOOR)
 
 
-def _code(each: Measured) -> int:
+def _code(each: MeasuredLayout) -> int:
     codes = {"different": ExitCode.DIFFERENT, _REFUSED: ExitCode.DONE, _FAILED: ExitCode.FAILED}
     return int(codes.get(each.verdict, ExitCode.DONE))
 
 
-def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
+def _as_json(each: MeasuredLayout, run: str | None) -> dict[str, Any]:
     return {
         "layout": each.name,
         "ranks": each.ranks,
@@ -237,10 +243,10 @@ def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
         "step_seconds": each.step_seconds,
         "samples_per_second": each.samples_per_second,
         "tokens_per_second": each.tokens_per_second,
-        "peak_bytes": [dict(rank) for rank in each.held],
-        "sent_bytes": [dict(rank) for rank in each.sent],
+        "peak_bytes": [dict(rank) for rank in each.memory_by_rank],
+        "sent_bytes": [dict(rank) for rank in each.sent_by_rank],
         "bubble": each.bubble,
-        "bubble_planned": each.planned,
+        "bubble_planned": each.planned_bubble,
         "losses": [loss for _, loss in each.losses],
     }
 

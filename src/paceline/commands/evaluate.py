@@ -19,7 +19,7 @@ from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.environments import detect_world
 from paceline.planner.layout.axis_products import check_axis_products
-from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.layout.mesh import resolve_mesh
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_or_tell, read_task
 
 ENTRY = "paceline.trainer.entrypoints:evaluate"
@@ -84,7 +84,7 @@ def as_evaluated(task: Task, common: RunOptions) -> Task:
         text = str(parse_layout(common.layout))
         ranks = common.ranks or parse_layout(text).ranks or task.ranks
     layout, problems = parse_layout(text), list[PacelineError]()
-    mesh = mesh_of(layout, ranks=ranks, problems=problems, update=UpdateRule())
+    mesh = resolve_mesh(layout, ranks=ranks, problems=problems, update=UpdateRule())
     problems += check_axis_products(layout, mesh)
     raise_all(problems)
     idle = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()

@@ -33,10 +33,10 @@ from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import check_writable, report_write_errors
 from paceline.launch.environments import detect_world
 from paceline.planner.advice.plan_file_diff import diff_plan_files
-from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.hardware.local_cluster import node_memory
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.search.evaluate_named_layout import mesh_named, row_named
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.search.evaluate_named_layout import find_row, mesh_for_plan
 from paceline.profiling.machine_benchmarks.machine_benchmark import SECONDS as PROBE_SECONDS
 from paceline.profiling.machine_benchmarks.this_machine import machine_here
 from paceline.reporting.plan_report import write_plan
@@ -125,7 +125,7 @@ def plan(
     if page is not None:
         check_writable(Path(page))
     before = None if against is None else _read_before(Path(against))
-    fleet = None if cluster.strip() == "here" else read_fleet(cluster)
+    fleet = None if cluster.strip() == "here" else parse_cluster(cluster)
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)
     own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
@@ -143,7 +143,7 @@ def plan(
     if value is None:
         return outcome
     value["assumed"] = assumed
-    lines = [*value.pop("lines"), *assumed, *_corrected(fleet_of(value["cluster"]))]
+    lines = [*value.pop("lines"), *assumed, *_corrected(cluster_from_json(value["cluster"]))]
     if before is not None:
         value["against"] = list(diff_plan_files(before, value)) if value["recommended"] else []
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
@@ -161,7 +161,7 @@ def plan(
 def _read_before(path: Path) -> dict[str, Any]:
     """Return an earlier plan.json, which must recommend a layout."""
     found = read_advice(path)
-    row_named(found)
+    find_row(found)
     return found
 
 
@@ -230,7 +230,7 @@ def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
     problems = list[PacelineError]()
     for name in named:
         try:
-            mesh_named(parse_layout(name), ranks=ranks)
+            mesh_for_plan(parse_layout(name), ranks=ranks)
         except PacelineError as error:
             problems += getattr(error, "problems", [error])
         else:

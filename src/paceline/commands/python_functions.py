@@ -25,7 +25,7 @@ from paceline.config.job_reference import GIVEN
 from paceline.config.loading import JOB, RequestedSettings, as_typed, flatten
 from paceline.errors import ExitCode, PacelineError, RunError, UsageError
 from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook, remove_hook_at_end
-from paceline.planner.simulation.failure_forecast import Checkpoints
+from paceline.planner.simulation.failure_forecast import CheckpointCosts
 from paceline.plugins import resolve
 
 JobOrPath = Any  # a paceline.Job, or a str or Path; typing it would import torch with every verb
@@ -187,9 +187,9 @@ def simulate(
     layout: str | None = None,
     failures: str | None = None,
     every: int | None = None,
-    checkpoint_seconds: float = Checkpoints.stall_seconds,
-    write_seconds: float = Checkpoints.write_seconds,
-    restart_seconds: float = Checkpoints.restart_seconds,
+    checkpoint_seconds: float = CheckpointCosts.stall_seconds,
+    write_seconds: float = CheckpointCosts.write_seconds,
+    restart_seconds: float = CheckpointCosts.restart_seconds,
     page: str | Path | None = None,
     ranks: int | None = None,
     device: str = "auto",

@@ -20,16 +20,21 @@ from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.local_cluster import fleet_here, node_memory
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.hardware.unit_parsing import QuantityKind, read_quantity
-from paceline.planner.model_costs.model_profile import read_facts
-from paceline.planner.search.evaluate_named_layout import estimate_named, estimate_told, forecast_of, row_named
+from paceline.planner.hardware.local_cluster import measured_cluster, node_memory
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.hardware.unit_parsing import QuantityKind, parse_quantity
+from paceline.planner.model_costs.model_profile import model_profile_from_json
+from paceline.planner.search.evaluate_named_layout import (
+    cost_model_from_json,
+    estimate_from_row,
+    estimate_named,
+    find_row,
+)
 from paceline.planner.search.search_space import SearchSpace
 from paceline.planner.simulation.candidate_simulation import CandidateSimulation, simulate_candidate
-from paceline.planner.simulation.failure_forecast import Checkpoints, FailureForecast, forecast_failures
+from paceline.planner.simulation.failure_forecast import CheckpointCosts, FailureForecast, forecast_failures
 from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
-from paceline.reporting.step_simulation_report import lines_of, write_step
+from paceline.reporting.step_simulation_report import step_lines, write_step
 from paceline.run_folder.plan_file import NAME, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:write_job_profile"
@@ -55,11 +60,11 @@ class SimulateOptions:
     """Mean time between failures of one device: "50000 h"."""
     every: int | None = None
     """Steps between checkpoints; default: report the best interval only."""
-    checkpoint_seconds: float = Checkpoints.stall_seconds
+    checkpoint_seconds: float = CheckpointCosts.stall_seconds
     """Seconds that training stops for a checkpoint."""
-    write_seconds: float = Checkpoints.write_seconds
+    write_seconds: float = CheckpointCosts.write_seconds
     """Seconds after that until the checkpoint is safe; training continues meanwhile."""
-    restart_seconds: float = Checkpoints.restart_seconds
+    restart_seconds: float = CheckpointCosts.restart_seconds
     """Seconds from a failure until training continues."""
     page: Path | None = None
     """An HTML page to write; a name that ends in .svg gets the step's timeline only."""
@@ -113,9 +118,9 @@ def simulate(
     layout: str | None = None,
     failures: str | None = None,
     every: int | None = None,
-    checkpoint_seconds: float = Checkpoints.stall_seconds,
-    write_seconds: float = Checkpoints.write_seconds,
-    restart_seconds: float = Checkpoints.restart_seconds,
+    checkpoint_seconds: float = CheckpointCosts.stall_seconds,
+    write_seconds: float = CheckpointCosts.write_seconds,
+    restart_seconds: float = CheckpointCosts.restart_seconds,
     page: str | Path | None = None,
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
@@ -132,8 +137,8 @@ def simulate(
         parse_layout(layout)
     if page is not None:
         check_writable(Path(page))
-    mean = None if failures is None else read_quantity(failures, measures=QuantityKind.TIME, name="--failures")
-    checkpoints = Checkpoints(
+    mean = None if failures is None else parse_quantity(failures, kind=QuantityKind.TIME, name="--failures")
+    checkpoints = CheckpointCosts(
         stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
     )
     if mean is None and every is not None:
@@ -165,17 +170,17 @@ class _Found:
 
 
 def _simulation(
-    job: Path, found: _Found, mean: float | None, checkpoints: Checkpoints, page: Path | None
+    job: Path, found: _Found, mean: float | None, checkpoints: CheckpointCosts, page: Path | None
 ) -> Simulation:
     forecast, estimate = found.forecast, found.estimate
     step = simulate_candidate(forecast, candidate=estimate.candidate)
     step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
     ratio = estimate.step_seconds / step.estimate.step_seconds
-    left, seconds, ranks = None, ratio * step.step_seconds, forecast.fleet.ranks
+    left, seconds, ranks = None, ratio * step.step_seconds, forecast.cluster.ranks
     if mean is not None:
         left = forecast_failures(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
     told = _told(ratio, seconds, has_more=left is not None)
-    lines = [*lines_of(step, forecast), *told, *(left.lines() if left else ()), *found.assumed]
+    lines = [*step_lines(step, forecast), *told, *(left.lines() if left else ()), *found.assumed]
     value = step.as_json() | {"timed_step_seconds": seconds} | ({"failures": left.as_json()} if left else {})
     if page is not None:
         over = page.exists()
@@ -202,29 +207,29 @@ def _is_plan(path: Path) -> bool:
 
 def _planned(path: Path, layout: str | None) -> _Found:
     advice: Mapping[str, Any] = read_advice(path)
-    forecast = forecast_of(advice)
-    told = estimate_told(forecast, row_named(advice)) if layout is None else estimate_named(forecast, layout)
+    forecast = cost_model_from_json(advice)
+    told = estimate_from_row(forecast, find_row(advice)) if layout is None else estimate_named(forecast, layout)
     return _Found(forecast=forecast, estimate=told)
 
 
 def _of_job(
     job: str, cluster: str, layout: str | None, common: RunOptions, overrides: Sequence[str]
 ) -> _Found | CommandOutcome:
-    fleet: Cluster | None = None if cluster.strip() == "here" else read_fleet(cluster)
+    fleet: Cluster | None = None if cluster.strip() == "here" else parse_cluster(cluster)
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)
     own, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
     if fleet is None:
         asked = make_task("simulate", own, replace(common, layout=None), words)
         probe = probe_here(ranks=asked.ranks, device=asked.device)
-        fleet = fleet_here(probe, ranks=asked.ranks, memory_bytes=node_memory(asked.device))
+        fleet = measured_cluster(probe, ranks=asked.ranks, memory_bytes=node_memory(asked.device))
     task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
     task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
     outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_result(task, "simulate")
     if value is None:
         return outcome
-    forecast = CostModel(facts=read_facts(value), fleet=fleet)
+    forecast = CostModel(profile=model_profile_from_json(value), cluster=fleet)
     micro = int(task.settings[_MICRO]) if _MICRO in task.settings else None
     if layout is None:
         best = advise(forecast, grid=SearchSpace(micro_batch_size=micro)).recommended

@@ -75,7 +75,7 @@ def came_to(outcome: CommandOutcome) -> dict[str, Any]:
         return {}
     step, weights = parse_step(latest), json_or_none(run.path / "weights.json")
     found: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
-    told = [event for event in read_history(run).of("EvalDone") if event.get("step", step + 1) <= step]
+    told = [event for event in read_history(run).events_of_kind("EvalDone") if event.get("step", step + 1) <= step]
     if told:
         found["evaluation"] = {name: told[-1].get(name) for name in ("step", "split", "metrics")}
     if outcome.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:

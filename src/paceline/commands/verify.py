@@ -46,7 +46,7 @@ def verify(
         common, overrides = _chosen(job, common, overrides)
     update = parse_update(common.update)
     _refuse_race(update, job)
-    update, steps = rule_planning(update).shorten(update, steps=steps)
+    update, steps = rule_planning(update).shorten_for_check(update, steps=steps)
     common = replace(common, update=str(update), layout=common.layout or update.layout)
     task = make_task("verify", job, common, overrides)
     _refuse_rounding(task)

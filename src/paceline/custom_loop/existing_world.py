@@ -11,7 +11,7 @@ from paceline.config.settings import Settings
 from paceline.errors import PacelineError, raise_all
 from paceline.launch.environments import detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
-from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend
+from paceline.planner.layout.execution_plan import JobFacts, Resources, choose_backend
 from paceline.planner.layout.host_resources import visible_gpus
 from paceline.profiling.backends import available_backends
 
@@ -33,8 +33,8 @@ def found_world(*, device: str, settings: Settings) -> World:
         adopt_launcher_variables(joined, os.environ)
     ranks = 1 if joined is None else joined.world_size
     problems: list[PacelineError] = []
-    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in=available_backends())
-    backend, _ = settle_backend(Resources(ranks=ranks, device=kind), facts, problems)
+    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in_backends=available_backends())
+    backend, _ = choose_backend(Resources(ranks=ranks, device=kind), facts, problems)
     raise_all(problems)
     place = LaunchInfo.read(os.environ) if joined is not None else LaunchInfo()
     world = World.join(place=place, device_type=kind, backend=backend, timeout_seconds=train.timeout_seconds)

@@ -28,7 +28,7 @@ from paceline.parallel.parallelize import parallelize
 from paceline.parallel.placement import PlacementRequest
 from paceline.parallel.trace_example_forward import Found
 from paceline.planner.layout.axis_products import check_axis_products
-from paceline.planner.layout.mesh import Mesh, mesh_of
+from paceline.planner.layout.mesh import Mesh, resolve_mesh
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.torch_internals.rng import stream_key
 from paceline.trainer.setup.initial_model import build_initial_model
@@ -168,7 +168,7 @@ def _mesh(asked: Layout, ranks: int) -> Mesh:
         hint = f"with pl.Run(job, layout={str(asked)!r}) as run: ..."
         problems.append(LayoutError(f"pl.place has no {what}.", cause=why, hint=hint))
     raise_all(problems)
-    mesh = mesh_of(asked, ranks=ranks, problems=problems)
+    mesh = resolve_mesh(asked, ranks=ranks, problems=problems)
     problems += check_axis_products(asked, mesh)
     raise_all(problems)
     return mesh

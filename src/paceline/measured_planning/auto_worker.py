@@ -18,8 +18,8 @@ from paceline.measured_planning.profile.probe_job import grid_of
 from paceline.measured_planning.timing.timing_cache import timed_here
 from paceline.planner.advice.recommendations import Advice
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.hardware.cluster import Cluster, fleet_of
-from paceline.planner.search.fallbacks import fallback_layouts, rung_here
+from paceline.planner.hardware.cluster import Cluster, cluster_from_json
+from paceline.planner.search.fallbacks import build_calibrated_fallback, fallback_layouts
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.machine_benchmarks.this_machine import machine_here
 from paceline.trainer.setup.prepare import PreparedJob, prepare
@@ -28,7 +28,7 @@ from paceline.trainer.setup.prepare import PreparedJob, prepare
 def write_choice(payload: Mapping[str, Any]) -> int:
     """Plan the task's job, and write the layouts to try into the task's run folder."""
     task = Task.from_json(payload)
-    fleet, seconds = fleet_of(task.options["fleet"]), float(task.options["seconds"])
+    fleet, seconds = cluster_from_json(task.options["fleet"]), float(task.options["seconds"])
     write_json(Path(task.run) / ANSWER, layout_choice(prepare(task), fleet, seconds=seconds))
     return 0
 
@@ -66,22 +66,22 @@ def layout_choice(ready: PreparedJob, fleet: Cluster, *, seconds: float) -> dict
     grid = grid_of(ready.settings, asked="--layout auto")
     learnt = profile_for_plan(ready, most_ranks=fleet.ranks)
     rehearsal = CandidateChecker(ready=learnt.ready, real=ready)
-    known = timed_here(ready, CostModel(facts=learnt.facts, fleet=fleet), grid=grid)
+    known = timed_here(ready, CostModel(profile=learnt.facts, cluster=fleet), grid=grid)
     chosen = decide(rehearsal, known.forecast, grid=grid, until=began + seconds, options=known.options)
-    best, facts = chosen.advice.recommended, chosen.forecast.facts
+    best, facts = chosen.advice.recommended, chosen.forecast.profile
     counted = None
     if chosen.best is not None:
         counted = (chosen.best.peak_bytes, chosen.best.parts or {})
         store_plan(learnt.ready, facts, fleet, replayed={str(best.candidate): counted})
     below = known.of(fallback_layouts(chosen.forecast, best, grid=grid))
-    rungs = [rung_here(best, known.forecast, source=ORIGIN, replayed=counted)]
-    rungs += [rung_here(one, known.forecast, source=ORIGIN) for one in below]
+    rungs = [build_calibrated_fallback(best, known.forecast, source=ORIGIN, replayed=counted)]
+    rungs += [build_calibrated_fallback(one, known.forecast, source=ORIGIN) for one in below]
     return {
         "rungs": [rung.as_json() for rung in rungs],
         "case": chosen.advice.case.number,
-        "why": "; ".join([chosen.advice.rows[0].why, *learnt.notes]),
+        "why": "; ".join([chosen.advice.rows[0].time_explanation, *learnt.notes]),
         "second": _second(chosen.advice, rungs),
-        "unreplayed": chosen.advice.unreplayed,
+        "unreplayed": chosen.advice.not_replayed_reason,
         "seconds": time.monotonic() - began,
         "facts": facts.as_json(),
         "cluster": fleet.as_json(),
@@ -92,7 +92,7 @@ def _second(advice: Advice, rungs: list[FallbackLayout]) -> str:
     """Return the second-best layout with its distance; without another family, a fallback that needs less memory."""
     others = [row for row in advice.rows[1:] if row.estimate.fits]
     if others:
-        return f"{others[0].estimate.candidate}, {others[0].why}"
+        return f"{others[0].estimate.candidate}, {others[0].time_explanation}"
     if len(rungs) > 1:
         times = rungs[1].step_seconds / rungs[0].step_seconds
         return f"{rungs[1]}, {times:.2f} times as long, {format_size(rungs[1].peak_bytes)} at most"

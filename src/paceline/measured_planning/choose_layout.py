@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from paceline.errors import LayoutError
 from paceline.launch.failures.oom_detection import freeze_existing_objects
 from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
-from paceline.planner.advice.named_layouts import NamedLayouts, judge_asked_layouts
-from paceline.planner.advice.recommendations import Advice, PlanRow, advice_of, advise
+from paceline.planner.advice.named_layouts import NamedLayouts, evaluate_named_layouts
+from paceline.planner.advice.recommendations import Advice, PlanRow, advise, build_advice
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
-from paceline.planner.cost.layout_candidate import MICRO, MODEL_AXES, Candidate
+from paceline.planner.cost.layout_candidate import MICRO_BATCH_KEY, MODEL_AXES, Candidate
 from paceline.planner.search.branch_and_bound import search
-from paceline.planner.search.search_space import FAMILY, SearchSpace, is_lost, is_refused, words_of
-from paceline.planner.search.shortlist import RejectedLayout, as_timed, usual_ratio
+from paceline.planner.search.search_space import FAMILY, SearchSpace, has_refused_option, is_layout_refused, option_keys
+from paceline.planner.search.shortlist import RejectedLayout, apply_measured_time, median_time_ratio
 
 _SEEN = 3  # the profiler has tried microbatches up to this size
 _SHORTLIST = 3  # layouts of a family that do not fit before the family is dropped; two equal refusals drop it too
@@ -71,7 +71,7 @@ def decide(
         known.replay(row.estimate)
     first = str(advice.recommended.candidate)
     late = f"{known.num_refused} better ones were refused in replay, and the time limit was reached"
-    advice = replace(advice, case=case, unreplayed="" if first in known.seen else late)
+    advice = replace(advice, case=case, not_replayed_reason="" if first in known.seen else late)
     return ChosenLayout(forecast=known.forecast, advice=advice, seen=known.seen)
 
 
@@ -85,18 +85,25 @@ def decide_named(
     """
     known, most = _Known(rehearsal, forecast, SearchSpace(), ()), dict[str, int]()
     while True:
-        found = judge_asked_layouts(
-            known.forecast, layouts, micro_batch_size=micro_batch_size, timed=options, most=most
+        found = evaluate_named_layouts(
+            known.forecast,
+            layouts,
+            micro_batch_size=micro_batch_size,
+            timed_estimates=options,
+            max_micro_batch_sizes=most,
         )
-        rows = [row_seen(row, known.seen, forecast.fleet.device) for row in found.rows]
-        shown = replace(found, rows=tuple(rows), unreplayed="")
-        wanted = [*([] if shown.first is None else [shown.first]), *(row for row in rows if known.has_time(row, until))]
+        rows = [row_seen(row, known.seen, forecast.cluster.device) for row in found.rows]
+        shown = replace(found, rows=tuple(rows), not_replayed_reason="")
+        wanted = [
+            *([] if shown.recommended_row is None else [shown.recommended_row]),
+            *(row for row in rows if known.has_time(row, until)),
+        ]
         row = next((one for one in wanted if str(one.estimate.candidate) not in known.seen), None)
         if row is None:
             return shown, known.seen
         known.rehearse(row.estimate)
         size, is_short = row.estimate.candidate.micro_batch_size, not known.seen[str(row.estimate.candidate)].error
-        is_short = is_short and not row_seen(row, known.seen, forecast.fleet.device).fits
+        is_short = is_short and not row_seen(row, known.seen, forecast.cluster.device).fits
         if micro_batch_size is None and is_short and size > 1:
             most[found.names[rows.index(row)]] = size - 1
 
@@ -130,7 +137,7 @@ class _Known:
         """Return the advice for the candidates that remain."""
         options = self._left()
         if options:
-            return advice_of(self.forecast, options, grid=self._grid)
+            return build_advice(self.forecast, options, grid=self._grid)
         return advise(self.forecast, grid=self._grid)
 
     def has_time(self, row: PlanRow, until: float) -> bool:
@@ -156,24 +163,24 @@ class _Known:
             self.num_refused += 1
             self.refuse(candidate, found.error)
             return
-        row = row_seen(PlanRow(family=candidate.family, estimate=estimate), self.seen, self.forecast.fleet.device)
+        row = row_seen(PlanRow(family=candidate.family, estimate=estimate), self.seen, self.forecast.cluster.device)
         if not row.fits:
             self.num_refused += 1
             self._misfits[candidate.family] += 1
             reckoned = self.forecast.estimate(candidate)
             times = found.peak_bytes / (reckoned.peak_bytes - reckoned.memory.reserve)
-            self.forecast = self.forecast.fuller(candidate.family, max(1.0, times))
+            self.forecast = self.forecast.with_memory_ratio(candidate.family, max(1.0, times))
             self._options = [one for one in self._options if one.candidate != candidate]
 
     def lose(self, candidate: Candidate, why: RejectedLayout) -> None:
         """Remove a candidate that was refused during timing."""
         self._families.add(candidate.family)
-        if why.is_jobs and not _has_model_axes(candidate):  # a replica runs the same code as one process
-            self._learn({_micro(candidate): why.why})
-        elif why.is_jobs and (sizes := self._alone_refused(candidate)):
+        if why.is_job_error and not _has_model_axes(candidate):  # a replica runs the same code as one process
+            self._learn({_micro(candidate): why.reason})
+        elif why.is_job_error and (sizes := self._alone_refused(candidate)):
             self._learn(sizes)
         else:
-            self.refuse(candidate, why.why)
+            self.refuse(candidate, why.reason)
 
     def refuse(self, candidate: Candidate, error: str) -> None:
         """Remove the cause of a refusal: the microbatch size, a part of the layout, or the candidate itself."""
@@ -224,9 +231,9 @@ class _Known:
         return {_micro(candidate): why} if why else {}
 
     def _learn(self, refused: Mapping[str, str]) -> None:
-        facts = self.forecast.facts
+        facts = self.forecast.profile
         if refused:
-            self.forecast = self.forecast.of(replace(facts, refused={**facts.refused, **refused}))
+            self.forecast = self.forecast.with_profile(replace(facts, refused={**facts.refused, **refused}))
 
     def _is_left(self, candidate: Candidate) -> bool:
         fits = str(candidate) in self.seen or self.forecast.estimate(candidate).fits
@@ -238,24 +245,30 @@ class _Known:
         if not left:
             return []
         if gone := self._families - {one.candidate.family for one in left}:
-            timed = {str(one.candidate): one.timed for one in self._options if one.timed is not None}
-            plain = [self.forecast.estimate(one.candidate) for one in self._options if one.timed is not None]
-            usual, best = usual_ratio(plain, timed), search(self.forecast, grid=self._grid).best
-            left += [as_timed(best[family], {}, usual=usual) for family in sorted(gone) if family in best]
+            timed = {str(one.candidate): one.measured_time for one in self._options if one.measured_time is not None}
+            plain = [self.forecast.estimate(one.candidate) for one in self._options if one.measured_time is not None]
+            usual, best = median_time_ratio(plain, timed), search(self.forecast, grid=self._grid).best
+            left += [
+                apply_measured_time(best[family], {}, default_ratio=usual) for family in sorted(gone) if family in best
+            ]
         return left
 
 
 def _is_left(candidate: Candidate, forecast: CostModel) -> bool:
-    facts = forecast.facts
-    return not (is_refused(candidate, facts) or is_lost(candidate, facts) or _micro(candidate) in facts.refused)
+    facts = forecast.profile
+    return not (
+        has_refused_option(candidate, facts)
+        or is_layout_refused(candidate, facts)
+        or _micro(candidate) in facts.refused
+    )
 
 
 def _has_model_axes(candidate: Candidate) -> bool:
-    return any(axis in words_of(candidate) for axis in MODEL_AXES)
+    return any(axis in option_keys(candidate) for axis in MODEL_AXES)
 
 
 def _micro(candidate: Candidate) -> str:
-    return f"{MICRO}={candidate.micro_batch_size}"
+    return f"{MICRO_BATCH_KEY}={candidate.micro_batch_size}"
 
 
 def _parts(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:

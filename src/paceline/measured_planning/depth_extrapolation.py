@@ -13,10 +13,10 @@ from paceline.measured_planning.profile.truncated_model import largest_of_each, 
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.module_access.parameters import LARGE_BYTES
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.planner.layout.pipeline_options import is_file
+from paceline.planner.layout.pipeline_options import is_schedule_file
 from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, peak_of
 from paceline.profiling.model_tracing.memory_tracker import MemoryByKind
-from paceline.schedule.registry import schedule_named
+from paceline.schedule.registry import find_schedule
 
 _KEPT = 4  # blocks of a stage: the two at each end may depend on the layers before and after the blocks
 _WORTH = 0.7  # share of all blocks: above it, a replay of the whole model is as fast
@@ -118,13 +118,18 @@ def tells_of_all(job: Job, settings: Settings) -> bool:
 
 def _way(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _Way | None:
     ranks, how = plan.mesh.pp, settings.place
-    if not plan.rule.has_cost_model or how.blocks or how.cut == "export" or is_file(plan.asked.schedule):
+    if (
+        not plan.update_rule.has_cost_model
+        or how.blocks
+        or how.cut == "export"
+        or is_schedule_file(plan.asked.schedule)
+    ):
         return None
     if plan.asked.remat.startswith("every"):  # among so few blocks, none or all might be recomputed
         return None
     owners: tuple[int, ...] = (0,)
     if ranks > 1:
-        rule = schedule_named(plan.asked.schedule)
+        rule = find_schedule(plan.asked.schedule)
         owners = rule.placement(ranks=ranks, virtual=plan.asked.virtual or rule.virtual)
     if len(blocks) != len(owners) or min(blocks) < _KEPT:
         return None

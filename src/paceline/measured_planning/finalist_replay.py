@@ -17,7 +17,7 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.cost.forecast_margins import bytes_margin
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.cost.memory import PARTS, Memory
+from paceline.planner.cost.memory import MEMORY_PARTS, Memory
 from paceline.planner.hardware.cluster import Device
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.model_costs.model_profile import ModelProfile
@@ -57,7 +57,9 @@ class CandidateChecker:
         """Return the replay of this estimate on a device of the forecast's machines."""
         name = f"{estimate.candidate} {estimate.stages}"
         if name not in self.known:
-            self.known[name] = self._replayed(estimate.candidate, estimate.stages, forecast, estimate.timed is not None)
+            self.known[name] = self._replayed(
+                estimate.candidate, estimate.stages, forecast, estimate.measured_time is not None
+            )
         return self.known[name]
 
     def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
@@ -70,18 +72,18 @@ class CandidateChecker:
 
     def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
         """Return how many blocks the candidate's replay runs, over all stages."""
-        plan = shorten_plan(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
-        blocks = _blocks(candidate, cut, forecast.facts)
+        plan = shorten_plan(settled_plan(candidate, forecast.profile, forecast.cluster.device.kind))
+        blocks = _blocks(candidate, cut, forecast.profile)
         return plan.num_micro // plan.replicas * max(1, self.chain.replayed(self.ready.settings, plan, blocks))
 
     def _replayed(
         self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel, has_run: bool
     ) -> CheckedCandidate:
-        began, facts = time.monotonic(), forecast.facts
+        began, facts = time.monotonic(), forecast.profile
         try:
             if not has_run:
                 self._refuse_parts(candidate, facts)
-            plan = settled_plan(candidate, facts, forecast.fleet.device.kind)
+            plan = settled_plan(candidate, facts, forecast.cluster.device.kind)
             settings = with_stages(self.ready.settings, cut)
             blocks = _blocks(candidate, cut, facts)
             stages = self.chain.replay(settings, plan, blocks)
@@ -128,7 +130,7 @@ def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device)
         return row
     if found.error:
         return replace(row, refused=found.error)
-    counted = {name: float(value) for name, value in (found.parts or {}).items() if name in PARTS}
+    counted = {name: float(value) for name, value in (found.parts or {}).items() if name in MEMORY_PARTS}
     memory = Memory(**counted, reserve=device.reserve_bytes, host_bytes=row.estimate.memory.host_bytes)
     estimate = replace(
         row.estimate,
@@ -142,7 +144,7 @@ def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device)
 def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
     """Return the execution plan of a run with this candidate."""
     return make_execution_plan(
-        layout=candidate.asked,
+        layout=candidate.layout_spec,
         update=parse_update("sync"),
         cluster=Resources(ranks=candidate.ranks, device=device),
         facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),

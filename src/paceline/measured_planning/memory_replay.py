@@ -16,7 +16,7 @@ from paceline.launch.failures.oom_detection import trim_heap
 from paceline.measured_planning.simulated_ranks import SimulatedRanks
 from paceline.planner.cost.pipeline_formulas import max_in_flight
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.planner.layout.pipeline_options import is_file
+from paceline.planner.layout.pipeline_options import is_schedule_file
 from paceline.profiling.cpu_workspace.operator_workspace import gloo_copies, moment_bytes
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline
@@ -27,7 +27,7 @@ from paceline.profiling.model_tracing.memory_tracker import (
     elements,
     memory_at_rest,
 )
-from paceline.schedule.registry import schedule_named
+from paceline.schedule.registry import find_schedule
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.dispatch_modes import fake_process_group
@@ -99,7 +99,9 @@ def _stage(
         hollow.holds = True
         shares = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        given = _batches(built, plan, num_retained_batches(built) if step_rule(plan.rule).traits.reads_samples else 2)
+        given = _batches(
+            built, plan, num_retained_batches(built) if step_rule(plan.update_rule).traits.reads_samples else 2
+        )
         first = _first(plan)
         if warm:
             built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])
@@ -142,7 +144,7 @@ def _first(plan: ExecutionPlan) -> ExecutionPlan | None:
     Return None if the step must be as long as the others: gloo keeps the tensors that it sent, and asynchronous update
     rules end in the middle of a step.
     """
-    return None if plan.backend == "gloo" or not plan.rule.is_synchronous else _of_rounds(plan, 1)
+    return None if plan.backend == "gloo" or not plan.update_rule.is_synchronous else _of_rounds(plan, 1)
 
 
 def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: ExecutionPlan) -> int:
@@ -166,9 +168,9 @@ def _of_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
 
 def _filled(plan: ExecutionPlan, rounds: int) -> int:
     """Return how many microbatches fill the pipeline: more of them do not change any rank's peak."""
-    if is_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo keeps sent tensors until the step ends
+    if is_schedule_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo keeps sent tensors until the step ends
         return rounds
-    rule, ranks = schedule_named(plan.asked.schedule), plan.mesh.pp
+    rule, ranks = find_schedule(plan.asked.schedule), plan.mesh.pp
     virtual = plan.asked.virtual or rule.virtual
 
     def held(micro: int) -> list[int]:

@@ -18,12 +18,12 @@ from paceline.launch.failures.failure_record import Failure
 from paceline.launch.launcher import LaunchRequest, start
 from paceline.measured_planning.auto_layout import ANSWER, to_plan
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.cost.layout_candidate import Candidate, candidate_of
+from paceline.planner.cost.layout_candidate import Candidate, candidate_from_layout
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.planner.layout.mesh import mesh_of
-from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
-from paceline.planner.search.fallbacks import rung_of
+from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
+from paceline.planner.search.fallbacks import build_fallback
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.planner.search.neighbors import Change, cheapest_changes
 from paceline.planner.search.search_space import SearchSpace
@@ -57,17 +57,17 @@ def cheaper_layouts(
     if not parse_update(task.update).has_cost_model:
         return OomAdvice()
     try:
-        facts = read_facts(learn(task)["facts"])
+        facts = model_profile_from_json(learn(task)["facts"])
         candidate = _candidate(task, facts)
         fleet = kept_here(ranks=task.ranks, device=task.device)
-        forecast = CostModel(facts=facts, fleet=fleet or _usual(task))
+        forecast = CostModel(profile=facts, cluster=fleet or _usual(task))
         if (beyond := _beyond_the_forecast(forecast, candidate, failure)) is not None:
             return OomAdvice(lines=(beyond,))
         forecast = _short(forecast, candidate, failure)
         changes = cheapest_changes(forecast, forecast.estimate(candidate), grid=SearchSpace())
     except (PacelineError, OSError, ValueError, KeyError, TypeError):
         return OomAdvice()
-    rungs = [rung_of(change.estimate) for change in changes]
+    rungs = [build_fallback(change.estimate) for change in changes]
     lines = [*_breakdown(forecast, candidate, failure), *_told(changes, rungs, forecast, candidate, fleet, typed)]
     return OomAdvice(lines=tuple(lines), first=rungs[0] if rungs else None)
 
@@ -90,13 +90,15 @@ def model_profile_of_run(task: Task) -> Mapping[str, Any]:
 
 def _candidate(task: Task, facts: ModelProfile) -> Candidate:
     layout = parse_layout(task.layout)
-    mesh = mesh_of(layout, ranks=task.ranks, problems=[])
+    mesh = resolve_mesh(layout, ranks=task.ranks, problems=[])
     given = task.settings.get("train.micro_batch_size")
     with suppress(OSError, ValueError, KeyError):
         given = read_json(Path(task.run) / "plan.json")["micro_batch_size"]
     share = -(-facts.global_batch_size // mesh.replicas)
     micro = int(given or share)
-    return candidate_of(layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles)
+    return candidate_from_layout(
+        layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles
+    )
 
 
 def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
@@ -113,16 +115,16 @@ def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Fai
 
 def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
     """Return the forecast for devices with the memory that is available here, corrected by the forecast's error."""
-    reserve = forecast.fleet.device.reserve_bytes
+    reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held: Mapping[str, int] = failure.said.get("held") or {}
     limit, beside = failure.said.get("limit_bytes"), sum(held.get(name, 0) for name in ("rest", "other processes"))
     room = forecast_bytes
     if limit is not None and "rest" in held:
         needed = sum(held.values()) - beside
-        own = 0 if forecast.fleet.device.is_accelerator else _LIBRARIES_BYTES
+        own = 0 if forecast.cluster.device.is_accelerator else _LIBRARIES_BYTES
         room = min(room, max(0.0, limit - beside - own) / max(1.0, (needed - own) / forecast_bytes))
-    return forecast.below(reserve + _PART * room)
+    return forecast.with_memory_limit(reserve + _PART * room)
 
 
 def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
@@ -144,7 +146,7 @@ def _told(
 ) -> Iterator[str]:
     before = forecast.estimate(candidate)
     if not changes:
-        yield f"No layout of {plural(forecast.fleet.ranks, 'rank')} within two changes would fit."
+        yield f"No layout of {plural(forecast.cluster.ranks, 'rank')} within two changes would fit."
         return
     usual = "" if fleet is not None else " (times are for a typical machine: this one was not measured yet)"
     yield f"The cheapest changes, by forecast{usual}:"
@@ -152,7 +154,7 @@ def _told(
         less = format_size(round(before.peak_bytes - change.estimate.peak_bytes))
         longer = f"{change.seconds / before.step_seconds:+.0%} time"
         price = f" ({format_duration(abs(change.seconds))} per step)" if fleet is not None else ""
-        yield f"  {number}. {change.says}: {less} less, {longer}{price}"
+        yield f"  {number}. {change.description}: {less} less, {longer}{price}"
         yield f"     {typed(rung)}"
 
 

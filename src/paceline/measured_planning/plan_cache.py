@@ -7,10 +7,10 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.measured_planning.timing.timing_cache import as_timed_here
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.cost.layout_candidate import candidate_of
-from paceline.planner.hardware.cluster import Cluster, fleet_of
-from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
-from paceline.planner.search.fallbacks import rung_here
+from paceline.planner.cost.layout_candidate import candidate_from_layout
+from paceline.planner.hardware.cluster import Cluster, cluster_from_json
+from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
+from paceline.planner.search.fallbacks import build_calibrated_fallback
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.calibration_store import keep_plan
 from paceline.profiling.machine_benchmarks.this_machine import kept_here
@@ -32,7 +32,7 @@ def estimate_for_run(found: Mapping[str, Any], ready: PreparedJob, *, parameters
 
     Steps that were timed here replace forecast times.
     """
-    plan, facts, fleet = ready.plan, read_facts(found["facts"]), fleet_of(found["cluster"])
+    plan, facts, fleet = ready.plan, model_profile_from_json(found["facts"]), cluster_from_json(found["cluster"])
     trained = facts.parameters - sum(part.frozen_parameters for part in facts.parts)
     if trained != parameters or facts.global_batch_size != plan.global_batch_size:
         return None
@@ -43,12 +43,12 @@ def estimate_for_run(found: Mapping[str, Any], ready: PreparedJob, *, parameters
         counted = found["replayed"]
     else:
         return None
-    precision, forecast = ready.settings.train.precision, CostModel(facts=facts, fleet=fleet)
-    candidate = candidate_of(
+    precision, forecast = ready.settings.train.precision, CostModel(profile=facts, cluster=fleet)
+    candidate = candidate_from_layout(
         plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=facts.compiles
     )
     own = counted.get(str(candidate))
-    return rung_here(
+    return build_calibrated_fallback(
         as_timed_here(ready, forecast, forecast.estimate(candidate)),
         forecast,
         source=SOURCE,

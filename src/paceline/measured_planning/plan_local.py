@@ -13,15 +13,22 @@ from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import truncate_depth
 from paceline.measured_planning.timing.layout_timing import can_be_cut, time_layouts
-from paceline.planner.advice.named_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import evaluate_named_layouts
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.hardware.cluster import Cluster, fleet_of
-from paceline.planner.hardware.local_cluster import fleet_here
+from paceline.planner.hardware.cluster import Cluster, cluster_from_json
+from paceline.planner.hardware.local_cluster import measured_cluster
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.planner.search.search_space import SearchSpace
-from paceline.planner.search.shortlist import RejectedLayout, TimingTrial, in_turn, retimed, shortlist, try_of
+from paceline.planner.search.shortlist import (
+    RejectedLayout,
+    TimingTrial,
+    apply_measured_times,
+    shortlist,
+    timing_order,
+    timing_trial,
+)
 from paceline.profiling.cpu_contention import most_of_others, read_cpu_times
 from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint
 from paceline.profiling.machine_benchmarks.benchmark_worker import probe_world
@@ -118,7 +125,7 @@ def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Seque
         if here.seconds:
             _timed(ready, [], (), world=world, seconds=here.seconds)
     else:
-        forecast = CostModel(facts=learnt.facts, fleet=fleet)
+        forecast = CostModel(profile=learnt.facts, cluster=fleet)
         options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
         lost: dict[Candidate, RejectedLayout] = {}
         others = 0.0
@@ -131,29 +138,33 @@ def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Seque
 
 def _named(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
     """Return the named layouts that use all ranks and fit."""
-    found = judge_asked_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
+    found = evaluate_named_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
     own = [row.estimate for row in found.rows]
-    return [one for one in own if one.fits and one.candidate.ranks == forecast.fleet.ranks]
+    return [one for one in own if one.fits and one.candidate.ranks == forecast.cluster.ranks]
 
 
 def _fleet(ready: PreparedJob, here: LocalMachineRequest, world: World) -> Cluster:
     if here.fleet is not None:
-        return fleet_of(here.fleet)
+        return cluster_from_json(here.fleet)
     ranks, local = world.world_size, here.ranks_per_node
     mark = fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=local)
     probe = probe_world(world, mark, seconds=here.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=local)
     nodes = ranks / local if ready.plan.device == "cpu" else 1
-    return fleet_here(probe, ranks=ranks, memory_bytes=nodes * here.node_bytes)
+    return measured_cluster(probe, ranks=ranks, memory_bytes=nodes * here.node_bytes)
 
 
 def _timed(
     ready: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
     """Return rank 0's options with their timed steps, the refused ones with reasons, and the CPU share of others."""
-    told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
+    told, depths = world.share_json([[timing_trial(one).as_json() for one in timing_order(options)], list(depths)])
     before = read_cpu_times()
     found = time_layouts(ready, [TimingTrial(**one) for one in told], depths=depths, world=world, seconds=seconds)
     others = most_of_others([before, read_cpu_times()], world)
     lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), RejectedLayout)}
     had = [one for one in options if one.candidate not in lost]
-    return retimed(had, {name: one for name, one in found.items() if isinstance(one, MeasuredTime)}), lost, others
+    return (
+        apply_measured_times(had, {name: one for name, one in found.items() if isinstance(one, MeasuredTime)}),
+        lost,
+        others,
+    )

@@ -17,12 +17,12 @@ from paceline.measured_planning.plan_local import LocalMachineRequest, PlannedLa
 from paceline.measured_planning.profile.probe_job import grid_of
 from paceline.measured_planning.timing import timing_cache
 from paceline.planner.advice.named_layouts import NamedLayouts
-from paceline.planner.advice.numeric_options import numerics_options, option_lines
+from paceline.planner.advice.numeric_options import find_numerics_options, option_lines
 from paceline.planner.advice.recommendations import Advice, PlanRow
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.hardware.assumed_rates import assumption_lines, assumptions
-from paceline.planner.hardware.cluster import Cluster, fleet_of
+from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.run_folder.plan_file import write_advice, write_doing
 from paceline.run_folder.run_folder import RunFolder
@@ -49,23 +49,23 @@ def _plan(task: Task, ready: PreparedJob) -> None:
         found = chosen_here(ready, LocalMachineRequest(**task.options["here"]), layouts=names)
         began = time.monotonic()  # timing has its own limit, so it does not count here
     else:
-        fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
+        fleet, grid = cluster_from_json(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
         learnt = profile_for_plan(ready, most_ranks=fleet.ranks)
-        forecast = CostModel(facts=learnt.facts, fleet=fleet)
+        forecast = CostModel(profile=learnt.facts, cluster=fleet)
         found = PlannedLayouts(learnt=learnt, forecast=forecast, grid=grid, options=())
     if found is not None:
-        ranks = found.forecast.fleet.ranks
+        ranks = found.forecast.cluster.ranks
         write_doing(Path(task.run), f"searching layouts of {plural(ranks, 'rank')}, and replaying the best")
         until = began + _MOST_SECONDS
         decided = partial(_judged, layouts=names) if names else _decided
         found, advice, seen = decided(found, until=until)
         answer = _answer(advice, seen, found)
-        answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
+        answer["timed"] = [_as_timed(one) for one in found.options if one.measured_time is not None]
         answer["others"] = found.others
         write_advice(Path(task.run), answer)
         write_json(RunFolder(Path(task.run)).answer("plan"), answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
-        store_plan(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
+        store_plan(ready, found.forecast.profile, found.forecast.cluster, replayed=counted)
         timing_cache.store_timings(ready, found.forecast, found.options, disturbed=found.others > 0)
         write_doing(Path(task.run), "")
 
@@ -84,7 +84,11 @@ def _decided(chosen: PlannedLayouts, *, until: float) -> tuple[PlannedLayouts, A
     found = decide(
         rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost, others=True
     )
-    return replace(chosen, forecast=chosen.forecast.of(found.forecast.facts)), found.advice, dict(found.seen)
+    return (
+        replace(chosen, forecast=chosen.forecast.with_profile(found.forecast.profile)),
+        found.advice,
+        dict(found.seen),
+    )
 
 
 def _judged(
@@ -105,19 +109,19 @@ def _judged(
 
 def _as_timed(estimate: Estimate) -> dict[str, Any]:
     """Return the record of one layout that was timed here, whether or not it is the best of its family."""
-    assert estimate.timed is not None
+    assert estimate.measured_time is not None
     return {
         "layout": estimate.layout,
         "settings": estimate.settings,
         "step_seconds": estimate.step_seconds,
-        **asdict(estimate.timed),
+        **asdict(estimate.measured_time),
     }
 
 
 def _answer(
     advice: Advice | NamedLayouts, seen: Mapping[str, CheckedCandidate], chosen: PlannedLayouts
 ) -> dict[str, Any]:
-    forecast, facts, fleet = chosen.forecast, chosen.forecast.facts, chosen.forecast.fleet
+    forecast, facts, fleet = chosen.forecast, chosen.forecast.profile, chosen.forecast.cluster
     rows = [row_seen(row, seen, fleet.device) for row in advice.rows]
     if isinstance(advice, Advice):  # named layouts keep their order
         rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
@@ -126,9 +130,9 @@ def _answer(
     lines += [*chosen.learnt.notes, *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
-    lines += [f"  {candidate} is not possible: {one.why}" for candidate, one in chosen.lost.items()]
+    lines += [f"  {candidate} is not possible: {one.reason}" for candidate, one in chosen.lost.items()]
     lines += _disturbed(chosen.others)
-    options = numerics_options(forecast, advice.recommended, chosen.grid) if isinstance(advice, Advice) else []
+    options = find_numerics_options(forecast, advice.recommended, chosen.grid) if isinstance(advice, Advice) else []
     lines += option_lines(options)
     lines += assumption_lines(fleet, precision=facts.precision, is_offloaded=_is_offloaded(rows))
     lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
@@ -163,7 +167,7 @@ def _doubts(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
     if not best.replayed:
         yield f"note: {best.estimate.layout} was not replayed: its memory is an estimate"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
-    if parts and not is_small(facts.parameters) and not best.estimate.timed:
+    if parts and not is_small(facts.parameters) and not best.estimate.measured_time:
         yield f"note: a model of this size is not run with real values here, and {parts} may change its results"
         yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of its kind"
 

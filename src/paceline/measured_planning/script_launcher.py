@@ -13,7 +13,7 @@ from paceline.measured_planning.auto_worker import learnt_here
 from paceline.measured_planning.oom_advice import cheaper_layouts
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.plugins import START_FOLDER
-from paceline.reporting.sinks.log_tail import Tail
+from paceline.reporting.sinks.log_tail import LogTail
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.script_restart import count_processes, count_threads
 from paceline.trainer.setup.prepare import prepare
@@ -45,12 +45,12 @@ def _needing_less(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str, ..
 
 
 def _started(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
-    tails: list[Tail] = []
+    tails: list[LogTail] = []
 
-    def follow(folder: Path) -> Tail:
+    def follow(folder: Path) -> LogTail:
         for tail in tails[-1:]:
             tail.close()
-        tails.append(Tail(folder))
+        tails.append(LogTail(folder))
         return tails[-1]
 
     request = LaunchRequest(

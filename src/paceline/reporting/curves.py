@@ -1,12 +1,12 @@
-"""The curves of a run, and the split of its time."""
+"""The curves of a run, and the parts of its time."""
 
 from collections.abc import Sequence
 from html import escape
 
 from paceline.reporting.run_history import History, ResumeMark
-from paceline.reporting.svg.charts import Curve, chart, split_chart, stacked_bar
+from paceline.reporting.svg.charts import Curve, draw_chart, draw_split_chart, draw_stacked_bar
 
-PARTS = ("compute", "communication", "data", "evaluation", "checkpoint")
+TIME_PARTS = ("compute", "communication", "data", "evaluation", "checkpoint")
 _SPEED = ("tokens_per_second", "samples_per_second", "mfu")
 _MOST_STATISTICS = 48
 _TERM = "loss/"
@@ -14,68 +14,70 @@ _TERM = "loss/"
 
 def show_curves(history: History) -> str:
     """Draw losses, metrics, speed, memory and samples over steps."""
-    names, marks = history.names(), history.marks()
-    charts = [chart("loss", _losses(history, names), marks=marks)]
-    charts += [_one(history, name, marks) for name in names if name.startswith(_TERM)]
-    charts += [_one(history, name, marks) for name in names if name.startswith(("eval/", "test/"))]
-    charts += [_one(history, name, marks) for name in ("grad_norm", "lr", *_SPEED) if name in names]
-    charts.append(chart("samples seen", [Curve(name="samples", points=history.samples())], marks=marks))
-    charts.append(_one(history, "memory/peak_gib", marks, title="peak memory of a rank, GiB"))
-    drawn = "".join(charts)
-    again = f'<p class="soft">{history.again} logged steps were done again after a resume; their last numbers are drawn.</p>'
-    note = again if history.again else ""
-    return f'<section><h2>Curves</h2>{note}<div class="charts">{drawn}</div></section>' if drawn else ""
+    names, marks = history.metric_names(), history.resume_marks()
+    charts = [draw_chart("loss", _loss_curves(history, names), marks=marks)]
+    charts += [_metric_chart(history, name, marks) for name in names if name.startswith(_TERM)]
+    charts += [_metric_chart(history, name, marks) for name in names if name.startswith(("eval/", "test/"))]
+    charts += [_metric_chart(history, name, marks) for name in ("grad_norm", "lr", *_SPEED) if name in names]
+    charts.append(draw_chart("samples seen", [Curve(name="samples", points=history.samples())], marks=marks))
+    charts.append(_metric_chart(history, "memory/peak_gib", marks, title="peak memory of a rank, GiB"))
+    charts_html = "".join(charts)
+    repeated_note = f'<p class="soft">{history.num_repeated} logged steps were done again after a resume; their last numbers are drawn.</p>'
+    note = repeated_note if history.num_repeated else ""
+    return f'<section><h2>Curves</h2>{note}<div class="charts">{charts_html}</div></section>' if charts_html else ""
 
 
 def show_time(history: History) -> str:
-    """Draw the time per step, its split over steps, and its split over the run."""
-    rows, shares = _split(history)
+    """Draw the time per step, its parts over steps, and its parts over the run."""
+    rows, shares = _split_time(history)
     if not rows:
         return ""
     seconds = [(step, value * 1e3) for step, value in history.points("time/step")]
-    line = chart("time per step, ms", [Curve(name="step", points=seconds)], marks=history.marks())
-    split = split_chart("time per step by part, ms", [*PARTS, "other"], rows)
-    return f'<section><h2>Where the time went</h2>{stacked_bar(shares)}<div class="charts wider">{line}{split}</div></section>'
+    line = draw_chart("time per step, ms", [Curve(name="step", points=seconds)], marks=history.resume_marks())
+    split = draw_split_chart("time per step by part, ms", [*TIME_PARTS, "other"], rows)
+    return f'<section><h2>Where the time went</h2>{draw_stacked_bar(shares)}<div class="charts wider">{line}{split}</div></section>'
 
 
 def show_statistics(history: History) -> str:
-    """Draw the norms of each parameter and its gradient, if they were logged."""
+    """Draw the norms of each parameter and its gradient, if the run logged them."""
     kinds = ("weight_norm/", "grad_norm/")
-    names = [name for name in history.names() if name.startswith(kinds)]
+    names = [name for name in history.metric_names() if name.startswith(kinds)]
     if not names:
         return ""
     members = list(dict.fromkeys(name.partition("/")[2] for name in names))
     shown = members[: _MOST_STATISTICS // 2]
-    charts = "".join(_one(history, kind + member, ()) for member in shown for kind in kinds if kind + member in names)
-    left = f"<p>{len(members) - len(shown)} more are in metrics.jsonl.</p>" if len(members) > len(shown) else ""
+    charts = "".join(
+        _metric_chart(history, kind + member, ()) for member in shown for kind in kinds if kind + member in names
+    )
+    omitted_note = f"<p>{len(members) - len(shown)} more are in metrics.jsonl.</p>" if len(members) > len(shown) else ""
     title = f"Norms of {len(members)} parameters and their gradients"
-    return f'<section><details><summary>{escape(title)}</summary>{left}<div class="charts">{charts}</div></details></section>'
+    return f'<section><details><summary>{escape(title)}</summary>{omitted_note}<div class="charts">{charts}</div></details></section>'
 
 
-def _losses(history: History, names: Sequence[str]) -> list[Curve]:
+def _loss_curves(history: History, names: Sequence[str]) -> list[Curve]:
     curves = [Curve(name="training", points=history.points("loss"))]
     if "eval/loss" in names:
         curves.append(Curve(name="evaluation", points=history.points("eval/loss")))
     return curves
 
 
-def _one(history: History, name: str, marks: Sequence[ResumeMark], *, title: str = "") -> str:
-    return chart(title or name, [Curve(name=name, points=history.points(name))], marks=marks)
+def _metric_chart(history: History, name: str, marks: Sequence[ResumeMark], *, title: str = "") -> str:
+    return draw_chart(title or name, [Curve(name=name, points=history.points(name))], marks=marks)
 
 
-def _split(history: History) -> tuple[list[tuple[float, list[float]]], dict[str, float]]:
-    """Return the milliseconds of each part for each logged step, and each part's share of the whole."""
+def _split_time(history: History) -> tuple[list[tuple[float, list[float]]], dict[str, float]]:
+    """Return the milliseconds of each part for each logged step, and each part's fraction of the total."""
     rows = []
     for step, seconds in history.points("time/step"):
         record = history.steps[int(step)]
-        shares = [_share(record.get(f"time/{part}")) for part in PARTS]
+        shares = [_float_or_zero(record.get(f"time/{part}")) for part in TIME_PARTS]
         rows.append((step, [s * seconds * 1e3 for s in [*shares, max(0.0, 1.0 - sum(shares))]]))
     sums = [sum(column) for column in zip(*(parts for _, parts in rows), strict=True)]
-    whole = sum(sums)
-    if not whole > 0:
+    total = sum(sums)
+    if not total > 0:
         return [], {}
-    return rows, {name: part / whole for name, part in zip([*PARTS, "other"], sums, strict=True)}
+    return rows, {name: part / total for name, part in zip([*TIME_PARTS, "other"], sums, strict=True)}
 
 
-def _share(value: object) -> float:
+def _float_or_zero(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0

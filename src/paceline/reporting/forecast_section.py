@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.console.formatting import format_duration, format_size
 from paceline.reporting.run_history import History
-from paceline.reporting.svg.bar_chart import BarRow, bars
+from paceline.reporting.svg.bar_chart import BarRow, draw_bars
 
 _SOURCES = {
     "auto": "the plan that chose the layout",
@@ -15,21 +15,21 @@ _SOURCES = {
 _MEASURED = "measured"
 
 
-def show_foretold(history: History) -> str:
-    """Show forecast and measured bytes and seconds side by side; return '' if nothing was forecast."""
-    event = history.last_of("Foretold")
+def show_forecast(history: History) -> str:
+    """Return a table of forecast and measured bytes and seconds as HTML; '' if the run has no forecast."""
+    event = history.last_event("Foretold")
     try:
         return _section(event) if event else ""
-    except (KeyError, TypeError, ValueError):  # a line that was cut off by a kill, or written by another version
+    except (KeyError, TypeError, ValueError):  # the line was truncated by a kill, or written by another version
         return ""
 
 
 def _section(event: dict[str, Any]) -> str:
     measured, parts = event["measured_bytes"], {name: float(value) for name, value in event["parts"].items() if value}
-    by = "the device's allocator" if event["measured_by"] == "allocator" else "growth of the resident memory"
+    method = "the device's allocator" if event["measured_by"] == "allocator" else "growth of the resident memory"
     rows = [
         ("peak bytes of the fullest rank", format_size(event["peak_bytes"]), "" if measured is None else format_size(measured),
-         event["memory_ratio"], by if measured is not None else "unknown"),
+         event["memory_ratio"], method if measured is not None else "unknown"),
         ("seconds per step", format_duration(event["step_seconds"]), format_duration(event["measured_seconds"]),
          event["time_ratio"], "the median of the first steps"),
     ]  # fmt: skip
@@ -39,19 +39,21 @@ def _section(event: dict[str, Any]) -> str:
         for name, forecast, found, ratio, how in rows
     )
     kinds = [*parts, _MEASURED]
-    drawn = [BarRow(name="forecast", parts=parts)]
-    drawn += [] if measured is None else [BarRow(name=_MEASURED, parts={_MEASURED: float(measured)})]
-    small = "" if measured is None or event["memory_ratio"] is not None else (
+    bar_rows = [BarRow(name="forecast", parts=parts)]
+    bar_rows += [] if measured is None else [BarRow(name=_MEASURED, parts={_MEASURED: float(measured)})]
+    small_note = "" if measured is None or event["memory_ratio"] is not None else (
         "<p>A process keeps more than its tensors; of a forecast below 512 MiB that would be most of it, so the two are "
         "not divided.</p>"
     )  # fmt: skip
-    had = float(event.get("others", 0.0))
-    busy = (
-        f"<p>Other programs used {had:.0%} of the cores meanwhile: without them steps may be faster.</p>" if had else ""
+    other_load = float(event.get("others", 0.0))
+    load_note = (
+        f"<p>Other programs used {other_load:.0%} of the cores meanwhile: without them steps may be faster.</p>"
+        if other_load
+        else ""
     )
     source = _SOURCES.get(str(event["source"]), str(event["source"]))
     return (
         f"<section><h2>Forecast and measured</h2><p>By {escape(source)}, for {escape(str(event['layout']))}; measured "
         f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>times</th>"
-        f"<th>measured by</th></tr>{cells}</table>{small}{busy}{bars('peak bytes of the fullest rank', kinds, drawn)}</section>"
+        f"<th>measured by</th></tr>{cells}</table>{small_note}{load_note}{draw_bars('peak bytes of the fullest rank', kinds, bar_rows)}</section>"
     )

@@ -1,4 +1,4 @@
-"""The history in a run folder: numbers by step, events, and a count of unreadable lines."""
+"""The history of a run, from its folder: metrics by step, events, and the number of unreadable lines."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.filesystem.atomic_files import read_json
-from paceline.reporting.sinks.jsonl import read_counted
+from paceline.reporting.sinks.jsonl import read_records
 from paceline.run_folder.run_folder import RunFolder
 
 Numbers = dict[int, dict[str, Any]]
@@ -25,102 +25,122 @@ class ResumeMark:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The readable history of one run. A step that was repeated keeps its last numbers only."""
+    """The history of one run. A step that a later attempt repeated has only its last numbers.
+
+    `num_repeated` is the number of repeated log records, `num_unreadable` that of unreadable lines by file.
+    """
 
     run: RunFolder
     steps: Numbers
     events: list[dict[str, Any]]
-    torn: dict[str, int]
-    again: int
+    num_unreadable: dict[str, int]
+    num_repeated: int
 
     @property
     def starts(self) -> list[dict[str, Any]]:
         """Return the start event of each attempt."""
-        return self.of(_STARTED)
+        return self.events_of_kind(_STARTED)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def events_of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind, in order."""
         return [event for event in self.events if event["event"] == kind]
 
-    def last_of(self, kind: str) -> dict[str, Any]:
+    def last_event(self, kind: str) -> dict[str, Any]:
         """Return the last event of a kind, or an empty mapping."""
-        found = self.of(kind)
-        return found[-1] if found else {}
+        events = self.events_of_kind(kind)
+        return events[-1] if events else {}
 
     def points(self, name: str) -> list[Point]:
-        """Return a number over steps. Non-numeric values are skipped, non-finite values are kept."""
+        """Return a metric over steps, without non-numeric values but with non-finite ones."""
         return _points([(step, record.get(name)) for step, record in self.steps.items()])
 
     def samples(self) -> list[Point]:
-        """Return the samples seen, over steps."""
-        return sorted(_points([(e.get("step"), e.get("samples")) for e in _kept(self.of(_STEP), self.starts)]))
+        """Return the number of processed samples over steps."""
+        return sorted(
+            _points(
+                [
+                    (e.get("step"), e.get("samples"))
+                    for e in _without_repeated_steps(self.events_of_kind(_STEP), self.starts)
+                ]
+            )
+        )
 
     def seconds(self) -> list[Point]:
-        """Return the seconds of all attempts, each counted from its start, over steps."""
-        return self._summed(lambda record, start: _seconds(record) - start)
+        """Return the seconds since the start of each attempt, summed over attempts, over steps."""
+        return self._cumulative_points(lambda record, start: _event_time(record) - start)
 
     def sent(self) -> list[Point]:
         """Return the bytes that rank 0 has sent in all attempts, over steps."""
-        return self._summed(lambda record, _: record.get("sent_bytes"))
+        return self._cumulative_points(lambda record, _: record.get("sent_bytes"))
 
-    def against(self, name: str, axis: Sequence[Point]) -> list[Point]:
-        """Return one number as a function of another that is known by step."""
-        known = dict(axis)
-        return [(known[step], value) for step, value in self.points(name) if step in known]
+    def points_against(self, name: str, axis: Sequence[Point]) -> list[Point]:
+        """Return a metric over the values of `axis`, which has one value for each step."""
+        axis_values = dict(axis)
+        return [(axis_values[step], value) for step, value in self.points(name) if step in axis_values]
 
-    def _summed(self, of: Callable[[dict[str, Any], float], Any]) -> list[Point]:
+    def _cumulative_points(self, value_for: Callable[[dict[str, Any], float], Any]) -> list[Point]:
         """Return a cumulative number over all attempts, from a value that restarts at zero in each attempt."""
-        begun = [_seconds(start) for start in self.starts] or [0.0]
-        found: list[Point] = []
-        done, last, attempt = 0.0, 0.0, 0
+        start_times = [_event_time(start) for start in self.starts] or [0.0]
+        points: list[Point] = []
+        previous_total, last, attempt = 0.0, 0.0, 0
         for step, record in self.steps.items():
-            now = max((n for n, at in enumerate(begun) if at <= _seconds(record)), default=0)
-            if now != attempt:
-                done, attempt = last, now
-            for _, value in _points([(step, of(record, begun[now]))]):
-                last = done + value
-                found.append((float(step), last))
-        return found
+            current = max((n for n, at in enumerate(start_times) if at <= _event_time(record)), default=0)
+            if current != attempt:
+                previous_total, attempt = last, current
+            for _, value in _points([(step, value_for(record, start_times[current]))]):
+                last = previous_total + value
+                points.append((float(step), last))
+        return points
 
-    def reached(self) -> int:
-        """Return the last step that the run reached, logged or not, according to its files."""
-        told = _kept([event for event in self.events if isinstance(event.get("step"), int)], self.starts)
-        return max([0, *self.steps, *(_whole(event.get("step")) for event in told)])
+    def last_step(self) -> int:
+        """Return the last step of the run, logged or not, according to its files."""
+        step_events = _without_repeated_steps(
+            [event for event in self.events if isinstance(event.get("step"), int)], self.starts
+        )
+        return max([0, *self.steps, *(_int_or_zero(event.get("step")) for event in step_events)])
 
-    def names(self) -> list[str]:
-        """Return the sorted names of all logged numbers."""
+    def metric_names(self) -> list[str]:
+        """Return the sorted names of all logged metrics."""
         return sorted({name for record in self.steps.values() for name in record} - {"step", "time"})
 
-    def last(self) -> dict[str, Any]:
-        """Return the newest value of every number."""
+    def latest_values(self) -> dict[str, Any]:
+        """Return the newest value of every metric."""
         merged: dict[str, Any] = {}
         for record in self.steps.values():
             merged |= record
         return merged
 
-    def marks(self) -> list[ResumeMark]:
+    def resume_marks(self) -> list[ResumeMark]:
         """Return each resume, with the number of ranks before and after."""
-        found = []
+        marks = []
         for before, after in pairwise(self.starts):
             old, new = before.get("ranks"), after.get("ranks")
             text = "resumed" if old == new else f"{old}→{new} ranks"
-            found.append(ResumeMark(step=_whole(after.get("resumed_from")), text=text))
-        return found
+            marks.append(ResumeMark(step=_int_or_zero(after.get("resumed_from")), text=text))
+        return marks
 
 
 def read_history(run: RunFolder) -> History:
-    """Read a run's history. Missing or torn files are not an error."""
-    events, torn_events = read_counted(run.events)
-    records, torn_metrics = read_counted(run.metrics)
+    """Read the history of a run. Missing files and truncated lines are not an error."""
+    events, torn_events = read_records(run.events)
+    records, torn_metrics = read_records(run.metrics)
     events = [event for event in events if isinstance(event.get("event"), str)]
     starts = [event for event in events if event["event"] == _STARTED]
-    kept = _kept([record for record in records if isinstance(record.get("step"), int)], starts)
+    not_repeated = _without_repeated_steps(
+        [record for record in records if isinstance(record.get("step"), int)], starts
+    )
     steps: Numbers = {}
-    for record in kept:
+    for record in not_repeated:
         steps.setdefault(record["step"], {}).update(record)
-    torn = {name: count for name, count in (("events", torn_events), ("metrics", torn_metrics)) if count}
-    again = sum(_is_log(r) for r in records) - sum(_is_log(r) for r in kept)
-    return History(run=run, steps=dict(sorted(steps.items())), events=events, torn=torn, again=again)
+    num_unreadable = {name: count for name, count in (("events", torn_events), ("metrics", torn_metrics)) if count}
+    num_repeated = sum(_is_step_record(r) for r in records) - sum(_is_step_record(r) for r in not_repeated)
+    return History(
+        run=run,
+        steps=dict(sorted(steps.items())),
+        events=events,
+        num_unreadable=num_unreadable,
+        num_repeated=num_repeated,
+    )
 
 
 def json_or_none(path: Path) -> Any:
@@ -131,30 +151,34 @@ def json_or_none(path: Path) -> Any:
         return None
 
 
-def _kept(records: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_repeated_steps(records: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records without those of steps that a later attempt repeated."""
-    cuts = [(_seconds(start), _whole(start.get("resumed_from"))) for start in starts[1:]]
-    return [r for r in records if not any(_seconds(r) < time and _whole(r.get("step")) > step for time, step in cuts)]
+    resumes = [(_event_time(start), _int_or_zero(start.get("resumed_from"))) for start in starts[1:]]
+    return [
+        r
+        for r in records
+        if not any(_event_time(r) < time and _int_or_zero(r.get("step")) > step for time, step in resumes)
+    ]
 
 
-def _is_log(record: dict[str, Any]) -> bool:
+def _is_step_record(record: dict[str, Any]) -> bool:
     return "loss" in record
 
 
-def _seconds(record: dict[str, Any]) -> float:
+def _event_time(record: dict[str, Any]) -> float:
     value = record.get("time")
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
 def _points(pairs: list[tuple[Any, Any]]) -> list[Point]:
-    found = []
+    points = []
     for step, value in pairs:
         try:
-            found.append((float(step), float(value)))
+            points.append((float(step), float(value)))
         except (TypeError, ValueError, OverflowError):
             continue
-    return found
+    return points

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about one run, made from its folder alone."""
+"""`report.html`: one self-contained page about one run, made from its folder."""
 
 from html import escape
 from pathlib import Path
@@ -8,13 +8,13 @@ from paceline.config.job_reference import GIVEN
 from paceline.filesystem.atomic_files import report_write_errors, write_text
 from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
-from paceline.reporting.failures import last_failure, show_checkpoints, show_failures, show_torn
-from paceline.reporting.forecast_section import show_foretold
+from paceline.reporting.failures import last_failure, show_checkpoints, show_failures, show_unreadable_lines
+from paceline.reporting.forecast_section import show_forecast
 from paceline.reporting.run_history import History, json_or_none, read_history
-from paceline.reporting.settings_table import settings_of, show_settings
+from paceline.reporting.settings_table import read_settings, show_settings
 from paceline.reporting.staleness_section import show_staleness
 from paceline.reporting.svg.style import STYLE
-from paceline.reporting.verify_section import find_verdict, number, show_verdict
+from paceline.reporting.verify_section import find_verdict, format_number, show_verdict
 from paceline.run_folder.plan_file import ADVICE
 from paceline.run_folder.run_folder import RunFolder
 
@@ -23,7 +23,7 @@ def write_report(run: RunFolder, *, to: Path | None = None) -> Path:
     """Write the page, in the run's folder or to a file, and return its path.
 
     Raises:
-        UsageError: it can't be written.
+        UsageError: the page can't be written.
     """
     to = to or run.report
     with report_write_errors(to):
@@ -36,27 +36,27 @@ def run_page(run: RunFolder) -> str:
     history = read_history(run)
     answer, reason = find_verdict(run)
     parts = [
-        _head(history, answer),
-        show_torn(history),
+        _show_head(history, answer),
+        show_unreadable_lines(history),
         show_failures(run),
         show_curves(history),
         show_time(history),
-        show_foretold(history),
+        show_forecast(history),
         show_staleness(history),
         show_verdict(answer, reason),
         show_checkpoints(run),
-        _sample(history),
+        _show_sample(history),
         show_settings(run),
-        _notes(history),
+        _show_notes(history),
         show_statistics(history),
-        _table("Plan", _flat(_decided(json_or_none(run.path / "plan.json")))),
-        _table("Environment", _flat(json_or_none(run.path / "env.json"))),
+        _show_table("Plan", _flatten(_without_advice(json_or_none(run.path / "plan.json")))),
+        _show_table("Environment", _flatten(json_or_none(run.path / "env.json"))),
     ]
-    return document(f"{run.path.parent.name} · {run.path.name}", parts)
+    return html_document(f"{run.path.parent.name} · {run.path.name}", parts)
 
 
-def document(title: str, parts: list[str]) -> str:
-    """Return a whole page that loads nothing from the network."""
+def html_document(title: str, parts: list[str]) -> str:
+    """Return a complete HTML page that loads nothing from the network."""
     body = "\n".join(part for part in parts if part)
     text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -66,96 +66,99 @@ def document(title: str, parts: list[str]) -> str:
     return text.encode(errors="replace").decode()  # a lone surrogate can't be encoded
 
 
-def status_of(history: History) -> str:
-    """Return how the newest attempt ended, according to its events and its ranks' files.
+def run_status(history: History) -> str:
+    """Return the status of the newest attempt, according to its events and the files of its ranks.
 
-    An attempt that no process holds any more and that recorded no end was killed: it failed.
+    An attempt without a recorded end, whose run no process has locked, was killed, so it failed.
     """
-    failure = _failure_of(history)
+    failure = _newest_failure(history)
     if failure is not None:
         step = failure.get("step")
         return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
     if _has_ended(history):
-        return str(history.last_of("RunEnded").get("status"))
+        return str(history.last_event("RunEnded").get("status"))
     if is_run_folder_locked(history.run.path):
         return "running"
     return "failed" if history.starts or history.steps else "not started"
 
 
 def _has_ended(history: History) -> bool:
-    started, ended = history.last_of("RunStarted"), history.last_of("RunEnded")
+    started, ended = history.last_event("RunStarted"), history.last_event("RunEnded")
     return bool(ended) and history.events.index(ended) >= (history.events.index(started) if started else 0)
 
 
-def _failure_of(history: History) -> dict[str, Any] | None:
-    """Return the failure of the newest attempt, unless it ended well or a later attempt has begun."""
-    attempt = history.last_of("RunStarted").get("attempt")
-    began = attempt if isinstance(attempt, int) else 1
-    return last_failure(history.run, after=began + _has_ended(history))
+def _newest_failure(history: History) -> dict[str, Any] | None:
+    """Return the failure of the newest attempt, or None if it has not failed."""
+    attempt = history.last_event("RunStarted").get("attempt")
+    first_attempt = attempt if isinstance(attempt, int) else 1
+    return last_failure(history.run, first_attempt=first_attempt + _has_ended(history))
 
 
-def _head(history: History, answer: dict[str, Any] | None) -> str:
-    run, started, last = history.run, history.last_of("RunStarted"), history.last()
+def _show_head(history: History, answer: dict[str, Any] | None) -> str:
+    run, started, values = history.run, history.last_event("RunStarted"), history.latest_values()
     total = started.get("total_steps")
-    failed = (_failure_of(history) or {}).get("step")
-    done = max(history.reached(), failed - 1 if isinstance(failed, int) else 0)
-    of_total = f" of {total:,}" if isinstance(total, int) and total >= done else ""
+    failed = (_newest_failure(history) or {}).get("step")
+    last_step = max(history.last_step(), failed - 1 if isinstance(failed, int) else 0)
+    of_total = f" of {total:,}" if isinstance(total, int) and total >= last_step else ""
     samples = history.samples()
     facts = [
-        ("status", status_of(history)),
+        ("status", run_status(history)),
         ("layout", f"{started.get('layout', '?')} × {started.get('ranks', '?')}"),
-        *_rules(run),
-        ("steps", f"{done:,}{of_total}"),
+        *_update_rules(run),
+        ("steps", f"{last_step:,}{of_total}"),
         ("samples", f"{samples[-1][1]:,.0f}" if samples else "–"),
-        ("loss", number(last.get("loss"))),
+        ("loss", format_number(values.get("loss"))),
     ]
-    facts += [(name.replace("/", " "), number(v)) for name, v in last.items() if name.startswith("eval/")][:4]
+    facts += [(name.replace("/", " "), format_number(v)) for name, v in values.items() if name.startswith("eval/")][:4]
     cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
-    word = escape(str(answer["verdict"])) if answer else ""
-    badge = f'<span class="badge {word}">verify: {word}</span>' if answer else ""
+    verdict = escape(str(answer["verdict"])) if answer else ""
+    badge = f'<span class="badge {verdict}">verify: {verdict}</span>' if answer else ""
     job = str(started.get("job", run.path.parent.name)).removeprefix(f"{GIVEN}:")
     return f"<header><h1>{escape(job)} <small>{escape(run.path.name)}</small> {badge}</h1><dl>{cells}</dl></header>"
 
 
-def _rules(run: RunFolder) -> list[tuple[str, str]]:
-    """Return the update rule and the compression, if they make the training differ from one process."""
-    asked = settings_of(run)
-    found = [(name, asked[name][0]) for name in ("update", "compress") if name in asked]
-    return [(name, value) for name, value in found if value != "sync"]
+def _update_rules(run: RunFolder) -> list[tuple[str, str]]:
+    """Return the update rule and the compression, if they are not the default."""
+    settings = read_settings(run)
+    rows = [(name, settings[name][0]) for name in ("update", "compress") if name in settings]
+    return [(name, value) for name, value in rows if value != "sync"]
 
 
-def _sample(history: History) -> str:
-    last = next((e for e in reversed(history.of("EvalDone")) if isinstance(e.get("extra"), dict) and e["extra"]), None)
+def _show_sample(history: History) -> str:
+    last = next(
+        (e for e in reversed(history.events_of_kind("EvalDone")) if isinstance(e.get("extra"), dict) and e["extra"]),
+        None,
+    )
     if last is None:
         return ""
     texts = "".join(f"<h3>{escape(str(k))}</h3><pre>{escape(str(v))}</pre>" for k, v in last["extra"].items())
     return f"<section><h2>At step {escape(str(last.get('step')))}</h2>{texts}</section>"
 
 
-def _notes(history: History) -> str:
-    lines = [str(e.get("text")) for e in history.of("Note")]
-    lines += [f"refused {e.get('path')}: {e.get('reason')}" for e in history.of("CheckpointRefused")]
-    banner = history.last_of("RunStarted").get("banner")
+def _show_notes(history: History) -> str:
+    lines = [str(e.get("text")) for e in history.events_of_kind("Note")]
+    lines += [f"refused {e.get('path')}: {e.get('reason')}" for e in history.events_of_kind("CheckpointRefused")]
+    banner = history.last_event("RunStarted").get("banner")
     items = "".join(f"<li>{escape(str(x))}</li>" for x in [*(banner if isinstance(banner, list) else []), *lines])
     return f"<section><h2>Decisions and notes</h2><ul>{items}</ul></section>" if items else ""
 
 
-def _table(title: str, rows: dict[str, Any]) -> str:
+def _show_table(title: str, rows: dict[str, Any]) -> str:
     if not rows:
         return ""
     body = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
     return f"<section><details><summary>{title}</summary><table>{body}</table></details></section>"
 
 
-def _decided(plan: Any) -> Any:
-    """Return the plan without the advice that it was chosen from."""
+def _without_advice(plan: Any) -> Any:
+    """Return the plan without the advice from which it was chosen."""
     return {key: item for key, item in plan.items() if key not in ADVICE} if isinstance(plan, dict) else plan
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, item in value.items():
-        found |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
-    return {key: item for key, item in found.items() if key != "notes"}
+        flat |= _flatten(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return {key: item for key, item in flat.items() if key != "notes"}

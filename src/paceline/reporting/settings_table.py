@@ -1,4 +1,4 @@
-"""The settings of a run: first those that were set, with their origins, then the defaults."""
+"""The settings of a run: the changed ones with their origins, then those at their default."""
 
 from html import escape
 from pathlib import Path
@@ -12,25 +12,25 @@ from paceline.run_folder.run_folder import RunFolder
 _OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")
 
 
-def settings_of(run: RunFolder) -> dict[str, tuple[str, str]]:
-    """Return each dotted name's (value, origin) as given; values that look like secrets are hidden."""
-    found: dict[str, tuple[str, str]] = {}
+def read_settings(run: RunFolder) -> dict[str, tuple[str, str]]:
+    """Return the (value, origin) of each setting by its dotted name; values that look like secrets are masked."""
+    settings: dict[str, tuple[str, str]] = {}
     task = json_or_none(run.path / "task.json")
     for name in _OPTIONS:
         if isinstance(task, dict) and task.get(name) not in (None, "", "none"):
-            found[name] = (str(task[name]), "")
-    chosen = json_or_none(run.path / "job.json")
-    for name, value in chosen.items() if isinstance(chosen, dict) else ():
-        found[name] = (mask_value(name, value), "the job")
-    for line in _lines_of(run.path / "config.toml"):
+            settings[name] = (str(task[name]), "")
+    job_settings = json_or_none(run.path / "job.json")
+    for name, value in job_settings.items() if isinstance(job_settings, dict) else ():
+        settings[name] = (mask_value(name, value), "the job")
+    for line in _read_lines(run.path / "config.toml"):
         name, equals, rest = line.partition(" = ")
         value, _, origin = rest.rpartition("  # ")
         if equals:
-            found[name] = (mask_value(name, value), origin)
-    return found
+            settings[name] = (mask_value(name, value), origin)
+    return settings
 
 
-def _lines_of(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return read_regular(path).decode(errors="replace").splitlines()
     except (OSError, ValueError):
@@ -39,17 +39,21 @@ def _lines_of(path: Path) -> list[str]:
 
 def show_settings(run: RunFolder) -> str:
     """Return both tables as HTML."""
-    found = settings_of(run)
-    if not found:
+    settings = read_settings(run)
+    if not settings:
         return ""
-    rows = "".join(_row(name, value, origin) for name, (value, origin) in found.items() if not _is_default(name, value))
-    left = {name: str(default_of(name)) for name in known_settings() if name not in found}
-    left |= {name: value for name, (value, _) in found.items() if _is_default(name, value)}
-    rest = "".join(f"<tr><td>{escape(name)}</td><td>{escape(left[name])}</td></tr>" for name in sorted(left))
+    rows = "".join(
+        _row(name, value, origin) for name, (value, origin) in settings.items() if not _is_default(name, value)
+    )
+    defaults = {name: str(default_of(name)) for name in known_settings() if name not in settings}
+    defaults |= {name: value for name, (value, _) in settings.items() if _is_default(name, value)}
+    default_rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(defaults[name])}</td></tr>" for name in sorted(defaults)
+    )
     head = "<tr><th>setting</th><th>value</th><th>default</th><th>set by</th></tr>"
     return (
         f'<section><h2>Settings</h2><div class="wide"><table>{head}{rows}</table></div>'
-        f"<details><summary>{len(left)} settings at their default</summary><table>{rest}</table></details></section>"
+        f"<details><summary>{len(defaults)} settings at their default</summary><table>{default_rows}</table></details></section>"
     )
 
 

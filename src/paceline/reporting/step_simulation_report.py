@@ -9,126 +9,138 @@ from pathlib import Path
 
 from paceline.console.formatting import format_change, format_precise_duration, plural
 from paceline.filesystem.atomic_files import write_text
-from paceline.planner.advice.explanations import SPENT_ON, of_misfit
+from paceline.planner.advice.explanations import TIME_PART_LABELS, explain_misfit
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.simulation.candidate_simulation import CandidateSimulation, simulate_candidate
-from paceline.planner.simulation.exposed_communication import BORDERS
+from paceline.planner.simulation.exposed_communication import STAGE_MESSAGES
 from paceline.planner.simulation.failure_forecast import FailureForecast
 from paceline.planner.simulation.goodput import goodput
-from paceline.reporting.run_report import document
-from paceline.reporting.svg.bar_chart import BarRow, bars
-from paceline.reporting.svg.charts import Curve, chart
+from paceline.reporting.run_report import html_document
+from paceline.reporting.svg.bar_chart import BarRow, draw_bars
+from paceline.reporting.svg.charts import Curve, draw_chart
 from paceline.schedule.program_svg import draw
 
-WORDS = {**SPENT_ON, "bubble": "waiting in the pipeline", BORDERS: "messages between stages"}
+PART_LABELS = {**TIME_PART_LABELS, "bubble": "waiting in the pipeline", STAGE_MESSAGES: "messages between stages"}
 _SMALL = 1e-4  # the fraction of a step below which a part is not shown
-_LEAST = 24  # microbatches that a picture shows at most; two per stage at least
+_MIN_SHOWN = 24  # a picture shows this many microbatches, or two per stage if that is more
 
 
-def timeline_svg(forecast: CostModel, *, candidate: Candidate) -> tuple[str, int]:
-    """Draw one pipeline from its first forward to its last backward; return the SVG and its number of microbatches."""
-    micro = forecast.num_micro(candidate)
-    shown = min(micro, max(_LEAST, 2 * candidate.pp))
+def timeline_svg(cost_model: CostModel, *, candidate: Candidate) -> tuple[str, int]:
+    """Draw one pipeline from its first forward to its last backward; return the SVG and the microbatches that it shows."""
+    num_micro = cost_model.num_micro(candidate)
+    num_shown = min(num_micro, max(_MIN_SHOWN, 2 * candidate.pp))
     batch = (
-        forecast.facts.global_batch_size if shown == micro else shown * candidate.replicas * candidate.micro_batch_size
+        cost_model.profile.global_batch_size
+        if num_shown == num_micro
+        else num_shown * candidate.replicas * candidate.micro_batch_size
     )
-    fewer = CostModel(
-        facts=replace(forecast.facts, global_batch_size=batch), fleet=forecast.fleet, efficiency=forecast.efficiency
+    shortened = CostModel(
+        profile=replace(cost_model.profile, global_batch_size=batch),
+        cluster=cost_model.cluster,
+        efficiency=cost_model.efficiency,
     )
-    return draw(simulate_candidate(fewer, candidate=candidate).timeline, unit="s"), shown
+    return draw(simulate_candidate(shortened, candidate=candidate).timeline, unit="s"), num_shown
 
 
-def timeline_section(forecast: CostModel, *, candidate: Candidate) -> str:
+def timeline_section(cost_model: CostModel, *, candidate: Candidate) -> str:
     """Return the picture with its heading; it scrolls if the window is too narrow."""
-    svg, shown = timeline_svg(forecast, candidate=candidate)
-    wide = re.sub(r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', svg, count=1)
-    micro = forecast.num_micro(candidate)
-    fewer = f" The picture shows {shown} of its {plural(micro, 'microbatch')}." if shown < micro else ""
-    said = (
+    svg, num_shown = timeline_svg(cost_model, candidate=candidate)
+    full_width = re.sub(r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', svg, count=1)
+    num_micro = cost_model.num_micro(candidate)
+    shown_note = (
+        f" The picture shows {num_shown} of its {plural(num_micro, 'microbatch')}." if num_shown < num_micro else ""
+    )
+    caption = (
         "One pipeline, from the first forward to the last backward. Exposed communication over other axes "
-        f"is part of the compute that waits for it; idle includes waiting for messages between stages.{fewer}"
+        f"is part of the compute that waits for it; idle includes waiting for messages between stages.{shown_note}"
     )
     title = f"<h2>A step of {escape(str(candidate))}</h2>"
-    return f'<section>{title}<p class="soft">{said}</p><figure class="table">{wide}</figure></section>'
+    return f'<section>{title}<p class="soft">{caption}</p><figure class="table">{full_width}</figure></section>'
 
 
-def parts_bars(found: CandidateSimulation) -> str:
-    """Draw the mean rank's seconds on virtual time, and below them the closed forms' seconds for the busiest rank."""
+def parts_bars(simulated: CandidateSimulation) -> str:
+    """Draw the simulated seconds of the mean rank, and below them the closed-form seconds of the busiest rank."""
     rows = [
-        ("on virtual time, a mean rank", found.seconds),
-        ("closed forms, the busiest", found.estimate.seconds.parts),
+        ("on virtual time, a mean rank", simulated.seconds),
+        ("closed forms, the busiest", simulated.estimate.seconds.parts),
     ]
     lines = [
-        BarRow(name=name, parts={WORDS[part]: max(0.0, value) for part, value in parts.items()}) for name, parts in rows
+        BarRow(name=name, parts={PART_LABELS[part]: max(0.0, value) for part, value in parts.items()})
+        for name, parts in rows
     ]
-    return bars("seconds per step", [*WORDS.values()], lines, show=format_precise_duration)
+    return draw_bars("seconds per step", [*PART_LABELS.values()], lines, show=format_precise_duration)
 
 
-def lines_of(found: CandidateSimulation, forecast: CostModel) -> Iterator[str]:
-    """Yield the lines for the screen: the step, its parts, its rate, and the closed forms' numbers."""
-    step, facts = found.step_seconds, forecast.facts
-    yield f"{found.estimate.candidate} on {forecast.fleet}, {plural(found.ranks, 'rank')}: {format_precise_duration(step)} per step"
-    if not found.estimate.fits:
-        yield f"  {'' if found.estimate.is_tight else 'it does not fit: '}{of_misfit(found.estimate)}"
-    shown = {WORDS[name]: value for name, value in found.seconds.items() if value > _SMALL * step}
+def step_lines(simulated: CandidateSimulation, cost_model: CostModel) -> Iterator[str]:
+    """Yield the lines for the screen: the step, its parts, its rate, and the closed-form forecast."""
+    step, profile = simulated.step_seconds, cost_model.profile
+    yield f"{simulated.estimate.candidate} on {cost_model.cluster}, {plural(simulated.ranks, 'rank')}: {format_precise_duration(step)} per step"
+    if not simulated.estimate.fits:
+        yield f"  {'' if simulated.estimate.is_tight else 'it does not fit: '}{explain_misfit(simulated.estimate)}"
+    shown = {PART_LABELS[name]: value for name, value in simulated.seconds.items() if value > _SMALL * step}
     width = max(map(len, shown))
     for name, value in sorted(shown.items(), key=lambda pair: -pair[1]):
         yield f"  {name:{width}}  {format_precise_duration(value):>8}  {value / step:6.1%}"
-    word = "token" if facts.length > 1 else "sample"
-    rate = found.tokens / step
-    each = f", {_read(rate / found.ranks)} of each device" if found.ranks > 1 else ""
-    yield f"  {_read(rate)} {word}s a second{each}; MFU {found.mfu:.1%}"
-    closed = found.estimate.step_seconds
-    yield f"  the closed forms of the plan: {format_precise_duration(closed)}; on virtual time it is {format_change(found.off, digits=1)}"
+    unit = "token" if profile.length > 1 else "sample"
+    rate = simulated.tokens / step
+    each = f", {_format_rate(rate / simulated.ranks)} of each device" if simulated.ranks > 1 else ""
+    yield f"  {_format_rate(rate)} {unit}s a second{each}; MFU {simulated.mfu:.1%}"
+    forecast_seconds = simulated.estimate.step_seconds
+    yield f"  the closed forms of the plan: {format_precise_duration(forecast_seconds)}; on virtual time it is {format_change(simulated.relative_difference, digits=1)}"
 
 
-def _read(number: float) -> str:
+def _format_rate(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def write_step(
-    forecast: CostModel, found: CandidateSimulation, kept: FailureForecast | None, *, job: str, to: Path
+    cost_model: CostModel, simulated: CandidateSimulation, failures: FailureForecast | None, *, job: str, to: Path
 ) -> Path:
-    """Write the page, or the timeline alone if the name ends in `.svg`; it loads nothing from the network."""
-    candidate = found.estimate.candidate
+    """Write a self-contained page, or only the timeline if the name ends in `.svg`."""
+    candidate = simulated.estimate.candidate
     if to.suffix == ".svg":
-        write_text(to, timeline_svg(forecast, candidate=candidate)[0])
+        write_text(to, timeline_svg(cost_model, candidate=candidate)[0])
         return to
     parts = [
-        f"<header><h1>{escape(job)} <small>{escape(str(candidate))} on {escape(str(forecast.fleet))}</small></h1>"
-        f"{_numbers(found, forecast, kept)}</header>",
-        f"<section><h2>A step</h2>{parts_bars(found)}</section>",
-        timeline_section(forecast, candidate=candidate),
-        _failures(kept),
+        f"<header><h1>{escape(job)} <small>{escape(str(candidate))} on {escape(str(cost_model.cluster))}</small></h1>"
+        f"{_numbers(simulated, cost_model, failures)}</header>",
+        f"<section><h2>A step</h2>{parts_bars(simulated)}</section>",
+        timeline_section(cost_model, candidate=candidate),
+        _failures(failures),
     ]
-    write_text(to, document(f"{job} · a step", parts))
+    write_text(to, html_document(f"{job} · a step", parts))
     return to
 
 
-def _numbers(found: CandidateSimulation, forecast: CostModel, kept: FailureForecast | None) -> str:
-    word = "tokens" if forecast.facts.length > 1 else "samples"
+def _numbers(simulated: CandidateSimulation, cost_model: CostModel, failures: FailureForecast | None) -> str:
+    unit = "tokens" if cost_model.profile.length > 1 else "samples"
     shown = {
-        "step": format_precise_duration(found.step_seconds),
-        "ranks": f"{found.ranks:,}",
-        f"{word} a second": f"{found.tokens / found.step_seconds:,.0f}",
-        "MFU": f"{found.mfu:.1%}",
-        "bubble": f"{found.bubble:.1%}",
-        "exposed communication": f"{found.exposed:.1%}",
+        "step": format_precise_duration(simulated.step_seconds),
+        "ranks": f"{simulated.ranks:,}",
+        f"{unit} a second": f"{simulated.tokens / simulated.step_seconds:,.0f}",
+        "MFU": f"{simulated.mfu:.1%}",
+        "bubble": f"{simulated.bubble:.1%}",
+        "exposed communication": f"{simulated.exposed:.1%}",
     }
-    if kept is not None:
-        shown |= {"goodput, at best": f"{kept.best.useful:.1%}", "a checkpoint every": plural(kept.best_every, "step")}
+    if failures is not None:
+        shown |= {
+            "goodput, at best": f"{failures.best.useful:.1%}",
+            "a checkpoint every": plural(failures.best_every, "step"),
+        }
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown.items())
     return f"<dl>{cells}</dl>"
 
 
-def _failures(kept: FailureForecast | None) -> str:
+def _failures(failures: FailureForecast | None) -> str:
     """Draw the goodput over the interval between checkpoints."""
-    if kept is None:
+    if failures is None:
         return ""
-    least = max(1, math.ceil(kept.hazard.write_seconds / kept.step_seconds))
-    steps = sorted({max(least, round(kept.best_every * 2 ** (n / 8))) for n in range(-24, 25)})
-    points = [(float(n), goodput(hazard=kept.hazard, interval_seconds=n * kept.step_seconds).useful) for n in steps]
-    drawn = chart("goodput by steps between checkpoints", [Curve(name="useful", points=points)])
-    said = "".join(f"<li>{escape(line.strip())}</li>" for line in kept.lines())
-    return f'<section><h2>Failures</h2><ul>{said}</ul><div class="charts">{drawn}</div></section>'
+    min_steps = max(1, math.ceil(failures.hazard.write_seconds / failures.step_seconds))
+    steps = sorted({max(min_steps, round(failures.best_every * 2 ** (n / 8))) for n in range(-24, 25)})
+    points = [
+        (float(n), goodput(hazard=failures.hazard, interval_seconds=n * failures.step_seconds).useful) for n in steps
+    ]
+    goodput_chart = draw_chart("goodput by steps between checkpoints", [Curve(name="useful", points=points)])
+    items = "".join(f"<li>{escape(line.strip())}</li>" for line in failures.lines())
+    return f'<section><h2>Failures</h2><ul>{items}</ul><div class="charts">{goodput_chart}</div></section>'

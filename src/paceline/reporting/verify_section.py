@@ -1,4 +1,4 @@
-"""The verdict of `verify`, shown with a run only if job, settings, layout and ranks are the same."""
+"""The verdict of `verify` on a run; it must be about the same job, settings, layout and number of ranks."""
 
 from collections.abc import Mapping
 from html import escape
@@ -11,47 +11,51 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
-_NOT_THE_TRAINING = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
-_MODULE, _PLACE = "module ", "place"
+_IGNORED_PREFIXES = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
+_MODULE, _PATH_KEY = "module ", "place"
 _MOST_BYTES = 4 << 20
-_LENGTH = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
+_LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
-    """Return the newest verdict on this very training, from this folder or one near it, or why none is shown.
+    """Return the newest verdict on this training from this folder or a nearby one, or the reason why there is none.
 
-    A nearby folder may be anybody's: only a verdict of the run's owner counts, and the page names its place.
+    A nearby folder may belong to another user, so it counts only if its owner is that of the run.
     """
-    own, late, own_answer = _facts_of_run(run), _late_modules(run), run.answer("verify")
-    others = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{own_answer.name}")]
-    others = [path for path in others if path.parent != run.path and _is_owners(path, run)]
+    run_facts, late_modules, run_answer = _facts_of_run(run), _late_modules(run), run.answer("verify")
+    nearby_answers = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{run_answer.name}")]
+    nearby_answers = [path for path in nearby_answers if path.parent != run.path and _has_same_owner(path, run)]
     reason = ""
-    for path in [own_answer, *sorted(others, key=lambda p: p.parent.name, reverse=True)]:
-        answer = _answer_of(path)
+    for path in [run_answer, *sorted(nearby_answers, key=lambda p: p.parent.name, reverse=True)]:
+        answer = _read_answer(path)
         if answer is None:
             continue
-        theirs = _facts_of_answer(answer, asked={**own, **late})
-        unlike = condition_differences({**own, **{name: fact for name, fact in late.items() if name in theirs}}, theirs)
-        if not unlike:
-            return {**answer, _PLACE: str(path)}, ""
+        answer_facts = _facts_of_answer(answer, relevant={**run_facts, **late_modules})
+        differences = condition_differences(
+            {**run_facts, **{name: fact for name, fact in late_modules.items() if name in answer_facts}}, answer_facts
+        )
+        if not differences:
+            return {**answer, _PATH_KEY: str(path)}, ""
         if path.parent == run.path:
-            reason = f"This folder has a verdict of verify, but it is about a different training: {', '.join(unlike)}."
-        elif not reason and all(name.startswith(_MODULE) for name in unlike):
-            reason = f"Verified in {path.parent} with different code than this run's: {', '.join(unlike)}."
+            reason = (
+                f"This folder has a verdict of verify, but it is about a different training: {', '.join(differences)}."
+            )
+        elif not reason and all(name.startswith(_MODULE) for name in differences):
+            reason = f"Verified in {path.parent} with different code than this run's: {', '.join(differences)}."
     return None, reason
 
 
-def _answer_of(path: Path) -> dict[str, Any] | None:
+def _read_answer(path: Path) -> dict[str, Any] | None:
     try:
         answer = read_json(path, max_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return None
-    is_one = isinstance(answer, dict) and answer.get("verdict") and isinstance(answer.get("rungs"), list)
-    return answer if is_one else None
+    is_answer = isinstance(answer, dict) and answer.get("verdict") and isinstance(answer.get("rungs"), list)
+    return answer if is_answer else None
 
 
-def _is_owners(path: Path, run: RunFolder) -> bool:
-    """Return whether the answer and its folder belong to the owner of the run."""
+def _has_same_owner(path: Path, run: RunFolder) -> bool:
+    """Return True if the answer and its folder belong to the owner of the run."""
     try:
         owner = run.path.stat().st_uid
         return path.lstat().st_uid == owner and path.stat().st_uid == owner and path.parent.stat().st_uid == owner
@@ -59,11 +63,13 @@ def _is_owners(path: Path, run: RunFolder) -> bool:
         return False
 
 
-def condition_differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+def condition_differences(run_conditions: Mapping[str, str], answer_conditions: Mapping[str, str]) -> list[str]:
     """Return `name (here, there)` for each value that differs."""
-    names = sorted(set(one) | set(other))
+    names = sorted(set(run_conditions) | set(answer_conditions))
     return [
-        f"{n} ({one.get(n, 'unset')} here, {other.get(n, 'unset')} there)" for n in names if one.get(n) != other.get(n)
+        f"{n} ({run_conditions.get(n, 'unset')} here, {answer_conditions.get(n, 'unset')} there)"
+        for n in names
+        if run_conditions.get(n) != answer_conditions.get(n)
     ]
 
 
@@ -76,35 +82,39 @@ def _facts_of_run(run: RunFolder) -> dict[str, str]:
 
 
 def _late_modules(run: RunFolder) -> dict[str, str]:
-    """Return the code that the run loaded after its first step, limited to modules that `verify` loaded too."""
+    """Return the digests of the modules that the run loaded after its first step."""
     env = json_or_none(run.path / "env.json")
     job = env.get("job") if isinstance(env, dict) else None
-    late = job.get("late_modules") if isinstance(job, dict) else None
-    return {f"{_MODULE}{name}": str(digest)[:12] for name, digest in late.items()} if isinstance(late, dict) else {}
+    modules = job.get("late_modules") if isinstance(job, dict) else None
+    return (
+        {f"{_MODULE}{name}": str(digest)[:12] for name, digest in modules.items()} if isinstance(modules, dict) else {}
+    )
 
 
-def _facts_of_answer(answer: Mapping[str, Any], *, asked: Mapping[str, str]) -> dict[str, str]:
-    """Return the facts of an answer. A module that only `verify` has loaded is not part of the run's code."""
-    about = answer.get("about")
-    about = about if isinstance(about, dict) else {}
-    found = _facts(answer, about, about.get("settings"))
-    return {name: fact for name, fact in found.items() if name in asked or not name.startswith(_MODULE)}
+def _facts_of_answer(answer: Mapping[str, Any], *, relevant: Mapping[str, str]) -> dict[str, str]:
+    """Return the facts of an answer, without modules that only `verify` loaded."""
+    conditions = answer.get("about")
+    conditions = conditions if isinstance(conditions, dict) else {}
+    facts = _facts(answer, conditions, conditions.get("settings"))
+    return {name: fact for name, fact in facts.items() if name in relevant or not name.startswith(_MODULE)}
 
 
-def _facts(placed: Mapping[str, Any], job: Mapping[str, Any], settings: Any) -> dict[str, str]:
-    found = {name: str(placed.get(name)) for name in ("layout", "update", "ranks")}
-    found["compress"] = str(placed.get("compress", "none"))
+def _facts(placement: Mapping[str, Any], job: Mapping[str, Any], settings: Any) -> dict[str, str]:
+    facts = {name: str(placement.get(name)) for name in ("layout", "update", "ranks")}
+    facts["compress"] = str(placement.get("compress", "none"))
     for name, key in (("job file", "digest"), ("torch", "torch_build"), ("device", "device")):
-        found[name] = str(job.get(key) or "unknown")[: 12 if key == "digest" else None]
+        facts[name] = str(job.get(key) or "unknown")[: 12 if key == "digest" else None]
     for prefix, key in ((_MODULE, "modules"), ("", "packages")):
-        told = job.get(key)
-        found |= {f"{prefix}{name}": str(value)[:12] for name, value in told.items()} if isinstance(told, dict) else {}
-    found |= {} if isinstance(job.get("modules"), dict) else {"loaded code": "unknown"}
+        digests = job.get(key)
+        facts |= (
+            {f"{prefix}{name}": str(value)[:12] for name, value in digests.items()} if isinstance(digests, dict) else {}
+        )
+    facts |= {} if isinstance(job.get("modules"), dict) else {"loaded code": "unknown"}
     for name, value in (settings if isinstance(settings, dict) else {}).items():
-        ignored = name.startswith(_NOT_THE_TRAINING) or name in _LENGTH
+        ignored = name.startswith(_IGNORED_PREFIXES) or name in _LENGTH_SETTINGS
         if not ignored and not _is_default(name, value):
-            found[name] = mask_value(name, value)
-    return found
+            facts[name] = mask_value(name, value)
+    return facts
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -116,26 +126,28 @@ def show_verdict(answer: dict[str, Any] | None, reason: str) -> str:
     if answer is None:
         return f'<section><h2>Verify</h2><p class="soft">{escape(reason)}</p></section>' if reason else ""
     rows = "".join(_rung(rung) for rung in answer["rungs"] if isinstance(rung, dict))
-    first = answer.get("first_difference")
+    first_difference = answer.get("first_difference")
     text = ""
-    if isinstance(first, dict):
-        place = f"step {first.get('step')}, {first.get('parameter')}: {first.get('cause')}"
-        text = f'<p class="bad">First difference: {escape(place)}</p>'
+    if isinstance(first_difference, dict):
+        location = (
+            f"step {first_difference.get('step')}, {first_difference.get('parameter')}: {first_difference.get('cause')}"
+        )
+        text = f'<p class="bad">First difference: {escape(location)}</p>'
     head = "<tr><th>rung</th><th>verdict</th><th>largest difference</th><th>noise floor</th><th>rules out</th><th></th></tr>"
     title = (
         f"Verify: {escape(str(answer.get('layout')))} on {escape(str(answer.get('ranks')))} ranks against one process"
     )
-    place = f'<p class="soft">{escape(str(answer.get(_PLACE, "")))}</p>'
-    return f'<section><h2>{title}</h2>{place}{text}<div class="wide"><table>{head}{rows}</table></div></section>'
+    location = f'<p class="soft">{escape(str(answer.get(_PATH_KEY, "")))}</p>'
+    return f'<section><h2>{title}</h2>{location}{text}<div class="wide"><table>{head}{rows}</table></div></section>'
 
 
 def _rung(rung: Mapping[str, Any]) -> str:
-    word = escape(str(rung.get("verdict")))
-    numbers = "".join(f"<td>{number(rung.get(key))}</td>" for key in ("max_difference", "noise_floor"))
+    verdict = escape(str(rung.get("verdict")))
+    numbers = "".join(f"<td>{format_number(rung.get(key))}</td>" for key in ("max_difference", "noise_floor"))
     words = "".join(f"<td>{escape(str(rung.get(key, '')))}</td>" for key in ("rules_out", "detail"))
-    return f'<tr><td>{escape(str(rung.get("name")))}</td><td><span class="badge {word}">{word}</span></td>{numbers}{words}</tr>'
+    return f'<tr><td>{escape(str(rung.get("name")))}</td><td><span class="badge {verdict}">{verdict}</span></td>{numbers}{words}</tr>'
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Format a number for people."""
     return f"{value:.4g}" if isinstance(value, int | float) else escape(str(value if value is not None else "–"))

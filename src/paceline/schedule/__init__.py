@@ -9,10 +9,28 @@ from paceline.schedule.program_svg import draw
 from paceline.schedule.registry import SCHEDULES, Schedule, build
 from paceline.schedule.schedule_error import ScheduleError
 from paceline.schedule.text_format import parse, read, write
-from paceline.schedule.text_timeline import in_text
+from paceline.schedule.text_timeline import draw_text
 from paceline.schedule.timeline import Span, Timeline
 
 __all__ = [
-    "SCHEDULES", "Action", "Costs", "Message", "Op", "Program", "Schedule", "ScheduleError", "Span", "Timeline",
-    "build", "check", "draw", "forward_only", "in_text", "lower", "parse", "read", "simulate", "write",
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Message",
+    "Op",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "build",
+    "check",
+    "draw",
+    "draw_text",
+    "forward_only",
+    "lower",
+    "parse",
+    "read",
+    "simulate",
+    "write",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A walk through a program as the runtime would run it: each rank in order, sends posted, receives waited for."""
+"""A walk through a program in virtual time: each rank runs its actions in order, and waits only at receives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.timeline import Span
 
 PerStage = float | Sequence[float]
-Done = tuple[int, int, float, float]
-_Key = tuple[int, int | None, bool, int, int]  # receiver, sender, is an activation, the stage that made it, microbatch
+FinishedAction = tuple[int, int, float, float]
+_Key = tuple[int, int | None, bool, int, int]  # receiver, sender, is an activation, sending stage, microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The seconds of each operation: one value for all stages or one per stage.
+    """The seconds of each operation: one value for all stages, or one for each stage.
 
     `backward` defaults to `input + weight`. A message occupies its link for `transfer` seconds (one link per ordered
     pair of ranks; `transfer[s]` is for messages between stages s and s + 1) and arrives `latency` seconds later. No
@@ -33,105 +33,111 @@ class Costs:
     def seconds(self, action: Action) -> float:
         """Return the seconds of a compute."""
         if action.op is Op.FORWARD:
-            return of_stage(self.forward, action.stage)
+            return value_for_stage(self.forward, action.stage)
         if action.op is Op.BACKWARD and self.backward is not None:
-            return of_stage(self.backward, action.stage)
-        alone = {Op.INPUT: self.input, Op.WEIGHT: self.weight, Op.UPDATE: self.update}
-        parts = (alone[action.op],) if action.op in alone else (self.input, self.weight)
-        return sum(of_stage(part, action.stage) for part in parts)
+            return value_for_stage(self.backward, action.stage)
+        by_op = {Op.INPUT: self.input, Op.WEIGHT: self.weight, Op.UPDATE: self.update}
+        parts = (by_op[action.op],) if action.op in by_op else (self.input, self.weight)
+        return sum(value_for_stage(part, action.stage) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WalkResult:
-    """The result of a walk: (rank, place in its line, start, stop) of each action, in the order they were done.
+    """The result of a walk: (rank, index in the rank's actions, start, stop) of each `finished` action, in order.
 
-    `reached[rank]` is the first action that was not done, or the length of the line if all were; `ends[rank]` is the
-    time at which the rank got there.
+    `num_finished[rank]` is the number of actions that the rank finished; `end_times[rank]` is the time at which it
+    finished the last of them.
     """
 
     program: Program
-    done: tuple[Done, ...]
-    reached: tuple[int, ...]
-    ends: tuple[float, ...]
+    finished: tuple[FinishedAction, ...]
+    num_finished: tuple[int, ...]
+    end_times: tuple[float, ...]
 
     @property
-    def is_whole(self) -> bool:
-        """Return True if every rank reached the end of its line."""
-        return all(reached == len(row) for reached, row in zip(self.reached, self.program.actions, strict=True))
+    def is_complete(self) -> bool:
+        """Return True if every rank finished all its actions."""
+        return all(reached == len(row) for reached, row in zip(self.num_finished, self.program.actions, strict=True))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Return the actions that were done as spans."""
+        """Return the finished actions as spans."""
         lines = self.program.actions
         return tuple(
-            Span(rank=rank, action=lines[rank][place], start=start, stop=stop) for rank, place, start, stop in self.done
+            Span(rank=rank, action=lines[rank][place], start=start, stop=stop)
+            for rank, place, start, stop in self.finished
         )
 
 
 def walk_actions(program: Program, *, costs: Costs) -> WalkResult:
-    """Run all actions that can run, in any program, even an invalid one."""
-    walk = _Walk(program, costs)
-    while walk.advances():
+    """Walk through a program until no rank can continue; the program may be invalid."""
+    walk = _ProgramWalk(program, costs)
+    while walk.advance():
         pass
-    return WalkResult(program=program, done=tuple(walk.done), reached=tuple(walk.reached), ends=tuple(walk.now))
+    return WalkResult(
+        program=program,
+        finished=tuple(walk.finished),
+        num_finished=tuple(walk.num_finished),
+        end_times=tuple(walk.times),
+    )
 
 
-class _Walk:
-    """The state of a walk. Messages are keyed by plain tuples, as many ranks have hundreds of thousands of them."""
+class _ProgramWalk:
+    """The state of a walk. Messages have tuples as keys, for speed: there may be hundreds of thousands of messages."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program = program
         self.costs = costs
-        self.done: list[Done] = []
-        self.reached = [0] * program.num_ranks
-        self.now = [0.0] * program.num_ranks
-        self.ready, self.transfer = _lookup(costs.ready), _lookup(costs.transfer)
-        self.seconds: dict[tuple[Op, int], float] = {}
-        self.arrives: dict[_Key, float] = {}
-        self.link_is_free: dict[tuple[int, int | None], float] = {}
+        self.finished: list[FinishedAction] = []
+        self.num_finished = [0] * program.num_ranks
+        self.times = [0.0] * program.num_ranks
+        self.ready_time, self.transfer_seconds = _lookup(costs.ready), _lookup(costs.transfer)
+        self.compute_seconds: dict[tuple[Op, int], float] = {}
+        self.arrival_times: dict[_Key, float] = {}
+        self.link_free_times: dict[tuple[int, int | None], float] = {}
 
-    def advances(self) -> bool:
-        """Advance each rank as far as possible, and return whether any rank advanced."""
-        before = sum(self.reached)
+    def advance(self) -> bool:
+        """Advance each rank as far as possible, and return True if any rank advanced."""
+        num_before = sum(self.num_finished)
         for rank, row in enumerate(self.program.actions):
-            self._advance(rank, row)
-        return sum(self.reached) > before
+            self._advance_rank(rank, row)
+        return sum(self.num_finished) > num_before
 
-    def _advance(self, rank: int, row: Sequence[Action]) -> None:
-        place, now, done = self.reached[rank], self.now[rank], self.done
-        while place < len(row):
-            action, start = row[place], now
+    def _advance_rank(self, rank: int, row: Sequence[Action]) -> None:
+        index, now, finished = self.num_finished[rank], self.times[rank], self.finished
+        while index < len(row):
+            action, start = row[index], now
             op = action.op
             if op is _SEND_F or op is _SEND_B:
-                self._post(rank, action, now)
+                self._send(rank, action, now)
             elif op is _RECV_F or op is _RECV_B:
                 stage = action.stage - 1 if op is _RECV_F else action.stage + 1
-                arrival = self.arrives.get((rank, action.peer, op is _RECV_F, stage, action.microbatch))
+                arrival = self.arrival_times.get((rank, action.peer, op is _RECV_F, stage, action.microbatch))
                 if arrival is None:
                     break
                 now = max(now, arrival)
             else:
-                start = max(now, self.ready(action.stage))
-                now = start + self._seconds(action)
-            done.append((rank, place, start, now))
-            place += 1
-        self.reached[rank], self.now[rank] = place, now
+                start = max(now, self.ready_time(action.stage))
+                now = start + self._compute_seconds(action)
+            finished.append((rank, index, start, now))
+            index += 1
+        self.num_finished[rank], self.times[rank] = index, now
 
-    def _post(self, rank: int, action: Action, now: float) -> None:
+    def _send(self, rank: int, action: Action, now: float) -> None:
         peer, forward = action.peer, action.op is _SEND_F
-        border = action.stage if forward else action.stage - 1
+        boundary = action.stage if forward else action.stage - 1
         link = (rank, peer)
-        leaves = max(now, self.link_is_free.get(link, 0.0)) + self.transfer(border)
-        self.link_is_free[link] = leaves
+        departure = max(now, self.link_free_times.get(link, 0.0)) + self.transfer_seconds(boundary)
+        self.link_free_times[link] = departure
         if peer is not None:
-            self.arrives[peer, rank, forward, action.stage, action.microbatch] = leaves + self.costs.latency
+            self.arrival_times[peer, rank, forward, action.stage, action.microbatch] = departure + self.costs.latency
 
-    def _seconds(self, action: Action) -> float:
+    def _compute_seconds(self, action: Action) -> float:
         key = (action.op, action.stage)
-        found = self.seconds.get(key)
-        if found is None:
-            found = self.seconds[key] = self.costs.seconds(action)
-        return found
+        seconds = self.compute_seconds.get(key)
+        if seconds is None:
+            seconds = self.compute_seconds[key] = self.costs.seconds(action)
+        return seconds
 
 
 _SEND_F, _SEND_B, _RECV_F, _RECV_B = Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B
@@ -141,6 +147,6 @@ def _lookup(value: PerStage) -> Callable[[int], float]:
     return value.__getitem__ if isinstance(value, Sequence) else lambda _: value
 
 
-def of_stage(value: PerStage, stage: int) -> float:
+def value_for_stage(value: PerStage, stage: int) -> float:
     """Return the value for a stage."""
     return value[stage] if isinstance(value, Sequence) else value

@@ -1,6 +1,6 @@
-"""Closed forms of the papers for the time of a step, with equal stages and messages that take no time.
+"""Closed forms of the papers for the time of a step, if all stages are equal and messages take no time.
 
-A form returns None where it does not hold; everywhere else `simulate` gives the same value.
+A form returns None for cases that it does not cover; for all others, `simulate` returns the same value.
 """
 
 from collections.abc import Callable
@@ -22,44 +22,44 @@ class PipelineCase:
     weight: float = 1.0
 
     @property
-    def each(self) -> float:
-        """Return the seconds that a microbatch computes in one stage."""
+    def microbatch_seconds(self) -> float:
+        """Return the compute seconds of one microbatch in one stage."""
         return self.forward + self.input + self.weight
 
 
-Form = Callable[[PipelineCase], float | None]
+MakespanForm = Callable[[PipelineCase], float | None]
 
 
-def naive(case: PipelineCase) -> float | None:
+def naive_makespan(case: PipelineCase) -> float | None:
     """Return the makespan without overlap: bubble 1 - 1/p."""
-    return case.micro * case.virtual * case.ranks * case.each
+    return case.micro * case.virtual * case.ranks * case.microbatch_seconds
 
 
-def one_after_another(case: PipelineCase) -> float | None:
+def one_f_one_b_makespan(case: PipelineCase) -> float | None:
     """Return the makespan of GPipe, 1F1B, breadth-first and interleaved: bubble (p - 1) / (m v + p - 1) for m >= p.
 
-    With fewer microbatches than ranks, each further stage of a rank waits for the loop to come round.
+    With fewer microbatches than ranks, each further stage of a rank waits until the first microbatch arrives there.
     """
     rounds = max(case.micro, case.ranks) * (case.virtual - 1) + case.micro + case.ranks - 1
-    return rounds * case.each
+    return rounds * case.microbatch_seconds
 
 
-def weights_put_off(case: PipelineCase) -> float | None:
-    """Return the makespan of ZB-H1: p - 1 times F + I - W is idle; holds for m >= p and W no longer than F or I."""
+def zero_bubble_makespan(case: PipelineCase) -> float | None:
+    """Return the makespan of ZB-H1 with (p - 1) (F + I - W) of idle time, for m >= p and W no longer than F and I."""
     if case.micro < case.ranks or case.weight > min(case.forward, case.input):
         return None
     idle = (case.ranks - 1) * (case.forward + case.input - case.weight)
-    return case.micro * case.virtual * case.each + idle
+    return case.micro * case.virtual * case.microbatch_seconds + idle
 
 
-def vee(case: PipelineCase) -> float | None:
-    """Return the makespan of ZB-V: (p - 1) F is idle, the way to the last rank; holds for F = I = W, m >= 2 (p - 1)."""
+def zbv_makespan(case: PipelineCase) -> float | None:
+    """Return the makespan of ZB-V with (p - 1) F of idle time, for F = I = W and m >= 2 (p - 1)."""
     if case.micro < 2 * (case.ranks - 1) or not case.forward == case.input == case.weight:
         return None
-    return case.micro * case.virtual * case.each + (case.ranks - 1) * case.forward
+    return case.micro * case.virtual * case.microbatch_seconds + (case.ranks - 1) * case.forward
 
 
-def bubble_of(form: Form, case: PipelineCase) -> float | None:
-    """Return the bubble fraction of a form; None where it does not hold."""
+def bubble_fraction(form: MakespanForm, case: PipelineCase) -> float | None:
+    """Return the bubble fraction of a closed form; None if it does not cover the case."""
     makespan = form(case)
-    return None if makespan is None else 1 - case.micro * case.virtual * case.each / makespan
+    return None if makespan is None else 1 - case.micro * case.virtual * case.microbatch_seconds / makespan

@@ -3,99 +3,118 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.schedule.lowering import messages_of
+from paceline.schedule.lowering import find_messages
 from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.schedule_error import ScheduleFault
 
-Needs = dict[Action, list[Action]]
+Requirements = dict[Action, list[Action]]
 
 
-def faults_of_rank(program: Program, rank: int) -> Iterator[ScheduleFault]:
-    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then actions before their needs."""
+def find_rank_faults(program: Program, rank: int) -> Iterator[ScheduleFault]:
+    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then actions before their inputs."""
     row = program.actions[rank]
-    needs = needs_of_rank(program, rank)
-    at: dict[Action, int] = {}
-    for place, action in enumerate(row):
-        if action not in needs:
-            yield ScheduleFault(rank=rank, place=place, action=action, what=_why_foreign(program, rank, action))
-        elif action in at:
-            what = f"{action} appears twice, first as action {at[action] + 1}."
-            yield ScheduleFault(rank=rank, place=place, action=action, what=what)
-        else:
-            at[action] = place
-    needed_at = _first_need(needs, at) if len(at) < len(needs) else {}
-    for action, before in needs.items():
-        if action not in at:
-            place = (
-                needed_at[action] if action in needed_at else max((at[b] for b in before if b in at), default=len(row))
+    requirements = find_requirements(program, rank)
+    positions: dict[Action, int] = {}
+    for position, action in enumerate(row):
+        if action not in requirements:
+            yield ScheduleFault(
+                rank=rank, position=position, action=action, message=_foreign_action_text(program, rank, action)
             )
-            what = f"{action} is missing."
-            yield ScheduleFault(rank=rank, place=place, action=action, what=what, cause=_WHY[action.op], severity=1)
-    for action, before in needs.items():
-        for first in before:
-            if action in at and first in at and at[first] > at[action]:
-                what = f"{action} comes before {first}, which it needs."
-                yield ScheduleFault(rank=rank, place=at[action], action=action, what=what, severity=2)
+        elif action in positions:
+            message = f"{action} appears twice, first as action {positions[action] + 1}."
+            yield ScheduleFault(rank=rank, position=position, action=action, message=message)
+        else:
+            positions[action] = position
+    first_uses = _first_uses(requirements, positions) if len(positions) < len(requirements) else {}
+    for action, predecessors in requirements.items():
+        if action not in positions:
+            position = (
+                first_uses[action]
+                if action in first_uses
+                else max((positions[b] for b in predecessors if b in positions), default=len(row))
+            )
+            message = f"{action} is missing."
+            yield ScheduleFault(
+                rank=rank,
+                position=position,
+                action=action,
+                message=message,
+                cause=_MISSING_CAUSES[action.op],
+                severity=1,
+            )
+    for action, predecessors in requirements.items():
+        for predecessor in predecessors:
+            if action in positions and predecessor in positions and positions[predecessor] > positions[action]:
+                message = f"{action} comes before {predecessor}, which it needs."
+                yield ScheduleFault(rank=rank, position=positions[action], action=action, message=message, severity=2)
 
 
-def _first_need(needs: Needs, at: dict[Action, int]) -> dict[Action, int]:
-    """Return, for each needed action, the first place of an action that needs it."""
-    found: dict[Action, int] = {}
-    for action, before in needs.items():
-        for first in before if action in at else ():
-            found[first] = min(at[action], found.get(first, at[action]))
-    return found
+def _first_uses(requirements: Requirements, positions: dict[Action, int]) -> dict[Action, int]:
+    """Return, for each required action, the position of the first action that needs it."""
+    first_uses: dict[Action, int] = {}
+    for action, predecessors in requirements.items():
+        for predecessor in predecessors if action in positions else ():
+            first_uses[predecessor] = min(positions[action], first_uses.get(predecessor, positions[action]))
+    return first_uses
 
 
-def needs_of_rank(program: Program, rank: int) -> Needs:
-    """Return every action that a rank must do, with those of its own actions that must come before it."""
+def find_requirements(program: Program, rank: int) -> Requirements:
+    """Return every action that a rank must run, each with the actions of the same rank that must come before it."""
     owner = program.rank_of_stage
-    backward = _how_backward(program, rank)
-    needs: Needs = {}
+    backward = _backward_actions(program, rank)
+    requirements: Requirements = {}
     for stage in program.stages_of(rank):
         for micro in range(program.num_micro):
             forward = Action(op=Op.FORWARD, stage=stage, microbatch=micro)
-            before = [Action(op=Op.FORWARD, stage=stage - 1, microbatch=micro)] if stage else []
-            _add(needs, forward, inner=before, owner=owner, rank=rank)
-            if (back := backward.get((stage, micro))) is not None:
-                _add(needs, back, inner=[b for b in [backward.get((stage + 1, micro))] if b], owner=owner, rank=rank)
-                needs[back].insert(0, forward)
-                if back.op is Op.INPUT:
-                    needs[Action(op=Op.WEIGHT, stage=stage, microbatch=micro)] = [back]
-        needs |= _steps(program, stage=stage, backward=backward)
-    return needs
+            inputs = [Action(op=Op.FORWARD, stage=stage - 1, microbatch=micro)] if stage else []
+            _add_requirement(requirements, forward, local_inputs=inputs, owner=owner, rank=rank)
+            if (backward_action := backward.get((stage, micro))) is not None:
+                _add_requirement(
+                    requirements,
+                    backward_action,
+                    local_inputs=[b for b in [backward.get((stage + 1, micro))] if b],
+                    owner=owner,
+                    rank=rank,
+                )
+                requirements[backward_action].insert(0, forward)
+                if backward_action.op is Op.INPUT:
+                    requirements[Action(op=Op.WEIGHT, stage=stage, microbatch=micro)] = [backward_action]
+        requirements |= _update_requirements(program, stage=stage, backward=backward)
+    return requirements
 
 
-def _steps(program: Program, *, stage: int, backward: dict[tuple[int, int], Action]) -> Needs:
-    """Return a stage's updates, each after the weight gradients of all microbatches since the previous update."""
-    found: Needs = {}
+def _update_requirements(program: Program, *, stage: int, backward: dict[tuple[int, int], Action]) -> Requirements:
+    """Return a stage's updates, each with the weight gradients of all microbatches since the previous update."""
+    requirements: Requirements = {}
     start = 0
-    for last in program.updates:
-        backs = [backward[stage, micro] for micro in range(start, last + 1) if (stage, micro) in backward]
-        weights = [replace(back, op=Op.WEIGHT) if back.op is Op.INPUT else back for back in backs]
-        found[Action(op=Op.UPDATE, stage=stage, microbatch=last)] = weights
+    for last in program.update_microbatches:
+        backwards = [backward[stage, micro] for micro in range(start, last + 1) if (stage, micro) in backward]
+        weights = [replace(back, op=Op.WEIGHT) if back.op is Op.INPUT else back for back in backwards]
+        requirements[Action(op=Op.UPDATE, stage=stage, microbatch=last)] = weights
         start = last + 1
-    return found
+    return requirements
 
 
-def _add(needs: Needs, action: Action, *, inner: list[Action], owner: tuple[int, ...], rank: int) -> None:
-    """Add a compute, its input (a message or the rank's own `inner` computes), and the message that it sends."""
-    receive, send = messages_of(action, owner=owner)
-    needs[action] = [before for before in inner if owner[before.stage] == rank]
+def _add_requirement(
+    requirements: Requirements, action: Action, *, local_inputs: list[Action], owner: tuple[int, ...], rank: int
+) -> None:
+    """Add a compute, its input (a message, or `local_inputs` of the same rank), and the message that it sends."""
+    receive, send = find_messages(action, owner=owner)
+    requirements[action] = [before for before in local_inputs if owner[before.stage] == rank]
     if receive is not None:
-        needs[receive] = []
-        needs[action] = [receive]
+        requirements[receive] = []
+        requirements[action] = [receive]
     if send is not None:
-        needs[send] = [action]
+        requirements[send] = [action]
 
 
-def _how_backward(program: Program, rank: int) -> dict[tuple[int, int], Action]:
-    """Return B for each stage and microbatch, or I if the rank's line splits that backward; empty without training."""
-    if not program.trains:
+def _backward_actions(program: Program, rank: int) -> dict[tuple[int, int], Action]:
+    """Return B for each stage and microbatch, or I if the rank splits that backward; empty without backward."""
+    if not program.has_backward:
         return {}
     row = program.actions[rank]
-    whole = {(a.stage, a.microbatch) for a in row if a.op is Op.BACKWARD}
-    split = {(a.stage, a.microbatch) for a in row if a.op in (Op.INPUT, Op.WEIGHT)} - whole
+    unsplit = {(a.stage, a.microbatch) for a in row if a.op is Op.BACKWARD}
+    split = {(a.stage, a.microbatch) for a in row if a.op in (Op.INPUT, Op.WEIGHT)} - unsplit
     return {
         (stage, micro): Action(op=Op.INPUT if (stage, micro) in split else Op.BACKWARD, stage=stage, microbatch=micro)
         for stage in program.stages_of(rank)
@@ -103,7 +122,7 @@ def _how_backward(program: Program, rank: int) -> dict[tuple[int, int], Action]:
     }
 
 
-_WHY = {
+_MISSING_CAUSES = {
     Op.FORWARD: "every microbatch goes forward through every stage once",
     Op.BACKWARD: "every microbatch goes backward through every stage once, as B or as I and later W",
     Op.INPUT: "W completes what I left",
@@ -116,7 +135,7 @@ _WHY = {
 }
 
 
-def _why_foreign(program: Program, rank: int, action: Action) -> str:
+def _foreign_action_text(program: Program, rank: int, action: Action) -> str:
     if not 0 <= action.stage < program.num_stages:
         return f"{action}: there is no stage {action.stage}, they are 0 to {program.num_stages - 1}."
     if not 0 <= action.microbatch < program.num_micro:

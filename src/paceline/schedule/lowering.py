@@ -1,15 +1,15 @@
 """Lowering of compute orders to a program, by adding sends and receives.
 
-The transport that the runtime has to offer:
+The runtime needs this transport:
 
 - a send is posted and never waits for its receiver;
-- a receive waits until its message has arrived. It may be posted earlier than its place in the program, and should
-  be: its place in the program is where its value is needed, so where the rank waits;
+- a receive waits until its message has arrived. In the program it is right before the compute that needs the message,
+  where the rank waits; the runtime should post it earlier;
 - messages between two ranks are identified by `Action.message` (kind, stage, microbatch). If a transport can only
-  match by order, post receives from a peer in the order of `Program.incoming`, which is the order they are sent in.
+  match by order, post the receives from a peer in the order of `Program.receives_by_peer`, in which they are sent.
 
-Then sending right after a value is made and receiving right before it is used neither deadlocks nor delays anything:
-a rank waits only for values that its next compute needs. Any deadlock is one of the compute orders.
+Then a send right after its value is computed and a receive right before its value is used cause no deadlock and no
+delay: a rank waits only for values that its next compute needs. Any deadlock comes from the compute orders.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,48 +26,48 @@ def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Seque
         num_stages=len(owner),
         num_micro=num_micro,
         rank_of_stage=owner,
-        actions=tuple(tuple(with_messages(order, owner=owner)) for order in orders),
+        actions=tuple(tuple(add_messages(order, owner=owner)) for order in orders),
     )
 
 
-def messages_of(action: Action, *, owner: Sequence[int]) -> tuple[Action | None, Action | None]:
-    """Return the receive that a compute needs before it, and the send that it needs after it."""
+def find_messages(action: Action, *, owner: Sequence[int]) -> tuple[Action | None, Action | None]:
+    """Return the receive before a compute and the send after it; None where the neighbour is on the same rank."""
     if action.op is Op.FORWARD:
         return _message(Op.RECV_F, action, -1, owner), _message(Op.SEND_F, action, 1, owner)
-    if action.op.gives_input_gradient:
+    if action.op.computes_input_gradient:
         return _message(Op.RECV_B, action, 1, owner), _message(Op.SEND_B, action, -1, owner)
     return None, None
 
 
-def with_messages(order: Iterable[Action], *, owner: Sequence[int]) -> Iterator[Action]:
-    """Yield one rank's computes, each after the receive that it needs and before the send that it feeds."""
+def add_messages(order: Iterable[Action], *, owner: Sequence[int]) -> Iterator[Action]:
+    """Yield one rank's computes, each between its receive and its send."""
     for action in order:
-        before, after = messages_of(action, owner=owner)
-        yield from (step for step in (before, action, after) if step is not None)
+        receive, send = find_messages(action, owner=owner)
+        yield from (step for step in (receive, action, send) if step is not None)
 
 
 def _message(op: Op, action: Action, shift: int, owner: Sequence[int]) -> Action | None:
-    other = action.stage + shift
-    if not 0 <= other < len(owner) or owner[other] == owner[action.stage]:
+    neighbor = action.stage + shift
+    if not 0 <= neighbor < len(owner) or owner[neighbor] == owner[action.stage]:
         return None
-    return Action(op=op, stage=action.stage, microbatch=action.microbatch, peer=owner[other])
+    return Action(op=op, stage=action.stage, microbatch=action.microbatch, peer=owner[neighbor])
 
 
 def forward_only(*, rank_of_stage: Sequence[int], micro: int) -> Program:
-    """Return a program of forwards of `micro` microbatches; `rank_of_stage` may be any mapping, e.g. another program's.
+    """Return a program of forwards only, for `micro` microbatches; `rank_of_stage` may be that of another program.
 
-    At every tick each rank runs the deepest of its stages that has an input, so the furthest microbatch finishes first.
+    At every tick, each rank runs the last of its stages that has an input, so that microbatches finish early.
     """
     owner = tuple(rank_of_stage)
     ranks = max(owner) + 1
-    deepest_first = [[s for s in reversed(range(len(owner))) if owner[s] == rank] for rank in range(ranks)]
-    done = [0] * len(owner)  # microbatches that each stage has done
+    stages_by_rank = [[s for s in reversed(range(len(owner))) if owner[s] == rank] for rank in range(ranks)]
+    num_done = [0] * len(owner)  # finished microbatches of each stage
     orders: list[list[Action]] = [[] for _ in range(ranks)]
-    while done[-1] < micro:
-        before = [micro, *done]
-        ready = [next((s for s in stages if done[s] < before[s]), None) for stages in deepest_first]
-        for rank, stage in enumerate(ready):
+    while num_done[-1] < micro:
+        num_inputs = [micro, *num_done]
+        next_stages = [next((s for s in stages if num_done[s] < num_inputs[s]), None) for stages in stages_by_rank]
+        for rank, stage in enumerate(next_stages):
             if stage is not None:
-                orders[rank].append(Action(op=Op.FORWARD, stage=stage, microbatch=done[stage]))
-                done[stage] += 1
+                orders[rank].append(Action(op=Op.FORWARD, stage=stage, microbatch=num_done[stage]))
+                num_done[stage] += 1
     return lower(orders, name="forward_only", rank_of_stage=owner, num_micro=micro)

@@ -1,8 +1,8 @@
 """A pipeline schedule as data: the ordered actions of each rank, shared by the runtime, the planner and the drawings.
 
 The model is a chain of `num_stages` stages; `rank_of_stage` maps each stage to its rank, and a rank may hold several.
-An action names the stage *on its own rank* that it belongs to: `SEND_F` of stage 2 sends the output of stage 2,
-`RECV_F` of stage 3 receives the input of stage 3. A stage whose neighbour is on the same rank sends nothing to it.
+The stage of an action is one of its own rank: `SEND_F` of stage 2 sends the output of stage 2, `RECV_F` of stage 3
+receives the input of stage 3. Neighbouring stages on the same rank need no messages.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Op(StrEnum):
     BACKWARD = "B"  # the gradients of input and weights together
     INPUT = "I"  # the gradient of the stage's input only
     WEIGHT = "W"  # the gradients of its weights only, any time after INPUT
-    UPDATE = "U"  # an optimizer step with the gradients up to this microbatch, while others are in flight
+    UPDATE = "U"  # an optimizer step with the gradients up to this microbatch, while later ones are in flight
     SEND_F = "SF"  # this stage's output, to the next stage
     RECV_F = "RF"  # this stage's input, from the stage before
     SEND_B = "SB"  # the gradient of this stage's input, to the stage before
@@ -26,8 +26,8 @@ class Op(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """Return True for a compute; all other actions are messages."""
-        return self in COMPUTES
+        """Return True if the action computes; all other actions are messages."""
+        return self in COMPUTE_OPS
 
     @property
     def is_send(self) -> bool:
@@ -36,23 +36,23 @@ class Op(StrEnum):
 
     @property
     def is_receive(self) -> bool:
-        """Return True if the action waits for a message."""
+        """Return True if the action receives a message, and so waits for it."""
         return self in (Op.RECV_F, Op.RECV_B)
 
     @property
-    def gives_input_gradient(self) -> bool:
+    def computes_input_gradient(self) -> bool:
         """Return True if the previous stage can run its backward after this action."""
         return self in (Op.BACKWARD, Op.INPUT)
 
 
-COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.UPDATE)
+COMPUTE_OPS = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.UPDATE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """The identity of a message: activation (`FORWARD`) or gradient (`BACKWARD`), its stage and microbatch.
+    """The identity of a message: an activation (`FORWARD`) or a gradient (`BACKWARD`), its stage and its microbatch.
 
-    `stage` is the stage that produced it: an activation goes from `stage` to `stage + 1`, a gradient to `stage - 1`.
+    `stage` is the sending stage. It sends activations to `stage + 1` and gradients to `stage - 1`.
     """
 
     kind: Op
@@ -75,7 +75,7 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """Return the message that is sent or received; it is equal on both sides."""
+        """Return the message that the action sends or receives; it is equal on both ranks."""
         kind, shift = _MESSAGES[self.op]
         return Message(kind=kind, stage=self.stage + shift, microbatch=self.microbatch)
 
@@ -103,17 +103,17 @@ class Program:
 
     @property
     def loss_rank(self) -> int:
-        """Return the rank that holds the last stage, and so computes loss and metrics."""
+        """Return the rank of the last stage, which computes loss and metrics."""
         return self.rank_of_stage[-1]
 
     @cached_property
-    def trains(self) -> bool:
-        """Return True if the program computes gradients; if not, it is for evaluation and generation."""
+    def has_backward(self) -> bool:
+        """Return True if the program computes gradients; otherwise it is for evaluation or generation."""
         return any(a.op.is_compute and a.op is not Op.FORWARD for row in self.actions for a in row)
 
     @cached_property
-    def updates(self) -> tuple[int, ...]:
-        """Return the microbatches after whose gradients stages update; empty if all update together at the end."""
+    def update_microbatches(self) -> tuple[int, ...]:
+        """Return the microbatches after whose backward the stages update; empty if the only update is at the end."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op is Op.UPDATE}))
 
     @property
@@ -125,22 +125,22 @@ class Program:
         """Return the stages that a rank holds, in the model's order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
-    def computes(self, rank: int) -> Actions:
+    def compute_actions(self, rank: int) -> Actions:
         """Return a rank's actions without the messages."""
         return tuple(action for action in self.actions[rank] if action.op.is_compute)
 
-    def incoming(self, rank: int) -> dict[int, Actions]:
-        """Return, for each peer, this rank's receives from it in the order in which that peer *sends* them.
+    def receives_by_peer(self, rank: int) -> dict[int, Actions]:
+        """Return this rank's receives from each peer, in the order in which that peer *sends* the messages.
 
-        A transport that matches messages by order, not by name, must post receives in this order.
+        A transport that matches messages by order, not by name, must post the receives in this order.
         """
-        own = {(a.peer, a.message): a for a in self.actions[rank] if a.op.is_receive}
-        found: dict[int, list[Action]] = {}
+        receives = {(a.peer, a.message): a for a in self.actions[rank] if a.op.is_receive}
+        in_send_order: dict[int, list[Action]] = {}
         for peer, row in enumerate(self.actions):
             for action in row:
-                if action.op.is_send and action.peer == rank and (peer, action.message) in own:
-                    found.setdefault(peer, []).append(own[peer, action.message])
-        return {peer: tuple(actions) for peer, actions in found.items()}
+                if action.op.is_send and action.peer == rank and (peer, action.message) in receives:
+                    in_send_order.setdefault(peer, []).append(receives[peer, action.message])
+        return {peer: tuple(actions) for peer, actions in in_send_order.items()}
 
     def __iter__(self) -> Iterator[Actions]:
         return iter(self.actions)

@@ -7,11 +7,11 @@ from paceline.schedule.timeline import Timeline
 
 
 def simulate(program: Program, *, costs: Costs | None = None) -> Timeline:
-    """Return the timeline of a program if computes and messages take `costs` (1 second for each of F, I and W; B both).
+    """Return the timeline of a program with the given costs; by default F, I and W take 1 second each, and B takes 2.
 
     Raises:
         ScheduleError: the program is incomplete or deadlocks.
     """
     check(program)
-    followed = walk_actions(program, costs=costs or Costs())
-    return Timeline(name=program.name, num_ranks=program.num_ranks, spans=followed.spans)
+    walk = walk_actions(program, costs=costs or Costs())
+    return Timeline(name=program.name, num_ranks=program.num_ranks, spans=walk.spans)

@@ -7,11 +7,11 @@ from math import floor, log10
 
 from paceline.console.formatting import plural
 from paceline.schedule.program import Action, Op
-from paceline.schedule.text_timeline import names_stages
+from paceline.schedule.text_timeline import needs_stage_labels
 from paceline.schedule.timeline import Span, Timeline
 
 _HEAD, _TAIL, _ROW, _CELL, _TITLE, _FOOT = 58, 128, 32, 28, 34, 52
-_WORDS = {
+_OP_LABELS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
     Op.INPUT: "gradient of the input",
@@ -23,20 +23,22 @@ _WORDS = {
 def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = "") -> str:
     """Return the SVG of a timeline, and of a measured one below it on the same axis; `unit` labels the axis.
 
-    Each compute shows its letter (F, B, I, W; with the stage if a rank has several) above its microbatch. At the right
-    are each rank's idle fraction and its peak number of stage activations.
+    Each compute shows its letter (F, B, I, W; with the stage if a rank has several) above its microbatch. On the right
+    are the idle fraction of each rank and its peak number of stage activations.
     """
     panels = [timeline] if measured is None else [timeline, measured]
-    scale = _Scale.of(panels)
-    high = _TITLE + _ROW * timeline.num_ranks
-    body = [f'<g transform="translate(0 {n * (high + 8)})">{_panel(p, scale)}</g>' for n, p in enumerate(panels)]
-    top = len(panels) * (high + 8)
-    used = [op for op in _WORDS if any(span.action.op is op for span in timeline.computes)]
-    below = _axis(scale, unit) + _legend(used, with_stage=names_stages(_rows(timeline)))
-    body.append(f'<g transform="translate(0 {top})">{below}</g>')
+    scale = _Scale.for_panels(panels)
+    panel_height = _TITLE + _ROW * timeline.num_ranks
+    body = [
+        f'<g transform="translate(0 {n * (panel_height + 8)})">{_panel(p, scale)}</g>' for n, p in enumerate(panels)
+    ]
+    top = len(panels) * (panel_height + 8)
+    used_ops = [op for op in _OP_LABELS if any(span.action.op is op for span in timeline.compute_spans)]
+    axis_and_legend = _axis(scale, unit) + _legend(used_ops, with_stage=needs_stage_labels(_rows(timeline)))
+    body.append(f'<g transform="translate(0 {top})">{axis_and_legend}</g>')
     size = f'viewBox="0 0 {scale.width:.0f} {top + _FOOT}" width="{scale.width:.0f}"'
-    said = f"{timeline.name}: bubble {timeline.bubble:.1%}"
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(said, quote=True)}">'
+    description = f"{timeline.name}: bubble {timeline.bubble:.1%}"
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(description, quote=True)}">'
     return f"{start}<style>{_STYLE}</style>{''.join(body)}</svg>\n"
 
 
@@ -48,12 +50,12 @@ class _Scale:
     per_second: float
 
     @staticmethod
-    def of(panels: Sequence[Timeline]) -> "_Scale":
+    def for_panels(panels: Sequence[Timeline]) -> "_Scale":
         seconds = max(panel.makespan for panel in panels) or 1.0
-        passes = [span for span in panels[0].computes if span.action.op is not Op.UPDATE]
-        lengths = sorted(span.seconds for span in passes if span.seconds > 0) or [seconds]
-        plot = min(max(seconds / lengths[len(lengths) // 10] * 17, 560), 4200)
-        return _Scale(seconds=seconds, per_second=plot / seconds)
+        without_updates = [span for span in panels[0].compute_spans if span.action.op is not Op.UPDATE]
+        lengths = sorted(span.seconds for span in without_updates if span.seconds > 0) or [seconds]
+        plot_width = min(max(seconds / lengths[len(lengths) // 10] * 17, 560), 4200)
+        return _Scale(seconds=seconds, per_second=plot_width / seconds)
 
     @property
     def width(self) -> float:
@@ -67,57 +69,59 @@ class _Scale:
 
 def _panel(timeline: Timeline, scale: _Scale) -> str:
     rows = _rows(timeline)
-    with_stage = names_stages(rows)
-    ways = {stage: n for row in rows for n, stage in enumerate(sorted({action.stage for action in row}))}
-    held = timeline.peak_activations()
+    with_stage = needs_stage_labels(rows)
+    stage_numbers = {stage: n for row in rows for n, stage in enumerate(sorted({action.stage for action in row}))}
+    peak_activations = timeline.peak_activations()
     heading = f"{timeline.name} · {plural(timeline.num_ranks, 'rank')} · bubble {timeline.bubble:.1%}"
-    found = [f'<text class="t" x="{_HEAD}" y="20">{escape(heading)}</text>']
+    shapes = [f'<text class="t" x="{_HEAD}" y="20">{escape(heading)}</text>']
     end = scale.x(scale.seconds)
     for rank in range(timeline.num_ranks):
         y = _TITLE + rank * _ROW
-        found.append(f'<text class="s" x="{_HEAD - 8}" y="{y + 18}" text-anchor="end">rank {rank}</text>')
-        found.append(f'<rect class="idle" x="{_HEAD}" y="{y}" width="{end - _HEAD:.1f}" height="{_CELL}"/>')
-        said = f"idle {timeline.bubbles[rank]:.1%}" + (f" · holds {held[rank]:g}" if any(held) else "")
-        found.append(f'<text class="s" x="{end + 8:.1f}" y="{y + 18}">{said}</text>')
-    for span in timeline.computes:
-        shade = "b" if ways[span.action.stage] % 2 else "a"
-        found += _cell(span, timeline.start, scale, with_stage=with_stage, shade=shade)
-    return "".join(found)
+        shapes.append(f'<text class="s" x="{_HEAD - 8}" y="{y + 18}" text-anchor="end">rank {rank}</text>')
+        shapes.append(f'<rect class="idle" x="{_HEAD}" y="{y}" width="{end - _HEAD:.1f}" height="{_CELL}"/>')
+        label = f"idle {timeline.bubbles[rank]:.1%}" + (
+            f" · holds {peak_activations[rank]:g}" if any(peak_activations) else ""
+        )
+        shapes.append(f'<text class="s" x="{end + 8:.1f}" y="{y + 18}">{label}</text>')
+    for span in timeline.compute_spans:
+        shade = "b" if stage_numbers[span.action.stage] % 2 else "a"
+        shapes += _cell(span, timeline.start, scale, with_stage=with_stage, shade=shade)
+    return "".join(shapes)
 
 
 def _rows(timeline: Timeline) -> list[list[Action]]:
-    return [[span.action for span in timeline.computes if span.rank == rank] for rank in range(timeline.num_ranks)]
+    return [[span.action for span in timeline.compute_spans if span.rank == rank] for rank in range(timeline.num_ranks)]
 
 
 def _cell(span: Span, start: float, scale: _Scale, *, with_stage: bool, shade: str) -> Iterator[str]:
     action = span.action
-    x, wide = scale.x(span.start - start), span.seconds * scale.per_second
+    x, width = scale.x(span.start - start), span.seconds * scale.per_second
     y = _TITLE + span.rank * _ROW
     kind = f"{action.op}{shade}"
-    said = f"{action} on rank {span.rank}: {span.start - start:.4g} to {span.stop - start:.4g}"
-    shape = f'x="{x + 0.5:.1f}" y="{y}" width="{max(wide - 1, 0.5):.1f}" height="{_CELL}" rx="2"'
-    yield f'<rect class="{kind}" {shape}><title>{said}</title></rect>'
-    if wide < 9:
+    tooltip = f"{action} on rank {span.rank}: {span.start - start:.4g} to {span.stop - start:.4g}"
+    shape = f'x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_CELL}" rx="2"'
+    yield f'<rect class="{kind}" {shape}><title>{tooltip}</title></rect>'
+    if width < 9:
         return
-    middle = f'x="{x + wide / 2:.1f}" text-anchor="middle" class="on {kind}t'
+    middle = f'x="{x + width / 2:.1f}" text-anchor="middle" class="on {kind}t'
     letter = f"{action.op}{action.stage}" if with_stage else str(action.op)
     size = "k" if len(letter) < 3 else "k kk"
     yield f'<text {middle} {size}" y="{y + 11}">{letter}</text><text {middle}" y="{y + 23}">{action.microbatch}</text>'
 
 
 def _axis(scale: _Scale, unit: str) -> str:
-    step = _nice(scale.seconds / 8)
+    step = _round_step(scale.seconds / 8)
     count = floor(scale.seconds / step + 1e-9)
-    found = [f'<path class="axis" d="M{_HEAD} 4H{scale.x(scale.seconds):.1f}"/>']
+    shapes = [f'<path class="axis" d="M{_HEAD} 4H{scale.x(scale.seconds):.1f}"/>']
     for n in range(count + 1):
         x = scale.x(n * step)
-        found.append(f'<path class="axis" d="M{x:.1f} 4v4"/>')
+        shapes.append(f'<path class="axis" d="M{x:.1f} 4v4"/>')
         text = f"{n * step:g} {unit}" if n == count else f"{n * step:g}"
-        found.append(f'<text class="s" x="{x:.1f}" y="21" text-anchor="middle">{escape(text.strip())}</text>')
-    return "".join(found)
+        shapes.append(f'<text class="s" x="{x:.1f}" y="21" text-anchor="middle">{escape(text.strip())}</text>')
+    return "".join(shapes)
 
 
-def _nice(step: float) -> float:
+def _round_step(step: float) -> float:
     """Return the next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** floor(log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
@@ -125,20 +129,20 @@ def _nice(step: float) -> float:
 
 def _legend(ops: Sequence[Op], *, with_stage: bool) -> str:
     x = float(_HEAD)
-    found = []
+    shapes = []
     for op in ops:
-        found.append(f'<rect class="{op}a" x="{x:.0f}" y="31" width="16" height="16" rx="2"/>')
-        found.append(f'<text class="on {op}at" x="{x + 8:.0f}" y="43" text-anchor="middle">{op}</text>')
-        found.append(f'<text class="s" x="{x + 21:.0f}" y="43">{_WORDS[op]}</text>')
-        x += 36 + 5.7 * len(_WORDS[op])
+        shapes.append(f'<rect class="{op}a" x="{x:.0f}" y="31" width="16" height="16" rx="2"/>')
+        shapes.append(f'<text class="on {op}at" x="{x + 8:.0f}" y="43" text-anchor="middle">{op}</text>')
+        shapes.append(f'<text class="s" x="{x + 21:.0f}" y="43">{_OP_LABELS[op]}</text>')
+        x += 36 + 5.7 * len(_OP_LABELS[op])
     if with_stage:
-        words = "above: letter and stage; below: microbatch; light: every second stage of a rank"
-        found.append(f'<text class="s" x="{x:.0f}" y="43">{words}</text>')
-    return "".join(found)
+        note = "above: letter and stage; below: microbatch; light: every second stage of a rank"
+        shapes.append(f'<text class="s" x="{x:.0f}" y="43">{note}</text>')
+    return "".join(shapes)
 
 
 _DARK_TEXT, _WHITE = "#14181c", "#fff"
-_INKS = {  # the letters carry the same information
+_COLORS = {  # the letters show the same information
     Op.FORWARD: (("#0b62a4", _WHITE), ("#8cc4ea", _DARK_TEXT)),
     Op.BACKWARD: (("#b34d00", _WHITE), ("#f3b48c", _DARK_TEXT)),
     Op.INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),
@@ -151,7 +155,7 @@ _STYLE = (
     ".idle{fill:#8a94a0;opacity:.16}.axis{fill:none;stroke:#8a94a0}"
     + "".join(
         f".{op}{shade}{{fill:{fill}}}.{op}{shade}t{{fill:{text}}}"
-        for op, shades in _INKS.items()
+        for op, shades in _COLORS.items()
         for shade, (fill, text) in zip("ab", shades, strict=True)
     )
     + "@media(prefers-color-scheme:dark){.t{fill:#e5e8eb}.s{fill:#a5b0ba}}"

@@ -18,20 +18,20 @@ from paceline.schedule.schedules import (
     interleaved,
     naive,
     one_f_one_b,
-    vee,
+    v_placement,
     zbv,
     zero_bubble,
 )
 
 
-def loop(*, ranks: int, virtual: int) -> tuple[int, ...]:
+def loop_placement(*, ranks: int, virtual: int) -> tuple[int, ...]:
     """Return the rank of each stage: 0 1 2 3 0 1 2 3."""
     return tuple(range(ranks)) * virtual
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A pipeline schedule: `orders(ranks=, micro=, virtual=)` returns each rank's computes.
+    """A pipeline schedule: `orders(ranks=, micro=, virtual=)` returns the compute order of each rank.
 
     `makespan` is its closed form; `virtual` is the default number of stages per rank, and `any_virtual` allows other
     numbers; `placement(ranks=, virtual=)` returns the rank of each stage.
@@ -39,12 +39,12 @@ class Schedule:
 
     name: str
     orders: Callable[..., list[Order]]
-    makespan: closed_forms.Form
-    says: str
+    makespan: closed_forms.MakespanForm
+    description: str
     paper: str = ""
     virtual: int = 1
     any_virtual: bool = False
-    placement: Callable[..., tuple[int, ...]] = loop
+    placement: Callable[..., tuple[int, ...]] = loop_placement
     torch_names: tuple[str, ...] = field(default=())
 
 
@@ -54,31 +54,31 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             name="naive",
             orders=naive,
-            makespan=closed_forms.naive,
-            says="one microbatch at a time goes forward and back",
+            makespan=closed_forms.naive_makespan,
+            description="one microbatch at a time goes forward and back",
             any_virtual=True,
         ),
         Schedule(
             name="gpipe",
             orders=gpipe,
-            makespan=closed_forms.one_after_another,
-            says="all forwards, then all backwards",
+            makespan=closed_forms.one_f_one_b_makespan,
+            description="all forwards, then all backwards",
             paper="arXiv 1811.06965",
             torch_names=("GPipe",),
         ),
         Schedule(
             name="1f1b",
             orders=one_f_one_b,
-            makespan=closed_forms.one_after_another,
-            says="each backward as soon as possible",
+            makespan=closed_forms.one_f_one_b_makespan,
+            description="each backward as soon as possible",
             paper="arXiv 1806.03377, 2006.09503",
             torch_names=("1F1B",),
         ),
         Schedule(
             name="interleaved",
             orders=interleaved,
-            makespan=closed_forms.one_after_another,
-            says="1F1B over several stages per rank",
+            makespan=closed_forms.one_f_one_b_makespan,
+            description="1F1B over several stages per rank",
             paper="arXiv 2104.04473",
             virtual=2,
             any_virtual=True,
@@ -87,8 +87,8 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             name="breadth_first",
             orders=breadth_first,
-            makespan=closed_forms.one_after_another,
-            says="all microbatches through a rank's first stage, then its second, and back",
+            makespan=closed_forms.one_f_one_b_makespan,
+            description="all microbatches through a rank's first stage, then its second, and back",
             paper="arXiv 2211.05953",
             virtual=2,
             any_virtual=True,
@@ -97,15 +97,15 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             name="zb_h1",
             orders=zero_bubble,
-            makespan=closed_forms.weights_put_off,
-            says="1F1B whose weight gradients wait and fill the gaps",
+            makespan=closed_forms.zero_bubble_makespan,
+            description="1F1B whose weight gradients wait and fill the gaps",
             paper="arXiv 2401.10241",
         ),
         Schedule(
             name="zb_interleaved",
             orders=zero_bubble,
-            makespan=closed_forms.weights_put_off,
-            says="interleaved 1F1B whose weight gradients wait and fill the gaps",
+            makespan=closed_forms.zero_bubble_makespan,
+            description="interleaved 1F1B whose weight gradients wait and fill the gaps",
             paper="arXiv 2401.10241",
             virtual=2,
             any_virtual=True,
@@ -114,25 +114,27 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             name="zbv",
             orders=zbv,
-            makespan=closed_forms.vee,
-            says="down through the ranks and up again, weight gradients separate",
+            makespan=closed_forms.zbv_makespan,
+            description="down through the ranks and up again, weight gradients separate",
             paper="arXiv 2405.15362",
             virtual=2,
-            placement=vee,
+            placement=v_placement,
             torch_names=("ZBVZeroBubble",),
         ),
     )
 }
 
 
-def _plain(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return name.strip().lower().replace("-", "").replace("_", "").removeprefix("schedule")
 
 
-_KNOWN = {_plain(name): row for row in SCHEDULES.values() for name in (row.name, *row.torch_names)}
+_SCHEDULES_BY_NAME = {
+    _normalized_name(name): row for row in SCHEDULES.values() for name in (row.name, *row.torch_names)
+}
 
 
-def schedule_named(name: str) -> Schedule:
+def find_schedule(name: str) -> Schedule:
     """Return the schedule of this name, ignoring case, `-` and `_`.
 
     It also accepts torch's spellings (`Interleaved1F1B`, `ScheduleGPipe`).
@@ -140,8 +142,8 @@ def schedule_named(name: str) -> Schedule:
     Raises:
         LayoutError: no schedule has that name.
     """
-    if _plain(name) in _KNOWN:
-        return _KNOWN[_plain(name)]
+    if _normalized_name(name) in _SCHEDULES_BY_NAME:
+        return _SCHEDULES_BY_NAME[_normalized_name(name)]
     names = [*SCHEDULES, *(other for row in SCHEDULES.values() for other in row.torch_names)]
     raise LayoutError(
         f"{name!r} is not a pipeline schedule.",
@@ -151,20 +153,20 @@ def schedule_named(name: str) -> Schedule:
 
 
 def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> Program:
-    """Return the program of schedule `name` on `ranks` ranks for `micro` microbatches, any number of either.
+    """Return the program of schedule `name` on `ranks` ranks for `micro` microbatches; any numbers work.
 
-    Each rank holds `virtual` stages; the default is the schedule's own number.
+    Each rank holds `virtual` stages; the default is that of the schedule.
 
     Raises:
-        LayoutError: no such schedule, or it does not support these numbers.
+        LayoutError: the schedule does not exist, or does not support these numbers.
     """
-    schedule = schedule_named(name)
-    each = schedule.virtual if virtual is None else virtual
-    _refuse_bad_numbers(schedule, ranks=ranks, micro=micro, virtual=each)
+    schedule = find_schedule(name)
+    stages_per_rank = schedule.virtual if virtual is None else virtual
+    _refuse_bad_numbers(schedule, ranks=ranks, micro=micro, virtual=stages_per_rank)
     return lower(
-        schedule.orders(ranks=ranks, micro=micro, virtual=each),
+        schedule.orders(ranks=ranks, micro=micro, virtual=stages_per_rank),
         name=schedule.name,
-        rank_of_stage=schedule.placement(ranks=ranks, virtual=each),
+        rank_of_stage=schedule.placement(ranks=ranks, virtual=stages_per_rank),
         num_micro=micro,
     )
 

@@ -9,91 +9,98 @@ from paceline.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A compute on its rank's line, from tick `at` for `long` ticks; `is_marked` puts a line of ^ under it."""
+    """A compute in a rank's row, from `tick` for `num_ticks` ticks; if `is_marked`, it is underlined with ^."""
 
-    at: int
+    tick: int
     label: str
-    long: int = 1
+    num_ticks: int = 1
     is_marked: bool = False
 
 
 def action_label(action: Action, *, with_stage: bool) -> str:
-    """Return `F3`, or `F2.3` if the stage is not clear from the rank."""
+    """Return `F3` or, with the stage, `F2.3`."""
     return f"{action.op}{action.stage}.{action.microbatch}" if with_stage else f"{action.op}{action.microbatch}"
 
 
-def names_stages(actions: Sequence[Sequence[Action]]) -> bool:
-    """Return True if a rank computes in more than one stage, so that labels must name the stage."""
+def needs_stage_labels(actions: Sequence[Sequence[Action]]) -> bool:
+    """Return True if a rank computes in several stages, so that labels must name the stage."""
     return any(len({a.stage for a in row if a.op.is_compute}) > 1 for row in actions)
 
 
-def in_text(timeline: Timeline, *, width: int = 120) -> str:
+def draw_text(timeline: Timeline, *, width: int = 120) -> str:
     """Return the timeline as panels of `width` characters, followed by the bubble fraction.
 
     A tick is the shortest compute; a longer one is drawn with `-`, idle ticks with `.`.
     """
-    rows: list[list[Action]] = [[s.action for s in timeline.computes if s.rank == r] for r in range(timeline.num_ranks)]
-    with_stage = names_stages(rows)
-    tick = min((span.seconds for span in timeline.computes if span.seconds > 0), default=1.0)
+    rows: list[list[Action]] = [
+        [s.action for s in timeline.compute_spans if s.rank == r] for r in range(timeline.num_ranks)
+    ]
+    with_stage = needs_stage_labels(rows)
+    tick_seconds = min((span.seconds for span in timeline.compute_spans if span.seconds > 0), default=1.0)
     lines: list[list[Cell]] = [[] for _ in rows]
-    for span in sorted((s for s in timeline.computes if s.seconds > 0), key=lambda s: s.start):
+    for span in sorted((s for s in timeline.compute_spans if s.seconds > 0), key=lambda s: s.start):
         line = lines[span.rank]
-        at = max(round((span.start - timeline.start) / tick), line[-1].at + line[-1].long if line else 0)
-        long = max(1, round(span.seconds / tick))
-        line.append(Cell(at=at, long=long, label=action_label(span.action, with_stage=with_stage)))
-    ticks = max((line[-1].at + line[-1].long for line in lines if line), default=0)
-    each = max(1, (width - _HEAD) // _cell_width(lines))
-    panels = [panel(lines, first=first, last=min(first + each, ticks)) for first in range(0, ticks, each)]
+        first_tick = max(
+            round((span.start - timeline.start) / tick_seconds), line[-1].tick + line[-1].num_ticks if line else 0
+        )
+        num_ticks = max(1, round(span.seconds / tick_seconds))
+        line.append(Cell(tick=first_tick, num_ticks=num_ticks, label=action_label(span.action, with_stage=with_stage)))
+    ticks = max((line[-1].tick + line[-1].num_ticks for line in lines if line), default=0)
+    ticks_per_panel = max(1, (width - _LABEL_WIDTH) // _cell_width(lines))
+    panels = [
+        draw_panel(lines, first=first, last=min(first + ticks_per_panel, ticks))
+        for first in range(0, ticks, ticks_per_panel)
+    ]
     return "\n\n".join([*panels, f"{timeline.name}: bubble {timeline.bubble:.1%}"])
 
 
-def panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str:
-    """Return ticks `first` to `last` of every rank as text."""
-    wide = _cell_width(lines)
-    found = []
+def draw_panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str:
+    """Draw ticks `first` to `last` of every rank as text."""
+    cell_width = _cell_width(lines)
+    rows = []
     for rank, line in enumerate(lines):
-        drawn, marks = _drawn(line, first=first, last=last, wide=wide)
-        found.append(f"rank {rank}".ljust(_HEAD) + drawn.rstrip())
+        line_text, marks = _draw_line(line, first=first, last=last, cell_width=cell_width)
+        rows.append(f"rank {rank}".ljust(_LABEL_WIDTH) + line_text.rstrip())
         if marks.strip():
-            found.append(" " * _HEAD + marks.rstrip())
-    return "\n".join(found)
+            rows.append(" " * _LABEL_WIDTH + marks.rstrip())
+    return "\n".join(rows)
 
 
-def marked_panel(
+def draw_marked_panel(
     program: Program, *, order: Mapping[int, Sequence[tuple[int, Action]]], marks: Mapping[int, int], width: int = 118
 ) -> str:
-    """Return the timeline around its marks: `order[rank]` are (tick, compute), `marks[rank]` is a place in it."""
-    with_stage = names_stages([[action for _, action in row] for row in order.values()])
+    """Draw the timeline around its marks: `order[rank]` are (tick, compute) pairs, `marks[rank]` is one index."""
+    with_stage = needs_stage_labels([[action for _, action in row] for row in order.values()])
     lines = [
         [
-            Cell(at=tick, label=action_label(action, with_stage=with_stage), is_marked=marks.get(rank) == place)
+            Cell(tick=tick, label=action_label(action, with_stage=with_stage), is_marked=marks.get(rank) == place)
             for place, (tick, action) in enumerate(order[rank])
         ]
         for rank in range(program.num_ranks)
     ]
-    each = max(1, (width - _HEAD) // _cell_width(lines))
-    at = [cell.at for line in lines for cell in line if cell.is_marked]
-    middle = at[0] if at else 0
-    first = max(0, middle - each // 2)
-    return panel(lines, first=first, last=first + each)
+    num_ticks = max(1, (width - _LABEL_WIDTH) // _cell_width(lines))
+    marked_ticks = [cell.tick for line in lines for cell in line if cell.is_marked]
+    middle = marked_ticks[0] if marked_ticks else 0
+    first = max(0, middle - num_ticks // 2)
+    return draw_panel(lines, first=first, last=first + num_ticks)
 
 
-_HEAD = 9
+_LABEL_WIDTH = 9
 
 
 def _cell_width(lines: Sequence[Sequence[Cell]]) -> int:
     return max((len(cell.label) for line in lines for cell in line), default=1) + 1
 
 
-def _drawn(line: Sequence[Cell], *, first: int, last: int, wide: int) -> tuple[str, str]:
-    end = min(last, max((cell.at + cell.long for cell in line), default=first))
-    texts = [".".ljust(wide)] * max(0, end - first)
-    marks = [" " * wide] * len(texts)
+def _draw_line(line: Sequence[Cell], *, first: int, last: int, cell_width: int) -> tuple[str, str]:
+    last_tick = min(last, max((cell.tick + cell.num_ticks for cell in line), default=first))
+    texts = [".".ljust(cell_width)] * max(0, last_tick - first)
+    marks = [" " * cell_width] * len(texts)
     for cell in line:
-        for tick in range(max(cell.at, first), min(cell.at + cell.long, end)):
-            is_last = tick == cell.at + cell.long - 1
-            more = "-" * (wide - 1) + " " if is_last else "-" * wide
-            head = cell.label.ljust(wide, " " if is_last else "-")
-            texts[tick - first] = head if tick == cell.at else more
-            marks[tick - first] = ("^" * len(cell.label)).ljust(wide) if cell.is_marked else marks[tick - first]
+        for tick in range(max(cell.tick, first), min(cell.tick + cell.num_ticks, last_tick)):
+            is_last = tick == cell.tick + cell.num_ticks - 1
+            continuation = "-" * (cell_width - 1) + " " if is_last else "-" * cell_width
+            start = cell.label.ljust(cell_width, " " if is_last else "-")
+            texts[tick - first] = start if tick == cell.tick else continuation
+            marks[tick - first] = ("^" * len(cell.label)).ljust(cell_width) if cell.is_marked else marks[tick - first]
     return "".join(texts), "".join(marks)

@@ -1,4 +1,4 @@
-"""Timelines of what each rank did when, in one form for simulated and measured runs, to compare and draw both alike."""
+"""Timelines of the actions of each rank, in the same form for simulated and measured runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from paceline.schedule.program import Action, Op
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The start and stop of one action of a rank, in seconds; a receive lasts as long as the rank waited for it."""
+    """The start and stop of one action of a rank, in seconds; a receive lasts while the rank waits for it."""
 
     rank: int
     action: Action
@@ -31,25 +31,25 @@ class Timeline:
     spans: tuple[Span, ...]
 
     @cached_property
-    def computes(self) -> tuple[Span, ...]:
+    def compute_spans(self) -> tuple[Span, ...]:
         """Return the spans without the messages."""
         return tuple(span for span in self.spans if span.action.op.is_compute)
 
     @property
     def start(self) -> float:
         """Return the time at which the first rank began to compute."""
-        return min((span.start for span in self.computes), default=0.0)
+        return min((span.start for span in self.compute_spans), default=0.0)
 
     @property
     def makespan(self) -> float:
         """Return the seconds from the first compute's start to the last one's end."""
-        return max((span.stop for span in self.computes), default=0.0) - self.start
+        return max((span.stop for span in self.compute_spans), default=0.0) - self.start
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """Return the seconds that each rank spent computing."""
         busy = [0.0] * self.num_ranks
-        for span in self.computes:
+        for span in self.compute_spans:
             busy[span.rank] += span.seconds
         return tuple(busy)
 
@@ -63,23 +63,23 @@ class Timeline:
         """Return the bubble fraction: the mean of `bubbles`."""
         return sum(self.bubbles) / self.num_ranks
 
-    def peak_activations(self, *, of_stage: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Return each rank's peak of stage activations, held from their forward's start until B or W is done.
+    def peak_activations(self, *, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
+        """Return each rank's peak of stage activations, which it holds from the start of F to the end of B or W.
 
-        `of_stage` gives their sizes (bytes); by default each counts 1. A program without training holds none.
+        `stage_sizes` are their sizes (bytes); by default each counts 1. A program without backward holds none.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
-        if any(span.action.op is not Op.FORWARD for span in self.computes):
-            for span in self.computes:
-                size = 1 if of_stage is None else of_stage[span.action.stage]
+        if any(span.action.op is not Op.FORWARD for span in self.compute_spans):
+            for span in self.compute_spans:
+                size = 1 if stage_sizes is None else stage_sizes[span.action.stage]
                 if span.action.op is Op.FORWARD:
                     changes[span.rank].append((span.start, size))
                 elif span.action.op in (Op.BACKWARD, Op.WEIGHT):
                     changes[span.rank].append((span.stop, -size))
-        return tuple(_highest(found) for found in changes)
+        return tuple(_highest_sum(found) for found in changes)
 
 
-def _highest(changes: list[tuple[float, float]]) -> float:
+def _highest_sum(changes: list[tuple[float, float]]) -> float:
     """Return the highest running sum; at equal times, ends are counted before starts."""
     level = highest = 0.0
     for _, change in sorted(changes):

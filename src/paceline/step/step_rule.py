@@ -102,7 +102,7 @@ class StepRule(ABC):
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule, with the properties of the layout that its results depend on, for a checkpoint."""
-        return str(plan.rule)
+        return str(plan.update_rule)
 
     def buffer_note(self, policy: str) -> str:
         """Return a line for the user on how running statistics are combined."""

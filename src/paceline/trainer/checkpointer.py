@@ -109,7 +109,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "buffers": setup.settings.train.buffers,
         "drop_last": setup.settings.data.drop_last,
         "sample_seeds": setup.settings.data.sample_seeds,
-        "update": step_rule(setup.plan.rule).identity(setup.plan, setup.placed.piped),
+        "update": step_rule(setup.plan.update_rule).identity(setup.plan, setup.placed.piped),
         "compress": setup.plan.compress,
     }
 

@@ -209,7 +209,7 @@ class Loop:
             step_batch = next(
                 (one for one in self._recent_inputs if one.batch.after.step == error.step), self._recent_inputs[-1]
             )
-            if not step_rule(self.setup.plan.rule).traits.reads_samples:
+            if not step_rule(self.setup.plan.update_rule).traits.reads_samples:
                 step_batch = read_full_batch(step_batch, self.setup)
             over_batch = self.setup.step.replica.contract.over_batch
             raise explain_nonfinite_inputs(error, step_batch, world=world, over_batch=over_batch) from None

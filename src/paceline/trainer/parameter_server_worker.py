@@ -71,7 +71,7 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, entrance: Wo
     def connections() -> list[Connection]:
         return [
             connect_to_server(entrance, server=n, timeout_seconds=seconds)
-            for n in range(prepared_job.plan.rule.servers)
+            for n in range(prepared_job.plan.update_rule.servers)
         ]
 
     limit, failed_tries = max(seconds, CONNECT_SECONDS), 0
@@ -123,7 +123,7 @@ class ParameterServerWorker:
         self._reporter = self._replica.loss_reporter(tells=True)
         self._has_checked_writes = False
         self._faulted_step = 0
-        self._sums_shares = prepared_job.plan.rule.staleness == 0
+        self._sums_shares = prepared_job.plan.update_rule.staleness == 0
         settings, job, task = prepared_job.settings, setup.job, prepared_job.task
         self._loader = random_access_loader(job, settings, global_batch_size=prepared_job.plan.global_batch_size)
         start_number = int(os.environ.get(START_NUMBER, "1"))

@@ -209,7 +209,7 @@ class Run:
             world = join_world(prepared_job)
             self._run_lock = lock_run_dir(prepared_job.task, world=world)
             self._session = open_session(prepared_job, world=world, on_eval_target=self)
-            if self._prepared_job is None and prepared_job.plan.rule.is_synchronous:
+            if self._prepared_job is None and prepared_job.plan.update_rule.is_synchronous:
                 self._update_guard = _UpdateGuard(self.optimizers)
         except BaseException as error:
             self._restore_process_state()

@@ -16,7 +16,7 @@ from paceline.console.output import flush
 from paceline.errors import UsageError
 from paceline.launch.environments import JoinedWorld
 from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE, torch_imported_error
-from paceline.planner.layout.execution_plan import Resources, settle_threads
+from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.run_folder.run_folder import run_of
 
@@ -91,4 +91,4 @@ def count_processes(task: Task) -> int:
 def count_threads(task: Task, *, exact: bool) -> int:
     """Return how many threads each rank uses."""
     cluster = Resources(ranks=task.ranks, cores=usable_cores())
-    return settle_threads(cluster=cluster, one=exact, asked=task.settings.get("train.threads"))
+    return choose_threads(cluster=cluster, one_thread=exact, requested=task.settings.get("train.threads"))

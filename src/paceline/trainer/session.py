@@ -33,7 +33,7 @@ from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
-from paceline.reporting.sinks.sink_registry import CURVES, make_sinks
+from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
 from paceline.run_folder.plan_file import write_decided
 from paceline.run_folder.run_folder import RunFolder, run_of
 from paceline.step.update_rules import step_rule
@@ -286,7 +286,7 @@ class _SessionBuilder:
         return feed_for(
             self.setup.data,
             settings,
-            cut=cut_for(plan, settings, self.setup.worlds.data, reads=step_rule(plan.rule).traits.reads_samples),
+            cut=cut_for(plan, settings, self.setup.worlds.data, reads=step_rule(plan.update_rule).traits.reads_samples),
             cursor=cursor,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
@@ -300,7 +300,9 @@ class _SessionBuilder:
             return EventBus()
         names = self.prepared_job.settings.watch.to
         if self.prepared_job.task.verb == "evaluate":
-            names = tuple(name for name in names if name not in {*CURVES, "jsonl"})  # these sinks record only training
+            names = tuple(
+                name for name in names if name not in {*CURVE_SINKS, "jsonl"}
+            )  # these sinks record only training
         sinks, skipped_notes = make_sinks(names, run=self.run)
         event_bus = EventBus(sinks)
         for note in skipped_notes:
@@ -406,7 +408,7 @@ class _SessionBuilder:
         if self.prepared_job.job.eval_data is not None:
             intervals = f"evaluate {format_interval(loop.eval_every, total=loop.total_steps)}, {intervals}"
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {intervals}")
-        rule = self.prepared_job.plan.rule
+        rule = self.prepared_job.plan.update_rule
         lines += rule_planning(rule).length_notes(rule, total_steps=loop.total_steps)
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.setup.model)):

@@ -197,7 +197,7 @@ class LockstepComparison:
         plan, worlds = self._setup.plan, self._setup.worlds
         remat = plan.asked.remat != "none"
         is_unexplained = self._world.share_json(comparison is not None and bool(comparison.unexplained))
-        if not is_unexplained or not (remat or set(worlds.mesh.split) - {"dp_replicate"}):
+        if not is_unexplained or not (remat or set(worlds.mesh.split_axes) - {"dp_replicate"}):
             return
         num_microbatches = min(worlds.data.world_size, step_input.num_micro)
         reference_outputs = None if comparison is None else comparison.record_module_outputs(num_microbatches)

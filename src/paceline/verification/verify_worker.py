@@ -65,7 +65,7 @@ def verify(payload: Mapping[str, Any]) -> int:
 
 def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dict[str, Any]:
     """Run all rungs on an existing world, and return the answer, which is the same on every rank."""
-    refuse_compression_with_sync_bn(prepared_job.plan.wire, buffers=prepared_job.settings.train.buffers)
+    refuse_compression_with_sync_bn(prepared_job.plan.compression, buffers=prepared_job.settings.train.buffers)
     instructions = WorkerInstructions(world)
     guard_hooks()  # before the first model is built: the reference's model has the same class, but no hooks
     loss_scale = _find_loss_scale(prepared_job, world)
@@ -76,10 +76,10 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
             lambda: _run_first_rung(prepared_job, world),
         )
     ]
-    verify_method = step_rule(prepared_job.plan.rule).traits.verified
+    verify_method = step_rule(prepared_job.plan.update_rule).traits.verified
     if rungs[0].result.verdict != DIFFERENT and verify_method == "replayed":
         rungs += _replayed_rungs(prepared_job, world, steps, rungs[0].result, instructions)
-    elif rungs[0].result.verdict != DIFFERENT and (verify_method == "freely" or prepared_job.plan.wire.is_on):
+    elif rungs[0].result.verdict != DIFFERENT and (verify_method == "freely" or prepared_job.plan.compression.is_on):
         rungs += _independent_rungs(prepared_job, world, steps, rungs[0].result, loss_scale)
     elif rungs[0].result.verdict != DIFFERENT:
         cursors = _steps_to_compare(prepared_job, world, steps, rungs[0].result)

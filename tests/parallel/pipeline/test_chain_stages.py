@@ -13,7 +13,7 @@ from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.free_memory import hollow_parameters
 from paceline.parallel.pipeline.stagewise_check import compare_stagewise
-from paceline.planner.model_costs.stage_balance import balance
+from paceline.planner.model_costs.stage_balance import balance_stages
 from paceline.profiling.model_tracing.block_timer import time_blocks
 from tests.parallel.pipeline.chain_models import CASES, HF, OWN, Block, Nano, Pair, built
 from tests.parallel.pipeline.stages_in_one_process import Ranks, alone, streamed
@@ -281,4 +281,4 @@ def test_blocks_are_timed_and_the_slow_one_stands_alone() -> None:
     )
     assert times.names == tuple("012345") and all(p.grad is None for p in model.parameters())
     assert times.both[3] > 4 * max(times.both[:3] + times.both[4:]) and min(times.forward + times.backward) > 0
-    assert balance(num_stages=3, seconds=times.both).bounds == ((0, 3), (3, 4), (4, 6))
+    assert balance_stages(num_stages=3, seconds=times.both).bounds == ((0, 3), (3, 4), (4, 6))

@@ -9,15 +9,20 @@ import pytest
 
 from paceline.console.formatting import format_size
 from paceline.errors import LayoutError, PacelineError, UsageError
-from paceline.planner.advice.named_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import evaluate_named_layouts
 from paceline.planner.advice.plan_file_diff import diff_plan_files
 from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import MeasuredTime
-from paceline.planner.cost.memory import PARTS
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
-from paceline.planner.search.evaluate_named_layout import estimate_named, estimate_told, forecast_of, row_named
+from paceline.planner.cost.memory import MEMORY_PARTS
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
+from paceline.planner.search.evaluate_named_layout import (
+    cost_model_from_json,
+    estimate_from_row,
+    estimate_named,
+    find_row,
+)
 from paceline.planner.search.search_space import candidates
 from paceline.reporting.plan_report import plan_page
 from tests.planner.random_plans import forecast
@@ -26,14 +31,18 @@ LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vo
 
 
 def made(cluster: str = "8xH100-80G", *, batch: int = 64) -> CostModel:
-    facts = decoder_facts(LLAMA_8B, name="8B", length=8192, global_batch_size=batch)
-    return CostModel(facts=facts, fleet=read_fleet(cluster))
+    facts = build_decoder_profile(LLAMA_8B, name="8B", length=8192, global_batch_size=batch)
+    return CostModel(profile=facts, cluster=parse_cluster(cluster))
 
 
 def answer(drawn: CostModel, *layouts: str) -> dict[str, Any]:
     """As `plan` gives it."""
-    found = judge_asked_layouts(drawn, layouts).as_json() if layouts else advise(drawn).as_json()
-    own = {"facts": drawn.facts.as_json(), "cluster": drawn.fleet.as_json(), "efficiency": drawn.efficiency.as_json()}
+    found = evaluate_named_layouts(drawn, layouts).as_json() if layouts else advise(drawn).as_json()
+    own = {
+        "facts": drawn.profile.as_json(),
+        "cluster": drawn.cluster.as_json(),
+        "efficiency": drawn.efficiency.as_json(),
+    }
     read: dict[str, Any] = json.loads(json.dumps({**found, **own}))
     return read
 
@@ -41,7 +50,7 @@ def answer(drawn: CostModel, *layouts: str) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_candidates_own_words_name_it(seed: int) -> None:
     drawn, grid = forecast(seed)
-    for candidate in list(candidates(drawn.facts, drawn.fleet, grid))[::17]:
+    for candidate in list(candidates(drawn.profile, drawn.cluster, grid))[::17]:
         found = estimate_named(drawn, candidate.layout, micro_batch_size=candidate.micro_batch_size)
         assert found == drawn.estimate(candidate)
 
@@ -57,7 +66,7 @@ def test_without_a_microbatch_the_quickest_that_fits_is_taken() -> None:
 
 
 def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out() -> None:
-    found = judge_asked_layouts(made(), ["ddp", "fsdp,remat=full", "single", "tp=16", "ep=2,dp=8"])
+    found = evaluate_named_layouts(made(), ["ddp", "fsdp,remat=full", "single", "tp=16", "ep=2,dp=8"])
     told = found.as_json()
     assert [row["layout"] for row in told["plans"]] == ["ddp", "fsdp,remat=full", "single", "tp=16", "ep=2,dp=8"]
     assert [row["fits"] for row in told["plans"]] == [False, True, False, False, False]
@@ -72,23 +81,23 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
 
 
 def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:
-    found = judge_asked_layouts(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
+    found = evaluate_named_layouts(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
     assert [row["layout"] for row in found.as_json()["plans"]] == ["fsdp,remat=full", "fsdp,remat=every:2"]
     assert "every:2 is between none and full" in found.missing["fsdp,remat=every:2"]
     with pytest.raises(LayoutError, match="remat=none, selective and full") as caught:
-        judge_asked_layouts(made(), ["fsdp,remat=every:2"])
+        evaluate_named_layouts(made(), ["fsdp,remat=every:2"])
     assert caught.value.hint == "--layouts fsdp,remat=none fsdp,remat=full"
 
 
 def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
     drawn, names = made(), ["fsdp,remat=full", "single"]
-    own, other = (row.estimate for row in judge_asked_layouts(drawn, names).rows)
-    timed = replace(own, timed=MeasuredTime(seconds=3 * own.step_seconds, spread=0.1, steps=5, blocks=(2, 4)))
-    first, second = judge_asked_layouts(drawn, names, timed=[timed]).rows
-    assert first.estimate.timed == timed.timed and second.estimate.timed is None
+    own, other = (row.estimate for row in evaluate_named_layouts(drawn, names).rows)
+    timed = replace(own, measured_time=MeasuredTime(seconds=3 * own.step_seconds, spread=0.1, steps=5, blocks=(2, 4)))
+    first, second = evaluate_named_layouts(drawn, names, timed_estimates=[timed]).rows
+    assert first.estimate.measured_time == timed.measured_time and second.estimate.measured_time is None
     assert first.estimate.step_seconds == pytest.approx(3 * own.step_seconds)
     assert second.estimate.step_seconds == pytest.approx(3 * other.step_seconds)
-    assert "timed (± 10%)" in "\n".join(judge_asked_layouts(drawn, names, timed=[timed]).lines())
+    assert "timed (± 10%)" in "\n".join(evaluate_named_layouts(drawn, names, timed_estimates=[timed]).lines())
 
 
 @pytest.mark.parametrize(
@@ -106,9 +115,9 @@ def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
 def test_a_layout_that_can_not_be_had_says_why(layout: str, said: str) -> None:
     drawn = made()
     refused = {"pp": "no chain of blocks was found"} if layout == "pp=2,dp=4" else {}
-    drawn = CostModel(facts=replace(drawn.facts, tp_sizes=(2, 4), refused=refused), fleet=drawn.fleet)
+    drawn = CostModel(profile=replace(drawn.profile, tp_sizes=(2, 4), refused=refused), cluster=drawn.cluster)
     with pytest.raises(PacelineError) as refused:
-        judge_asked_layouts(drawn, [layout])
+        evaluate_named_layouts(drawn, [layout])
     assert said in str(refused.value)
 
 
@@ -122,17 +131,17 @@ def test_microbatches_and_replicas_that_can_not_be_are_refused() -> None:
 def test_a_plan_in_a_file_is_what_it_was() -> None:
     drawn = made()
     told = answer(drawn)
-    again = forecast_of(told)
-    assert (again.facts, again.fleet, again.efficiency) == (drawn.facts, drawn.fleet, drawn.efficiency)
+    again = cost_model_from_json(told)
+    assert (again.profile, again.cluster, again.efficiency) == (drawn.profile, drawn.cluster, drawn.efficiency)
     for row, own in zip(told["plans"], advise(drawn).rows, strict=True):
-        found = estimate_told(again, row)
+        found = estimate_from_row(again, row)
         assert found.candidate == own.estimate.candidate and found.seconds == own.estimate.seconds
-        assert found.peak_bytes == pytest.approx(own.estimate.peak_bytes, abs=len(PARTS))
-    assert row_named(told)["layout"] == told["recommended"]
+        assert found.peak_bytes == pytest.approx(own.estimate.peak_bytes, abs=len(MEMORY_PARTS))
+    assert find_row(told)["layout"] == told["recommended"]
     with pytest.raises(UsageError, match="the plan has no layout ddp,remat=no"):
-        row_named(told, "ddp,remat=no")
+        find_row(told, "ddp,remat=no")
     with pytest.raises(UsageError, match="does not state its model or its cluster"):
-        forecast_of({"plans": []})
+        cost_model_from_json({"plans": []})
 
 
 def test_bytes_and_seconds_that_stand_in_the_file_are_taken() -> None:
@@ -140,7 +149,7 @@ def test_bytes_and_seconds_that_stand_in_the_file_are_taken() -> None:
     row = told["plans"][0]
     row["parts"] = {"activations": 3 << 30, "total": 9 << 30}  # as a replay counted them
     row["seconds"]["compute"] = 100.0
-    found = estimate_told(forecast_of(told), row)
+    found = estimate_from_row(cost_model_from_json(told), row)
     assert found.peak_bytes == 3 << 30 and found.step_seconds > 100
 
 

@@ -7,16 +7,16 @@ import pytest
 
 from paceline.errors import LayoutError
 from paceline.planner.advice.layout_diff import layout_differences
-from paceline.planner.advice.memory_breakdown import case_of
-from paceline.planner.advice.recommendations import advise, plan_row
+from paceline.planner.advice.memory_breakdown import find_memory_case
+from paceline.planner.advice.recommendations import advise, build_plan_row
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.forecast_margins import is_tie
 from paceline.planner.cost.layout_candidate import FAMILIES, Candidate
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.model_costs.model_profile import ModelProfile, OptimizerFootprint
-from paceline.planner.search.branch_and_bound import key_of, search
-from paceline.planner.search.layout_simplicity import simplicity
+from paceline.planner.search.branch_and_bound import search, sort_key
+from paceline.planner.search.layout_simplicity import simplicity_key
 from paceline.planner.search.neighbors import cheapest_changes
 from paceline.planner.search.search_space import SearchSpace
 from tests.planner.random_plans import forecast
@@ -27,11 +27,11 @@ LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=
 
 
 def facts_of(sizes: Decoder, *, length: int = 8192, batch: int = 64) -> ModelProfile:
-    return decoder_facts(sizes, name="the model", length=length, global_batch_size=batch)
+    return build_decoder_profile(sizes, name="the model", length=length, global_batch_size=batch)
 
 
 def made(sizes: Decoder, cluster: str, *, length: int = 8192, batch: int = 64) -> CostModel:
-    return CostModel(facts=facts_of(sizes, length=length, batch=batch), fleet=read_fleet(cluster))
+    return CostModel(profile=facts_of(sizes, length=length, batch=batch), cluster=parse_cluster(cluster))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def made(sizes: Decoder, cluster: str, *, length: int = 8192, batch: int = 64) -
     ],
 )
 def test_the_three_cases(sizes: Decoder, cluster: str, length: int, case: int, says: str) -> None:
-    found = case_of(made(sizes, cluster, length=length))
-    assert found.number == case and says in found.says
+    found = find_memory_case(made(sizes, cluster, length=length))
+    assert found.number == case and says in found.description
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -62,16 +62,16 @@ def test_advice_is_what_was_found(seed: int) -> None:
     shown = {row.family: row.estimate for row in advice.rows if row.estimate.fits}
     own = advice.recommended.candidate.family
     assert shown == {**best, own: advice.recommended}
-    quickest = min(best.values(), key=key_of)
+    quickest = min(best.values(), key=sort_key)
     assert advice.recommended.fits and is_tie(advice.recommended, quickest)
-    assert simplicity(advice.recommended.candidate) <= min(
-        simplicity(one.candidate) for one in best.values() if is_tie(one, quickest)
+    assert simplicity_key(advice.recommended.candidate) <= min(
+        simplicity_key(one.candidate) for one in best.values() if is_tie(one, quickest)
     )
     assert (advice.tie is None) == (advice.recommended.step_seconds == quickest.step_seconds)
-    assert ("a tie" in advice.rows[0].says) == (advice.tie is not None)
+    assert ("a tie" in advice.rows[0].explanation) == (advice.tie is not None)
     assert len({row.family for row in advice.rows}) == len(advice.rows)
     assert {row.family for row in advice.rows} <= set(FAMILIES)
-    assert all(row.says for row in advice.rows)
+    assert all(row.explanation for row in advice.rows)
     for row in advice.rows:
         for change in row.changes:
             assert not row.estimate.fits and change.estimate.fits
@@ -95,7 +95,7 @@ def test_json_has_its_fixed_keys_and_reads_back() -> None:
 
 
 def test_of_layouts_that_cannot_be_told_apart_the_simplest() -> None:
-    advice = advise(CostModel(facts=facts_of(SMALL, length=64, batch=32), fleet=read_fleet("2xcpu")))
+    advice = advise(CostModel(profile=facts_of(SMALL, length=64, batch=32), cluster=parse_cluster("2xcpu")))
     assert advice.case.number == 1 and advice.recommended.layout == "ddp"
 
 
@@ -107,12 +107,12 @@ def test_one_device_has_no_other_family() -> None:
 def test_what_does_not_fit_says_by_how_much_and_what_would_change_it() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     asked = forecasts.estimate(Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
-    row = plan_row(forecasts, asked)
-    assert not asked.fits and " too much: " in row.says and 1 <= len(row.changes) <= 3
+    row = build_plan_row(forecasts, asked)
+    assert not asked.fits and " too much: " in row.explanation and 1 <= len(row.changes) <= 3
     assert all(change.estimate.fits and "dp" in str(change) and " GiB, " in str(change) for change in row.changes)
     times = [change.seconds for change in row.changes]
     assert times == sorted(times)
-    assert plan_row(forecasts, row.changes[0].estimate).changes == ()
+    assert build_plan_row(forecasts, row.changes[0].estimate).changes == ()
 
 
 def test_one_change_is_enough_where_one_is() -> None:
@@ -120,7 +120,13 @@ def test_one_change_is_enough_where_one_is() -> None:
     asked = forecasts.estimate(Candidate(dp_shard=8, zero=3, micro_batch_size=8, precision="bf16"))
     assert not asked.fits
     found = cheapest_changes(forecasts, asked, grid=SearchSpace())
-    assert any(change.says == "micro_batch_size 8 -> 1" or change.says.startswith("remat") for change in found) or found
+    assert (
+        any(
+            change.description == "micro_batch_size 8 -> 1" or change.description.startswith("remat")
+            for change in found
+        )
+        or found
+    )
 
 
 def test_no_layout_fits_is_an_error_of_our_own() -> None:
@@ -141,10 +147,10 @@ def test_where_nothing_larger_helps_it_says_so() -> None:
 def test_more_ranks_than_samples() -> None:
     facts = replace(facts_of(SMALL, batch=2), tp_sizes=(), cp_sizes=(), refused={"pp": "it has no chain"})
     with pytest.raises(LayoutError, match="there is no layout of the model on 8 × T4") as caught:
-        advise(CostModel(facts=facts, fleet=read_fleet("8xT4")))
+        advise(CostModel(profile=facts, cluster=parse_cluster("8xT4")))
     assert "a global batch of 8 or more" in str(caught.value)
     with pytest.raises(LayoutError, match="there is no layout of the model on 8 × T4"):
-        advise(CostModel(facts=replace(facts, name=""), fleet=read_fleet("8xT4")))
+        advise(CostModel(profile=replace(facts, name=""), cluster=parse_cluster("8xT4")))
 
 
 def test_families_that_the_model_or_the_optimizer_refuses_say_why() -> None:
@@ -152,7 +158,7 @@ def test_families_that_the_model_or_the_optimizer_refuses_say_why() -> None:
         facts_of(SMALL, length=512), optimizer=OptimizerFootprint(name="Muon", state_bytes=4.0, whole_tensors=True),
         refused={"pp": "a skip over every border"},
     )  # fmt: skip
-    missing = "\n".join(advise(CostModel(facts=facts, fleet=read_fleet("8xA100-80G"))).missing)
+    missing = "\n".join(advise(CostModel(profile=facts, cluster=parse_cluster("8xA100-80G"))).missing)
     assert "pp: a skip over every border" in missing and "fsdp: Muon needs whole tensors" in missing
 
 
@@ -166,12 +172,12 @@ def test_memory_is_named_where_it_keeps_out_what_is_quicker() -> None:
 def test_after_a_run_without_memory_the_next_plan_needs_less() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     first = advise(forecasts).recommended
-    second = advise(forecasts.below(0.9 * first.peak_bytes)).recommended
+    second = advise(forecasts.with_memory_limit(0.9 * first.peak_bytes)).recommended
     assert second.peak_bytes <= 0.9 * first.peak_bytes and second.step_seconds >= first.step_seconds
-    assert forecasts.below(1e15).fleet == forecasts.fleet
-    rows = advise(forecasts.below(0.9 * first.peak_bytes).below(0.8 * first.peak_bytes)).rows
-    assert all(" of 80.0 GiB are left" in row.says for row in rows if row.fits)
-    assert rows[0].fits and "80.0 GiB" in rows[0].says
+    assert forecasts.with_memory_limit(1e15).cluster == forecasts.cluster
+    rows = advise(forecasts.with_memory_limit(0.9 * first.peak_bytes).with_memory_limit(0.8 * first.peak_bytes)).rows
+    assert all(" of 80.0 GiB are left" in row.explanation for row in rows if row.fits)
+    assert rows[0].fits and "80.0 GiB" in rows[0].explanation
 
 
 def test_differences_name_what_changed_and_what_it_did() -> None:
@@ -193,5 +199,5 @@ def test_a_plan_of_thousands_of_ranks_is_quick() -> None:
     start = time.process_time()
     found = search(forecasts)
     seconds = time.process_time() - start
-    assert found.first is not None and found.first.candidate.ranks == 16384
+    assert found.fastest is not None and found.fastest.candidate.ranks == 16384
     assert found.num_estimates < 5000 and seconds < 3  # under 1 s where nothing else runs: benchmarks/search.py

@@ -38,7 +38,7 @@ UPDATE = 400 * (3 * 4 + 2 * 8) / 1e9
 
 
 def made(facts: ModelProfile = FACTS, fleet: Cluster = FLEET, efficiency: Efficiency = ALL) -> CostModel:
-    return CostModel(facts=facts, fleet=fleet, efficiency=efficiency)
+    return CostModel(profile=facts, cluster=fleet, efficiency=efficiency)
 
 
 def test_one_device() -> None:
@@ -131,7 +131,7 @@ def test_a_model_without_a_chain() -> None:
     every = list(candidates(facts, FLEET, SearchSpace()))
     assert {one.family for one in every} == {"ddp", "zero1", "zero2", "fsdp", "tp"}
     assert {one.remat for one in every} == {"none"} and {one.pp for one in every} == {1}
-    assert search(made(facts)).first is not None
+    assert search(made(facts)).fastest is not None
 
 
 def test_tensor_parallelism() -> None:
@@ -168,8 +168,8 @@ def test_of_ranks_with_equal_stages_the_first_is_looked_at() -> None:
     facts = replace(FACTS, blocks=(BLOCK,) * 8)
     forecast = made(facts, replace(FLEET, devices=4))
     candidate = Candidate(pp=4)
-    assert [rank for rank, _ in forecast.ranks(candidate)] == [0, 1, 3]
-    assert [alive.held for alive in forecast.alive(candidate)] == [4, 3, 1]
+    assert [rank for rank, _ in forecast.distinct_ranks(candidate)] == [0, 1, 3]
+    assert [alive.num_held for alive in forecast.activation_peaks(candidate)] == [4, 3, 1]
 
 
 def test_the_host() -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from paceline.config.layout import parse_layout
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
-from paceline.planner.cost.layout_candidate import Candidate, candidate_of
+from paceline.planner.cost.layout_candidate import Candidate, candidate_from_layout
 from paceline.planner.cost.memory import static_bytes
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 from paceline.planner.hardware.efficiency import Efficiency
 from paceline.planner.layout.axis_products import check_axis_products
-from paceline.planner.layout.mesh import mesh_of
-from paceline.planner.model_costs.layer_chain import chain_of
+from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.model_costs.layer_chain import build_chain
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.planner.search.search_space import candidates
 from tests.planner.random_plans import forecast, some
@@ -43,7 +43,7 @@ def changed(seed: int, **changes: object) -> list[tuple[Estimate, Estimate]]:
 
 
 def on_fleet(change: Callable[[Cluster], Cluster]) -> Callable[[CostModel], CostModel]:
-    return lambda made: CostModel(facts=made.facts, fleet=change(made.fleet), efficiency=made.efficiency)
+    return lambda made: CostModel(profile=made.profile, cluster=change(made.cluster), efficiency=made.efficiency)
 
 
 def on_device(change: Callable[[Device], Device]) -> Callable[[CostModel], CostModel]:
@@ -75,23 +75,28 @@ def test_every_candidate_is_legal_and_reads_back_as_it_was_written(seed: int) ->
     for candidate in found:
         layout = parse_layout(candidate.layout)
         problems: list[object] = []
-        mesh = mesh_of(layout, ranks=made.fleet.ranks, problems=problems)  # type: ignore[arg-type]
+        mesh = resolve_mesh(layout, ranks=made.cluster.ranks, problems=problems)  # type: ignore[arg-type]
         assert not problems and not check_axis_products(layout, mesh), candidate.layout
         size, precision = candidate.micro_batch_size, candidate.precision
-        assert candidate_of(layout, mesh, micro_batch_size=size, precision=precision) == candidate
-        assert candidate.ranks == made.fleet.ranks
+        assert candidate_from_layout(layout, mesh, micro_batch_size=size, precision=precision) == candidate
+        assert candidate.ranks == made.cluster.ranks
 
 
 def test_one_rank_that_runs_blocks_again_is_written_as_replicas() -> None:
     alone = Candidate(remat="full")
     assert alone.layout == "dp=1,remat=full" and Candidate().layout == "single"
     layout = parse_layout(alone.layout)
-    assert candidate_of(layout, mesh_of(layout, ranks=1, problems=[]), micro_batch_size=1, precision="fp32") == alone
+    assert (
+        candidate_from_layout(layout, resolve_mesh(layout, ranks=1, problems=[]), micro_batch_size=1, precision="fp32")
+        == alone
+    )
 
 
 def test_what_runs_every_second_block_again_is_taken_to_keep_all() -> None:
     layout = parse_layout("fsdp,remat=every:2")
-    found = candidate_of(layout, mesh_of(layout, ranks=2, problems=[]), micro_batch_size=1, precision="bf16")
+    found = candidate_from_layout(
+        layout, resolve_mesh(layout, ranks=2, problems=[]), micro_batch_size=1, precision="bf16"
+    )
     assert (found.remat, found.zero, found.dp_shard) == ("none", 3, 2)
 
 
@@ -102,9 +107,9 @@ def test_all_samples_are_in_a_microbatch_and_all_blocks_in_a_stage(seed: int) ->
     for estimate in map(made.estimate, found):
         candidate = estimate.candidate
         each = candidate.micro_batch_size * candidate.replicas
-        assert (estimate.num_micro - 1) * each < made.facts.global_batch_size <= estimate.num_micro * each
+        assert (estimate.num_micro - 1) * each < made.profile.global_batch_size <= estimate.num_micro * each
         if candidate.pp > 1:
-            assert sum(estimate.stages) == len(made.facts.blocks) and min(estimate.stages) >= 1
+            assert sum(estimate.stages) == len(made.profile.blocks) and min(estimate.stages) >= 1
             assert len(estimate.stages) == candidate.pp * candidate.virtual
 
 
@@ -148,7 +153,9 @@ def test_a_faster_device_is_never_slower(what: str, seed: int) -> None:
 def test_what_is_used_better_is_never_slower(name: str, seed: int) -> None:
     def better(made: CostModel) -> CostModel:
         value = min(1.0, 1.2 * float(getattr(made.efficiency, name)))
-        return CostModel(facts=made.facts, fleet=made.fleet, efficiency=replace(made.efficiency, **{name: value}))
+        return CostModel(
+            profile=made.profile, cluster=made.cluster, efficiency=replace(made.efficiency, **{name: value})
+        )
 
     for one, other in pairs(seed, better):
         assert other.step_seconds <= one.step_seconds * NEAR
@@ -158,8 +165,8 @@ def test_what_is_used_better_is_never_slower(name: str, seed: int) -> None:
 @drawn
 def test_longer_samples_take_more_of_everything(seed: int) -> None:
     def longer(made: CostModel) -> CostModel:
-        facts = replace(made.facts, length=2 * made.facts.length)
-        return CostModel(facts=facts, fleet=made.fleet, efficiency=made.efficiency)
+        facts = replace(made.profile, length=2 * made.profile.length)
+        return CostModel(profile=facts, cluster=made.cluster, efficiency=made.efficiency)
 
     for one, other in pairs(seed, longer):
         if one.stages == other.stages:  # attention weighs more in longer ones, which may move a border
@@ -187,9 +194,9 @@ def test_each_stage_of_zero_leaves_less(seed: int) -> None:
         shards = replace(candidate, dp_replicate=1, dp_shard=candidate.replicas, offload=(), params="fp32")
         whole = replace(shards, dp_replicate=candidate.replicas, dp_shard=1, zero=0)
         every = [whole, *(replace(shards, zero=zero) for zero in (1, 2, 3))]
-        for _, stages in made.ranks(candidate):
+        for _, stages in made.distinct_ranks(candidate):
             elements = made.elements(candidate, stages)
-            states = [static_bytes(elements, one, made.facts) for one in every]
+            states = [static_bytes(elements, one, made.profile) for one in every]
             parameters, gradients, optimizer = zip(*states, strict=True)
             assert [sum(state) for state in states] == sorted(map(sum, states), reverse=True)
             assert parameters[0] == parameters[1] == parameters[2] >= parameters[3]
@@ -212,7 +219,7 @@ def test_remat_never_holds_more_and_is_never_quicker(seed: int) -> None:
     made, found = some(seed)
     for candidate in (one for one in found if one.cp == 1):
         every = [made.estimate(replace(candidate, remat=remat)) for remat in ("none", "selective", "full")]
-        alive = [made.alive(one.candidate)[0] for one in every]
+        alive = [made.activation_peaks(one.candidate)[0] for one in every]
         held = [one.held_bytes + one.cast_bytes for one in alive]
         assert held[0] * NEAR >= held[1] >= held[2] / NEAR
         assert every[0].peak_bytes * NEAR >= every[1].peak_bytes >= every[2].peak_bytes / NEAR
@@ -233,7 +240,7 @@ def test_a_split_sequence_never_holds_more(seed: int) -> None:
 @drawn
 def test_what_lies_on_the_host_does_not_lie_on_the_device(seed: int) -> None:
     made, found = some(seed)
-    for candidate in (one for one in found if one.zero and made.fleet.device.is_accelerator):
+    for candidate in (one for one in found if one.zero and made.cluster.device.is_accelerator):
         none = made.estimate(replace(candidate, offload=()))
         some_ = made.estimate(replace(candidate, offload=("optimizer",)))
         assert none.memory.host_bytes == 0 < some_.memory.host_bytes
@@ -256,9 +263,9 @@ def test_gathering_in_bfloat16_sends_and_holds_less(seed: int) -> None:
 @drawn
 def test_no_step_is_quicker_than_its_operations(seed: int) -> None:
     made, found = some(seed)
-    facts, device = made.facts, made.fleet.device
-    once = sum(part.flops.at(samples=1, length=facts.length) for part in facts.parts)
-    least = facts.global_batch_size * once / device.rate(facts.precision) / made.fleet.ranks
+    facts, device = made.profile, made.cluster.device
+    once = sum(part.flops.evaluate(samples=1, length=facts.length) for part in facts.parts)
+    least = facts.global_batch_size * once / device.rate(facts.precision) / made.cluster.ranks
     for candidate in found:
         if not any(part.frozen_parameters for part in facts.parts) and candidate.ep == 1:
             assert made.seconds(candidate).step_seconds >= 3 * least * (1 - 1e-9)
@@ -268,11 +275,15 @@ def test_no_step_is_quicker_than_its_operations(seed: int) -> None:
 @drawn
 def test_the_price_is_the_time(seed: int) -> None:
     made, found = some(seed)
-    priced = CostModel(facts=made.facts, fleet=replace(made.fleet, price_per_hour=36.0), efficiency=made.efficiency)
-    free = CostModel(facts=made.facts, fleet=replace(made.fleet, price_per_hour=None), efficiency=made.efficiency)
+    priced = CostModel(
+        profile=made.profile, cluster=replace(made.cluster, price_per_hour=36.0), efficiency=made.efficiency
+    )
+    free = CostModel(
+        profile=made.profile, cluster=replace(made.cluster, price_per_hour=None), efficiency=made.efficiency
+    )
     for candidate in found:
         estimate = priced.estimate(candidate)
-        assert estimate.price == pytest.approx(estimate.step_seconds * 0.01 * made.fleet.nodes)
+        assert estimate.price == pytest.approx(estimate.step_seconds * 0.01 * made.cluster.nodes)
         assert free.estimate(candidate).price is None
 
 
@@ -281,36 +292,36 @@ def test_the_price_is_the_time(seed: int) -> None:
 def test_what_is_remembered_changes_nothing(seed: int) -> None:
     made, found = some(seed)
     for candidate in found:
-        anew = CostModel(facts=made.facts, fleet=made.fleet, efficiency=made.efficiency)
+        anew = CostModel(profile=made.profile, cluster=made.cluster, efficiency=made.efficiency)
         assert anew.estimate(candidate) == made.estimate(candidate) == made.estimate(candidate)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_candidate_is_told_twice(seed: int) -> None:
     made, grid = forecast(seed)
-    every = list(candidates(made.facts, made.fleet, grid))
+    every = list(candidates(made.profile, made.cluster, grid))
     assert len(set(every)) == len(every)
-    assert all(one.precision == made.facts.precision for one in every)
+    assert all(one.precision == made.profile.precision for one in every)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_equal_parts_are_told_once_and_none_is_lost(seed: int) -> None:
     made, _ = forecast(seed)
-    chain = chain_of(made.facts)
-    assert sum(n * part.parameters for n, part in zip(chain.whole, chain.parts, strict=True)) - made.facts.tied == (
-        made.facts.parameters
-    )
-    assert [chain.parts[i].whole_parameters for i in chain.order] == [b.whole_parameters for b in made.facts.blocks]
+    chain = build_chain(made.profile)
+    assert sum(
+        n * part.parameters for n, part in zip(chain.full_counts, chain.parts, strict=True)
+    ) - made.profile.tied == (made.profile.parameters)
+    assert [chain.parts[i].whole_parameters for i in chain.order] == [b.whole_parameters for b in made.profile.blocks]
 
 
 def _alone(facts: ModelProfile, fleet: Cluster) -> CostModel:
-    return CostModel(facts=facts, fleet=fleet, efficiency=Efficiency(step_seconds=0.0))
+    return CostModel(profile=facts, cluster=fleet, efficiency=Efficiency(step_seconds=0.0))
 
 
 def test_state_is_that_of_the_papers_table_to_the_byte() -> None:
     made, _ = some(3)
-    facts, p = made.facts, made.facts.parameters
-    fleet = replace(made.fleet, nodes=1, devices=4)
+    facts, p = made.profile, made.profile.parameters
+    fleet = replace(made.cluster, nodes=1, devices=4)
     moments = facts.optimizer.state_bytes
     expected = {
         Candidate(dp_replicate=4): (4 * p, 4 * p, moments * p),

@@ -9,10 +9,10 @@ import pytest
 from paceline.errors import MachineError, PacelineError, Problems, UsageError
 from paceline.planner.hardware.assumed_rates import assumption_lines
 from paceline.planner.hardware.catalog import DEVICES, LINKS
-from paceline.planner.hardware.cluster import fleet_of, group_of
+from paceline.planner.hardware.cluster import build_group, cluster_from_json
 from paceline.planner.hardware.local_cluster import node_memory
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.hardware.unit_parsing import UNITS, QuantityKind, read_quantity
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.hardware.unit_parsing import UNITS, QuantityKind, parse_quantity
 
 _GIB = 1 << 30
 
@@ -30,10 +30,10 @@ _GIB = 1 << 30
     ],
 )
 def test_a_cluster_as_it_is_typed(text: str, nodes: int, devices: int, name: str, between: str) -> None:
-    fleet = read_fleet(text)
+    fleet = parse_cluster(text)
     assert (fleet.nodes, fleet.devices, fleet.device.name, fleet.between.name) == (nodes, devices, name, between)
     assert fleet.ranks == nodes * devices
-    assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
+    assert cluster_from_json(json.loads(json.dumps(fleet.as_json()))) == fleet
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def test_a_cluster_as_it_is_typed(text: str, nodes: int, devices: int, name: str
 )
 def test_what_is_no_cluster(text: str, says: str) -> None:
     with pytest.raises(PacelineError) as caught:
-        read_fleet(text)
+        parse_cluster(text)
     assert says in str(caught.value) and "to do: " in str(caught.value)
     assert caught.value.exit_code == 2
 
 
 def test_two_mistakes_are_told_at_once() -> None:
     with pytest.raises(Problems) as caught:
-        read_fleet("0x8xH100@ib-nd")
+        parse_cluster("0x8xH100@ib-nd")
     assert len(caught.value.problems) == 3
 
 
 def test_here_is_what_was_measured() -> None:
-    here = read_fleet("2xcpu")
-    assert read_fleet("here", here=here) is here
+    here = parse_cluster("2xcpu")
+    assert parse_cluster("here", local_cluster=here) is here
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -77,25 +77,25 @@ def test_a_file(tmp_path: Path) -> None:
         '[device]\nname = "X1"\nmemory = "80 GiB"\nbandwidth = "3.35 TB/s"\nfp32 = "67 TFLOP/s"\nbf16 = "989 TFLOP/s"\n'
         '[between]\nlatency = "2 us"\nbandwidth = "400 Gbit/s"\nshared = true\n'
     )
-    fleet = read_fleet(str(path))
+    fleet = parse_cluster(str(path))
     assert fleet.name == "ours" and fleet.ranks == 32 and fleet.device.name == "X1"
     assert fleet.device.memory_bytes == 80 * _GIB and fleet.device.rate("bf16") == 989e12
     assert fleet.device.rate("fp16") == 67e12  # which it does not have
     assert (fleet.between.bytes_per_second, fleet.between.latency_seconds) == (50e9, pytest.approx(2e-6))
     assert fleet.between.is_shared and fleet.inside == replace(LINKS["nvlink4"], origin="given")
     assert (fleet.price_per_hour, fleet.currency, fleet.host_bytes) == (98.32, "USD", 2 << 40)
-    assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
+    assert cluster_from_json(json.loads(json.dumps(fleet.as_json()))) == fleet
 
 
 def test_a_reserve_and_a_latency_may_be_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ideal.toml"
     device = '[device]\nmemory = "{}"\nreserve = "0 B"\nbandwidth = "1 TB/s"\nfp32 = "1 TFLOP/s"\n'
     path.write_text(device.format("1 GiB") + '[inside]\nlatency = "0 s"\nbandwidth = "1 GB/s"\n')
-    fleet = read_fleet(str(path))
+    fleet = parse_cluster(str(path))
     assert (fleet.device.reserve_bytes, fleet.inside.latency_seconds) == (0.0, 0.0)
     path.write_text(device.format("0 GiB"))
     with pytest.raises(UsageError, match=r"device\.memory = '0 GiB' is not positive"):
-        read_fleet(str(path))
+        parse_cluster(str(path))
 
 
 def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
         '[between]\nlatency = "2 hours"\nbandwidth = "-4 GB/s"\nshared = "yes"\n'
     )
     with pytest.raises(Problems) as caught:
-        read_fleet(str(path))
+        parse_cluster(str(path))
     said = str(caught.value)
     for words in (
         "no key betwen", "did you mean 'between'", "nodes = 0 is not a valid count", "devices = True is not a valid count",
@@ -124,14 +124,14 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match="can't be read"):
-        read_fleet(str(path))
+        parse_cluster(str(path))
 
 
 def test_a_file_without_a_device(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("nodes = 2\n")
     with pytest.raises(UsageError, match="does not name a device"):
-        read_fleet(str(path))
+        parse_cluster(str(path))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_file_without_a_device(tmp_path: Path) -> None:
     ],
 )
 def test_quantities(text: str, measures: QuantityKind, value: float) -> None:
-    assert read_quantity(text, measures=measures, name="it") == pytest.approx(value)
+    assert parse_quantity(text, kind=measures, name="it") == pytest.approx(value)
 
 
 @pytest.mark.parametrize("measures", list(QuantityKind))
@@ -177,7 +177,7 @@ def test_quantities(text: str, measures: QuantityKind, value: float) -> None:
 def test_what_is_no_quantity(text: object, measures: QuantityKind) -> None:
     given = text.format(next(iter(UNITS[measures]))) if isinstance(text, str) else text
     with pytest.raises(UsageError, match="it = "):
-        read_quantity(given, measures=measures, name="it")
+        parse_quantity(given, kind=measures, name="it")
 
 
 @pytest.mark.parametrize("name", list(DEVICES))
@@ -193,7 +193,7 @@ def test_a_device_of_the_catalogue_can_be(name: str) -> None:
         assert 5 < device.rate("fp16") / device.bytes_per_second / 2 < 500  # operations a number read
         assert device.watts and 1e10 < device.rate("fp16") / device.watts < 1e13
         assert device.bytes_per_second > LINKS[entry.inside].bytes_per_second
-    fleet = read_fleet(f"2x4x{name}")
+    fleet = parse_cluster(f"2x4x{name}")
     assert fleet.ranks == 8 and name in str(fleet)
 
 
@@ -210,28 +210,28 @@ def _ring(size: int, num_bytes: float, latency: float, rate: float) -> float:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_ring_inside_a_node(size: int) -> None:
-    fleet = read_fleet("2x8xH100-80G")
-    group, link = group_of(fleet, [(1, size)]), fleet.inside
+    fleet = parse_cluster("2x8xH100-80G")
+    group, link = build_group(fleet, [(1, size)]), fleet.inside
     assert group.all_gather(1e9) == pytest.approx(_ring(size, 1e9, link.latency_seconds, link.bytes_per_second))
     assert group.all_reduce(1e9) == pytest.approx(2 * group.all_gather(1e9))
-    assert group.pass_on(1e9) == pytest.approx(link.latency_seconds + 1e9 / link.bytes_per_second)
+    assert group.send(1e9) == pytest.approx(link.latency_seconds + 1e9 / link.bytes_per_second)
 
 
 def test_a_group_of_one_sends_nothing() -> None:
-    group = group_of(read_fleet("8xH100-80G"), [(1, 1)])
-    assert group.all_gather(1e9) == group.all_reduce(1e9) == group.all_to_all(1e9) == group.pass_on(1e9) == 0
+    group = build_group(parse_cluster("8xH100-80G"), [(1, 1)])
+    assert group.all_gather(1e9) == group.all_reduce(1e9) == group.all_to_all(1e9) == group.send(1e9) == 0
 
 
 def test_which_link_an_axis_takes() -> None:
-    fleet = read_fleet("4x8xH100-80G")
+    fleet = parse_cluster("4x8xH100-80G")
     inside, between = fleet.inside.bytes_per_second, fleet.between.bytes_per_second
-    assert group_of(fleet, [(1, 8)]).bytes_per_second == inside
-    assert group_of(fleet, [(8, 4)]).bytes_per_second == between  # one of each node: its own port
-    assert group_of(fleet, [(4, 8)]).bytes_per_second == 2 * between  # two of each node
-    assert group_of(fleet, [(1, 32)]).bytes_per_second == min(inside, 8 * between)
-    assert group_of(fleet, [(8, 4)]).hop_bytes_per_second == between
-    slow = read_fleet("4x8xH100-80G@eth-100g")
-    assert group_of(slow, [(8, 4)]).bytes_per_second == slow.between.bytes_per_second / 8  # shared by all of a node
+    assert build_group(fleet, [(1, 8)]).bytes_per_second == inside
+    assert build_group(fleet, [(8, 4)]).bytes_per_second == between  # one of each node: its own port
+    assert build_group(fleet, [(4, 8)]).bytes_per_second == 2 * between  # two of each node
+    assert build_group(fleet, [(1, 32)]).bytes_per_second == min(inside, 8 * between)
+    assert build_group(fleet, [(8, 4)]).hop_bytes_per_second == between
+    slow = parse_cluster("4x8xH100-80G@eth-100g")
+    assert build_group(slow, [(8, 4)]).bytes_per_second == slow.between.bytes_per_second / 8  # shared by all of a node
 
 
 def test_of_gpus_the_driver_is_asked_for_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,10 +255,10 @@ def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
 def test_a_file_says_what_is_given_and_the_rest_is_assumed(tmp_path: Path) -> None:
     own = "[device]\nname = 'own'\nmemory = '80 GiB'\nbandwidth = '2 TB/s'\nfp32 = '20 TFLOP/s'\n"
     (tmp_path / "own.toml").write_text(f"devices = 2\ninside = 'nvlink4'\n{own}reserve = '1 GiB'\n")
-    fleet = read_fleet(str(tmp_path / "own.toml"))
+    fleet = parse_cluster(str(tmp_path / "own.toml"))
     assert (fleet.inside.origin, fleet.between.origin, fleet.device.reserve_origin) == ("given", "assumed", "given")
     (tmp_path / "own.toml").write_text(f"{own}[between]\nlatency = '9 us'\nbandwidth = '10 GB/s'\n")
-    fleet = read_fleet(str(tmp_path / "own.toml"))
+    fleet = parse_cluster(str(tmp_path / "own.toml"))
     assert (fleet.inside.origin, fleet.between.origin, fleet.device.reserve_origin) == ("assumed", "given", "assumed")
     lines = "\n".join(assumption_lines(fleet, precision="bf16"))
     assert "reserve: 2.0 GiB of the 80.0 GiB of each GPU (assumed, for " in lines

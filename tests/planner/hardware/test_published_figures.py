@@ -9,7 +9,7 @@ import pytest
 from benchmarks import published
 from benchmarks.published_rows import their_seconds
 
-from paceline.planner.hardware.efficiency import ON_GPU
+from paceline.planner.hardware.efficiency import GPU_EFFICIENCY
 
 FOUND = tomllib.loads((Path(__file__).resolve().parents[3] / "benchmarks" / "published.toml").read_text())
 SOURCES, MODELS, RUNS = FOUND["sources"], FOUND["models"], FOUND["runs"]
@@ -129,7 +129,7 @@ def test_constants_are_fixed_from_their_own_rows_alone() -> None:
         published.main(["--rows", "test", "--fit"])
     assert all(low < published.ANCHORS[name] < high for name, (low, high) in published.BOUNDS.items())
     rows = [row for row in RUNS if row["role"] == "fit"]
-    here = {name: getattr(ON_GPU, name) for name in published.BOUNDS}
+    here = {name: getattr(GPU_EFFICIENCY, name) for name in published.BOUNDS}
     least = published.loss(rows, here)
     for name, (low, high) in published.BOUNDS.items():
         for factor in (0.97, 1.03):

@@ -11,8 +11,8 @@ from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.cost.step_time import StepTime
 from paceline.planner.hardware.assumed_rates import assumption_lines, assumptions
 from paceline.planner.hardware.catalog import DEVICES, sheet_rates
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.model_costs.model_profile import BatchScaling, LayerProfile, ModelProfile, OptimizerFootprint
 from paceline.planner.model_costs.training_flops import model_flops
 
@@ -24,8 +24,8 @@ SMALL = Decoder(layers=2, width=64, hidden=256, heads=4, vocabulary=1000)
 
 
 def on(cluster: str, sizes: Decoder, *, length: int, batch: int) -> CostModel:
-    facts = decoder_facts(sizes, name="x", length=length, global_batch_size=batch)
-    return CostModel(facts=facts, fleet=read_fleet(cluster))
+    facts = build_decoder_profile(sizes, name="x", length=length, global_batch_size=batch)
+    return CostModel(profile=facts, cluster=parse_cluster(cluster))
 
 
 def lasting(estimate: Estimate, seconds: float) -> Estimate:
@@ -45,14 +45,16 @@ def test_mfu_is_the_one_that_was_published(size: str, rate: float, mfu: float) -
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_token_costs_six_operations_a_parameter_and_attention_over_all_pairs(is_tied: bool) -> None:
-    facts = decoder_facts(replace(SMALL, is_tied=is_tied), name="x", length=16, global_batch_size=3)
+    facts = build_decoder_profile(replace(SMALL, is_tied=is_tied), name="x", length=16, global_batch_size=3)
     norms = 2 * (2 * 64) + 64
     expected = 6 * (facts.parameters - norms) + 12 * 2 * 64 * 16
     assert model_flops(facts) == 3 * 16 * expected
 
 
 def test_masked_pairs_count_however_attention_is_written() -> None:
-    fused, plain = (decoder_facts(SMALL, name="x", length=16, global_batch_size=3, is_flash=on) for on in (True, False))
+    fused, plain = (
+        build_decoder_profile(SMALL, name="x", length=16, global_batch_size=3, is_flash=on) for on in (True, False)
+    )
     assert model_flops(fused) == model_flops(plain)
     assert fused.blocks[0].attention_flops != plain.blocks[0].attention_flops
 
@@ -102,7 +104,7 @@ def test_the_peak_is_that_of_the_number_format() -> None:
 def test_a_measured_gpu_is_held_against_its_sheet() -> None:
     sheet = sheet_rates("NVIDIA H100 80GB HBM3")
     assert sheet == DEVICES["H100-80G"].device.flops_per_second and sheet_rates("Radeon") == {}
-    fleet = read_fleet("8xH100-80G")
+    fleet = parse_cluster("8xH100-80G")
     measured = replace(fleet.device, flops_per_second={"fp32": 50e12, "bf16": 700e12}, source="measured here")
     assert measured.peak("bf16") == 700e12 and replace(measured, peaks=sheet).peak("bf16") == 989.5e12
     lines = "\n".join(assumption_lines(replace(fleet, device=measured), precision="bf16"))
@@ -130,7 +132,7 @@ def test_without_a_length_it_is_samples() -> None:
         name="x", first=LayerProfile(name="f"), blocks=(part,), last=LayerProfile(name="l"), global_batch_size=8,
         optimizer=OptimizerFootprint(name="SGD", state_bytes=0.0),
     )  # fmt: skip
-    advice = advise(CostModel(facts=facts, fleet=read_fleet("2xcpu")))
+    advice = advise(CostModel(profile=facts, cluster=parse_cluster("2xcpu")))
     assert "  samples/s per rank  " in "\n".join(advice.lines())
     assert advice.as_json()["plans"][0]["tokens_per_second_per_device"] is None
 
@@ -145,7 +147,7 @@ def test_without_a_length_it_is_samples() -> None:
     ],
 )  # fmt: skip
 def test_links_are_told_with_how_they_are_known(cluster: str, inside: str | None, between: str | None) -> None:
-    fleet = read_fleet(cluster)
+    fleet = parse_cluster(cluster)
     lines = "\n".join(assumption_lines(fleet, precision="bf16"))
     links = assumptions(fleet, precision="bf16")["links"]
     for name, said in (("inside a node", inside), ("between nodes", between)):

@@ -9,43 +9,46 @@ import pytest
 
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.hardware.benchmark_results import Fingerprint
-from paceline.planner.hardware.cluster import fleet_of
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
-from paceline.planner.search.branch_and_bound import search, try_all
-from paceline.planner.search.fallbacks import fallback_layouts, rung_of
+from paceline.planner.hardware.cluster import cluster_from_json
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
+from paceline.planner.search.branch_and_bound import search, search_exhaustively
+from paceline.planner.search.fallbacks import build_fallback, fallback_layouts
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.calibration_store import forecast_ratios, keep_plan, plan_key, read_plan, record_forecast_ratio
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
 SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
-FACTS = decoder_facts(SIZES, name="small", length=1024, global_batch_size=16)
+FACTS = build_decoder_profile(SIZES, name="small", length=1024, global_batch_size=16)
 MARK = Fingerprint(cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default", device="cpu", ranks=4, threads=1)
 
 
 @pytest.fixture
 def forecast() -> CostModel:
-    return CostModel(facts=FACTS, fleet=read_fleet("4xA100-80G"))
+    return CostModel(profile=FACTS, cluster=parse_cluster("4xA100-80G"))
 
 
 def test_each_rung_is_the_quickest_that_needs_so_much_less(forecast: CostModel) -> None:
-    first = search(forecast).first
+    first = search(forecast).fastest
     assert first is not None
-    reserve, last = forecast.fleet.device.reserve_bytes, first
+    reserve, last = forecast.cluster.device.reserve_bytes, first
     found = list(fallback_layouts(forecast, first))
     assert len(found) >= 3
     for rung in found:
         most = reserve + 0.85 * (last.peak_bytes - reserve)
         assert rung.peak_bytes <= most
-        best = try_all(forecast.below(most)).first
+        best = search_exhaustively(forecast.with_memory_limit(most)).fastest
         assert best is not None and rung.step_seconds == best.step_seconds >= last.step_seconds
         last = rung
 
 
 def test_a_rung_crosses_as_json(forecast: CostModel) -> None:
-    best = search(forecast).first
+    best = search(forecast).fastest
     assert best is not None
-    for rung in (rung_of(best), rung_of(best, replayed=(7, {"parameters": 7, "total": 7}), longer=2.0, source="auto")):
+    for rung in (
+        build_fallback(best),
+        build_fallback(best, replayed=(7, {"parameters": 7, "total": 7}), time_ratio=2.0, source="auto"),
+    ):
         assert FallbackLayout(**json.loads(json.dumps(rung.as_json()))) == rung
     assert rung.peak_bytes == 7 and rung.parts == {"parameters": 7} and rung.longer == 2.0
     assert rung.micro_batch_size == best.candidate.micro_batch_size and best.layout in str(rung)
@@ -55,10 +58,10 @@ def test_a_rung_crosses_as_json(forecast: CostModel) -> None:
     "longer", [{"ddp": 3.0}, {"ddp": 0.2, "": 0.6}, {"": 1.7}, {"zero1": 0.5, "fsdp": 4.0, "": 2.0}]
 )
 def test_corrected_forecasts_are_searched_as_exactly(forecast: CostModel, longer: dict[str, float]) -> None:
-    fleet = replace(forecast.fleet, longer=longer, fuller={"ddp": 1.3, "": 0.8})
-    assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
-    own = CostModel(facts=FACTS, fleet=fleet)
-    best, every = search(own).best, try_all(own).best
+    fleet = replace(forecast.cluster, longer=longer, fuller={"ddp": 1.3, "": 0.8})
+    assert cluster_from_json(json.loads(json.dumps(fleet.as_json()))) == fleet
+    own = CostModel(profile=FACTS, cluster=fleet)
+    best, every = search(own).best, search_exhaustively(own).best
     assert {name: one.step_seconds for name, one in best.items()} == {
         name: one.step_seconds for name, one in every.items()
     }

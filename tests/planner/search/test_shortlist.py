@@ -7,12 +7,19 @@ from statistics import median
 import pytest
 
 from paceline.config.layout import parse_layout
-from paceline.planner.advice.recommendations import advice_of
+from paceline.planner.advice.recommendations import build_advice
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import MeasuredTime
 from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.search_space import SearchSpace, candidates
-from paceline.planner.search.shortlist import MOST, in_turn, read_kept, retimed, shortlist, try_of
+from paceline.planner.search.shortlist import (
+    MAX_TRIALS,
+    apply_measured_times,
+    parse_measured_times,
+    shortlist,
+    timing_order,
+    timing_trial,
+)
 from tests.planner.random_plans import forecast
 
 SEEDS = range(12)
@@ -30,14 +37,14 @@ def test_the_best_of_every_family_is_timed_and_the_quickest_first(seed: int) -> 
     assert {*quickest} == {*best}
     assert all(quickest[family] == pytest.approx(one.step_seconds) for family, one in plain.items())
     assert [one.step_seconds for one in found] == sorted(one.step_seconds for one in found)
-    assert len({str(one.candidate) for one in found}) == len(found) <= max(MOST, len(best))
+    assert len({str(one.candidate) for one in found}) == len(found) <= max(MAX_TRIALS, len(best))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_time_goes_first_to_one_of_each_family_that_may_be_the_quickest(seed: int) -> None:
     drawn, grid = forecast(seed)
     found = shortlist(drawn, grid=grid)
-    turns = in_turn(found[::-1])
+    turns = timing_order(found[::-1])
     near = {one.candidate.family for one in found if one.step_seconds <= 1.6 * found[0].step_seconds}
     first, rest = turns[: len(near)], turns[len(near) :]
     assert {one.candidate.family for one in first} == near
@@ -49,7 +56,7 @@ def test_time_goes_first_to_one_of_each_family_that_may_be_the_quickest(seed: in
 @pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_run_again_only_where_what_they_keep_does_not_fit(seed: int) -> None:
     drawn, grid = forecast(seed)
-    fits = {one for one in candidates(drawn.facts, drawn.fleet, grid or SearchSpace()) if drawn.estimate(one).fits}
+    fits = {one for one in candidates(drawn.profile, drawn.cluster, grid or SearchSpace()) if drawn.estimate(one).fits}
     for one in shortlist(drawn, grid=grid):
         assert one.candidate.remat == "none" or replace(one.candidate, remat="none") not in fits
 
@@ -61,15 +68,17 @@ def test_what_was_timed_replaces_the_forecast_and_the_rest_is_as_wrong() -> None
         str(one.candidate): MeasuredTime(seconds=one.step_seconds * (5 - n), spread=0.1, steps=9, blocks=(2, 4))
         for n, one in enumerate(found[:3])
     }
-    after = {str(one.candidate): one for one in retimed(found, timed)}
+    after = {str(one.candidate): one for one in apply_measured_times(found, timed)}
     for one in found:
         own = after[str(one.candidate)]
         ratio = own.step_seconds / one.step_seconds
         expected = timed[str(one.candidate)].seconds / one.step_seconds if one in found[:3] else median([5, 4, 3])
         assert ratio == pytest.approx(expected)
         assert own.seconds.compute == pytest.approx(one.seconds.compute * ratio)
-        assert own.memory == one.memory and own.timed == timed.get(str(one.candidate))
-    assert [one.step_seconds for one in retimed(found, timed)] == sorted(one.step_seconds for one in after.values())
+        assert own.memory == one.memory and own.measured_time == timed.get(str(one.candidate))
+    assert [one.step_seconds for one in apply_measured_times(found, timed)] == sorted(
+        one.step_seconds for one in after.values()
+    )
 
 
 def test_advice_recommends_what_was_the_quickest_where_it_ran() -> None:
@@ -82,7 +91,7 @@ def test_advice_recommends_what_was_the_quickest_where_it_ran() -> None:
         str(one.candidate): MeasuredTime(seconds=1.0 if one is last else 2.0, spread=0.0, steps=1, blocks=(4,))
         for one in found
     }
-    advice = advice_of(drawn, retimed(found, timed), grid=grid)
+    advice = build_advice(drawn, apply_measured_times(found, timed), grid=grid)
     assert advice.recommended.candidate == last.candidate and advice.recommended.step_seconds == pytest.approx(1.0)
     assert "1.00 s timed" in "\n".join(advice.lines())
 
@@ -91,9 +100,9 @@ def test_advice_recommends_what_was_the_quickest_where_it_ran() -> None:
 def test_every_stage_of_what_is_tried_has_two_blocks_and_its_layout_can_be_typed(seed: int) -> None:
     drawn, grid = forecast(seed)
     for one in shortlist(drawn, grid=grid):
-        told = try_of(one)
+        told = timing_trial(one)
         assert told.least_blocks >= 2 * one.candidate.pp * one.candidate.virtual
-        assert parse_layout(told.layout).sizes == one.candidate.asked.sizes
+        assert parse_layout(told.layout).sizes == one.candidate.layout_spec.sizes
         assert 0 < told.share <= 1
 
 
@@ -107,18 +116,18 @@ def test_what_is_kept_is_read_as_it_was(seed: int) -> None:
         )
         for n, one in enumerate(found[:2], start=1)
     }
-    assert read_kept(json.loads(json.dumps({name: asdict(one) for name, one in timed.items()}))) == timed
+    assert parse_measured_times(json.loads(json.dumps({name: asdict(one) for name, one in timed.items()}))) == timed
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_asked_for_is_on_the_list_however_slow_it_is_thought(seed: int) -> None:
     drawn, grid = forecast(seed)
     found = shortlist(drawn, grid=grid)
-    wide = shortlist(drawn, grid=grid, most=10_000)
+    wide = shortlist(drawn, grid=grid, max_trials=10_000)
     others = [one for one in wide if one not in found][:2]
     slow = CostModel(
-        facts=drawn.facts, fleet=replace(drawn.fleet, longer={one.candidate.family: 40.0 for one in found})
+        profile=drawn.profile, cluster=replace(drawn.cluster, longer={one.candidate.family: 40.0 for one in found})
     )
     names = {str(one.candidate) for one in [*others, *found]}
-    assert names == {str(one.candidate) for one in shortlist(drawn, grid=grid, also=names)}
-    assert names <= {str(one.candidate) for one in shortlist(slow, grid=grid, also=names)}
+    assert names == {str(one.candidate) for one in shortlist(drawn, grid=grid, extra_candidates=names)}
+    assert names <= {str(one.candidate) for one in shortlist(slow, grid=grid, extra_candidates=names)}

@@ -11,20 +11,20 @@ import pytest
 
 from paceline.commands.simulate import simulate
 from paceline.errors import PacelineError, UsageError
-from paceline.planner.advice.named_layouts import judge_asked_layouts
+from paceline.planner.advice.named_layouts import evaluate_named_layouts
 from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.hardware.parse_cluster import read_fleet
-from paceline.planner.model_costs.decoder_profile import Decoder, decoder_facts
-from paceline.planner.model_costs.layer_chain import chain_of
+from paceline.planner.hardware.parse_cluster import parse_cluster
+from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
+from paceline.planner.model_costs.layer_chain import build_chain
 from paceline.planner.search.search_space import SearchSpace, candidates
 from paceline.planner.simulation.candidate_simulation import simulate_candidate
 from paceline.planner.simulation.event_simulator import simulate_step
-from paceline.planner.simulation.exposed_communication import exposed_by_name
-from paceline.planner.simulation.failure_forecast import Checkpoints, forecast_failures
+from paceline.planner.simulation.exposed_communication import exposed_seconds_by_name
+from paceline.planner.simulation.failure_forecast import CheckpointCosts, forecast_failures
 from paceline.planner.simulation.goodput import goodput
-from paceline.planner.simulation.overlap import Collective, When
+from paceline.planner.simulation.overlap import Collective, StepPoint
 from paceline.run_folder.plan_file import write_advice
 from paceline.schedule import Costs, build
 from tests.planner.random_plans import forecast, pipeline_timeline
@@ -35,13 +35,14 @@ SIZES = Decoder(layers=8, width=512, hidden=2048, heads=8, vocabulary=1000)
 
 def made(cluster: str = "2x8xA100-80G", *, batch: int = 64, sizes: Decoder = SIZES) -> CostModel:
     return CostModel(
-        facts=decoder_facts(sizes, name="x", length=1024, global_batch_size=batch), fleet=read_fleet(cluster)
+        profile=build_decoder_profile(sizes, name="x", length=1024, global_batch_size=batch),
+        cluster=parse_cluster(cluster),
     )
 
 
 def some(seed: int, *, most: int) -> tuple[CostModel, list[Candidate]]:
     drawn, grid = forecast(seed)
-    found = list(candidates(drawn.facts, drawn.fleet, grid))
+    found = list(candidates(drawn.profile, drawn.cluster, grid))
     random.Random(seed).shuffle(found)
     return drawn, found[:most]
 
@@ -71,9 +72,11 @@ def test_a_pipeline_is_the_simulation_of_its_schedule(seed: int) -> None:
         program = build(
             candidate.schedule, ranks=candidate.pp, micro=drawn.num_micro(candidate), virtual=candidate.virtual
         )
-        counts, ends = drawn.counts(candidate), drawn.ends(candidate)
+        counts, ends = drawn.part_counts(candidate), drawn.step_end_seconds(candidate)
         held = [ends[tuple(counts[stage] for stage in program.stages_of(rank))] for rank in range(candidate.pp)]
-        stops = [max(span.stop for span in step.timeline.computes if span.rank == rank) for rank in range(candidate.pp)]
+        stops = [
+            max(span.stop for span in step.timeline.compute_spans if span.rank == rank) for rank in range(candidate.pp)
+        ]
         summed = max(stop + end["gradients"] for stop, end in zip(stops, held, strict=True))
         once = sum(max(end[name] for end in held) for name in ("update", "offload", "start"))
         assert step.step_seconds == pytest.approx(summed + once)
@@ -84,11 +87,11 @@ def test_a_step_by_hand() -> None:
     drawn = made("2xA100-80G", batch=4)
     candidate = Candidate(pp=2, micro_batch_size=1, precision="bf16")
     step = simulate_candidate(drawn, candidate=candidate)
-    one, other = drawn.all_stages(candidate)
+    one, other = drawn.stages_with_sharding(candidate)
     hop = drawn.hop_seconds(candidate)
-    assert chain_of(drawn.facts).num_blocks == 8 and hop > 0 and other.seconds > one.seconds
+    assert build_chain(drawn.profile).num_blocks == 8 and hop > 0 and other.seconds > one.seconds
     first, last = one.forward + hop, one.input + one.weight + hop
-    ends = drawn.ends(candidate).values()
+    ends = drawn.step_end_seconds(candidate).values()
     update = max(end["update"] for end in ends) + drawn.efficiency.step_seconds
     assert step.timeline.makespan == pytest.approx(first + 4 * other.seconds + last)
     assert step.step_seconds == pytest.approx(first + 4 * other.seconds + last + update)
@@ -101,10 +104,10 @@ def test_exposed_is_told_by_name_and_sums() -> None:
     """A message waits at both ends of the pipeline, and twice in its middle, where the third microbatch comes late."""
     program, costs = build("1f1b", ranks=2, micro=3), Costs(forward=1.0, input=1.0, weight=1.0, transfer=0.25)
     collectives = [
-        Collective(name="sums", when=When.FORWARD, seconds=0.5),
-        Collective(name="gradients", when=When.END, seconds=2.0, overlap=0.5),
+        Collective(name="sums", point=StepPoint.FORWARD, seconds=0.5),
+        Collective(name="gradients", point=StepPoint.END, seconds=2.0, overlap=0.5),
     ]
-    found = exposed_by_name(program, costs=costs, collectives=collectives)
+    found = exposed_seconds_by_name(program, costs=costs, collectives=collectives)
     assert found == pytest.approx({"borders": 4 * 0.25, "sums": 2.0, "gradients": 1.0})
     whole = simulate_step(program, costs=costs, collectives=collectives)
     assert sum(found.values()) == pytest.approx(whole.exposed_seconds)
@@ -139,7 +142,7 @@ def test_thousands_of_ranks_take_seconds() -> None:
 @pytest.mark.parametrize("step_seconds", [0.7, 11.5, 400.0])
 @pytest.mark.parametrize("write", [0.0, 90.0])
 def test_the_best_distance_is_that_of_trying_all(step_seconds: float, write: float) -> None:
-    checkpoints = Checkpoints(stall_seconds=20.0, write_seconds=write, restart_seconds=300.0, every=200)
+    checkpoints = CheckpointCosts(stall_seconds=20.0, write_seconds=write, restart_seconds=300.0, every=200)
     found = forecast_failures(
         step_seconds=step_seconds, ranks=4096, device_mean_seconds=50_000 * HOUR, checkpoints=checkpoints
     )
@@ -147,15 +150,17 @@ def test_the_best_distance_is_that_of_trying_all(step_seconds: float, write: flo
     tried = {n: goodput(hazard=found.hazard, interval_seconds=n * step_seconds).useful for n in range(least, 5000)}
     assert tried[found.best_every] == max(tried.values())
     assert found.hazard.mean_seconds == pytest.approx(50_000 * HOUR / 4096)
-    assert found.wins == pytest.approx(max(tried.values()) - tried[200]) and found.wins >= 0
+    assert found.gain == pytest.approx(max(tried.values()) - tried[200]) and found.gain >= 0
     assert found.as_json()["asked"]["steps_a_day"] == pytest.approx(tried[200] * 86_400 / step_seconds)
 
 
 def told(drawn: CostModel, folder: Path, layouts: list[str]) -> Path:
     """A plan.json, as `plan` writes it."""
-    answer = judge_asked_layouts(drawn, layouts).as_json() if layouts else advise(drawn, grid=SearchSpace()).as_json()
+    answer = (
+        evaluate_named_layouts(drawn, layouts).as_json() if layouts else advise(drawn, grid=SearchSpace()).as_json()
+    )
     own = {
-        "facts": drawn.facts.as_json(), "efficiency": drawn.efficiency.as_json(), "cluster": drawn.fleet.as_json()
+        "facts": drawn.profile.as_json(), "efficiency": drawn.efficiency.as_json(), "cluster": drawn.cluster.as_json()
     }  # fmt: skip
     write_advice(folder, json.loads(json.dumps({**answer, **own})))
     return folder
@@ -217,8 +222,10 @@ def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_runs_took_longer_is_longer_here_too(seed: int) -> None:
     drawn, found = some(seed, most=6)
-    slow = CostModel(facts=drawn.facts, fleet=replace(drawn.fleet, longer={"": 1.7}), efficiency=drawn.efficiency)
+    slow = CostModel(
+        profile=drawn.profile, cluster=replace(drawn.cluster, longer={"": 1.7}), efficiency=drawn.efficiency
+    )
     for candidate in found:
         step, slower = simulate_candidate(drawn, candidate=candidate), simulate_candidate(slow, candidate=candidate)
         assert slower.step_seconds == pytest.approx(1.7 * step.step_seconds)
-        assert slower.off == pytest.approx(step.off, abs=1e-9)
+        assert slower.relative_difference == pytest.approx(step.relative_difference, abs=1e-9)

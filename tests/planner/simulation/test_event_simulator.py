@@ -12,9 +12,9 @@ from paceline.planner.simulation import event_simulator as module
 from paceline.planner.simulation.checkpoint_interval import best_interval
 from paceline.planner.simulation.event_simulator import SimulatedStep, SlowRank, simulate_step
 from paceline.planner.simulation.goodput import DAY_SECONDS, FailureModel, goodput
-from paceline.planner.simulation.overlap import Collective, When
+from paceline.planner.simulation.overlap import Collective, StepPoint
 from paceline.schedule import SCHEDULES, Costs, Program, ScheduleError, build, draw, forward_only, simulate
-from paceline.schedule.closed_forms import PipelineCase, bubble_of
+from paceline.schedule.closed_forms import PipelineCase, bubble_fraction
 
 RANKS, MICRO = st.integers(1, 6), st.integers(1, 12)
 SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.75])
@@ -38,8 +38,10 @@ def times(draw: st.DrawFn) -> Costs:
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> list[Collective]:
-    kinds = draw(st.lists(st.sampled_from([*When]), max_size=5))
-    return [Collective(name=f"c{n}", when=k, seconds=draw(SECONDS), overlap=draw(OVERLAP)) for n, k in enumerate(kinds)]
+    kinds = draw(st.lists(st.sampled_from([*StepPoint]), max_size=5))
+    return [
+        Collective(name=f"c{n}", point=k, seconds=draw(SECONDS), overlap=draw(OVERLAP)) for n, k in enumerate(kinds)
+    ]
 
 
 @names
@@ -54,7 +56,7 @@ def test_with_free_communication_it_is_the_closed_form(name: str, ranks: int, mi
     makespan = SCHEDULES[name].makespan(case)
     if makespan is not None:
         assert found.step_seconds == pytest.approx(makespan, rel=1e-12)
-        assert found.bubble == pytest.approx(bubble_of(SCHEDULES[name].makespan, case), abs=1e-12)
+        assert found.bubble == pytest.approx(bubble_fraction(SCHEDULES[name].makespan, case), abs=1e-12)
     assert found.exposed == 0 and found.slow_seconds == 0
 
 
@@ -73,10 +75,12 @@ def test_the_parts_are_no_less_than_nothing(
     program: Program, costs: Costs, collectives: list[Collective], factor: float, data: st.DataObject
 ) -> None:
     slow = SlowRank(rank=data.draw(st.integers(0, program.num_ranks - 1)), factor=factor, replica=1)
-    found = simulate_step(program, costs=costs, collectives=collectives, replicas=3, slow=[slow], update_seconds=0.5)
+    found = simulate_step(
+        program, costs=costs, collectives=collectives, replicas=3, slow_ranks=[slow], update_seconds=0.5
+    )
     parts = (found.compute_seconds, found.bubble_seconds, found.exposed_seconds, found.slow_seconds)
     assert min(parts) >= -1e-9 * found.step_seconds
-    assert found.step_seconds >= max(found.timeline_of(1).makespan, found.timeline.makespan) / SLACK
+    assert found.step_seconds >= max(found.replica_timeline(1).makespan, found.timeline.makespan) / SLACK
 
 
 def test_gradients_at_the_end_by_hand() -> None:
@@ -84,7 +88,7 @@ def test_gradients_at_the_end_by_hand() -> None:
     program, costs = build("1f1b", ranks=2, micro=2), Costs(forward=1.0, backward=2.0)
 
     def step(seconds: tuple[float, float], overlap: float = 0.0) -> float:
-        grads = Collective(name="gradients", when=When.END, seconds=seconds, overlap=overlap)
+        grads = Collective(name="gradients", point=StepPoint.END, seconds=seconds, overlap=overlap)
         return simulate_step(program, costs=costs, collectives=[grads], replicas=2, update_seconds=0.25).step_seconds
 
     assert step((0, 0)) == 9.25
@@ -98,7 +102,7 @@ def test_gradients_at_the_end_by_hand() -> None:
 def test_two_collectives_of_a_rank_take_turns() -> None:
     """One rank, two stages: gradients of stage 1 are there at 4, of stage 0 at 6."""
     program, costs = build("interleaved", ranks=1, micro=1), Costs(forward=1.0, backward=2.0)
-    grads = Collective(name="gradients", when=When.END, seconds=[1.0, 5.0])
+    grads = Collective(name="gradients", point=StepPoint.END, seconds=[1.0, 5.0])
     assert simulate_step(program, costs=costs, collectives=[grads]).step_seconds == 4 + 5 + 1
     assert simulate_step(program, costs=costs, collectives=[grads, grads]).step_seconds == 4 + 10 + 2
 
@@ -108,7 +112,7 @@ def test_parameters_at_the_start_by_hand() -> None:
     program, costs = build("gpipe", ranks=2, micro=1), Costs(forward=1.0, backward=2.0)
 
     def step(seconds: tuple[float, float], overlap: float = 0.0) -> float:
-        gathered = Collective(name="parameters", when=When.START, seconds=seconds, overlap=overlap)
+        gathered = Collective(name="parameters", point=StepPoint.START, seconds=seconds, overlap=overlap)
         return simulate_step(program, costs=costs, collectives=[gathered]).step_seconds
 
     assert step((0, 0)) == 6
@@ -122,16 +126,16 @@ def test_parameters_at_the_start_by_hand() -> None:
 def test_what_goes_with_each_pass_by_hand() -> None:
     program, costs = build("1f1b", ranks=1, micro=3), Costs(forward=1.0, backward=2.0)
 
-    def step(when: When, seconds: float, overlap: float) -> float:
-        one = Collective(name="sums", when=when, seconds=seconds, overlap=overlap)
+    def step(when: StepPoint, seconds: float, overlap: float) -> float:
+        one = Collective(name="sums", point=when, seconds=seconds, overlap=overlap)
         return simulate_step(program, costs=costs, collectives=[one]).step_seconds
 
-    assert step(When.FORWARD, 0.5, 0.0) == 3 * 3.5
-    assert step(When.FORWARD, 0.5, 1.0) == 3 * 3.0
-    assert step(When.FORWARD, 4.0, 0.75) == 3 * (3 + 1 + 2), "3 beside the forward of 1, 1 after it"
-    assert step(When.BACKWARD, 1.0, 0.5) == 3 * 3.5
+    assert step(StepPoint.FORWARD, 0.5, 0.0) == 3 * 3.5
+    assert step(StepPoint.FORWARD, 0.5, 1.0) == 3 * 3.0
+    assert step(StepPoint.FORWARD, 4.0, 0.75) == 3 * (3 + 1 + 2), "3 beside the forward of 1, 1 after it"
+    assert step(StepPoint.BACKWARD, 1.0, 0.5) == 3 * 3.5
     split = build("zb_h1", ranks=1, micro=3)
-    one = Collective(name="sums", when=When.BACKWARD, seconds=0.5)
+    one = Collective(name="sums", point=StepPoint.BACKWARD, seconds=0.5)
     assert simulate_step(split, costs=Costs(), collectives=[one]).step_seconds == 3 * 3.5, "with I, not with W too"
 
 
@@ -168,7 +172,7 @@ def test_a_slower_rank_is_never_faster_and_any_replica_does(
 
     def step(factor: float, *replicas: int) -> float:
         slow = [SlowRank(rank=rank, factor=factor, replica=replica) for replica in replicas]
-        return simulate_step(program, costs=costs, collectives=collectives, replicas=4, slow=slow).step_seconds
+        return simulate_step(program, costs=costs, collectives=collectives, replicas=4, slow_ranks=slow).step_seconds
 
     assert step(1, 2) == step(2)
     assert step(1.5, 0) <= step(2, 0) * SLACK
@@ -216,21 +220,26 @@ def test_one_slow_rank_holds_up_a_long_pipeline_by_its_own_time() -> None:
     """Each of many microbatches takes 0.2 × 3 s longer; a little of that fits where the rank has to wait anyway."""
     program = build("1f1b", ranks=4, micro=100)
     found = simulate_step(
-        program, costs=Costs(forward=1.0, backward=2.0), replicas=512, slow=[SlowRank(rank=2, factor=1.2, replica=77)]
+        program,
+        costs=Costs(forward=1.0, backward=2.0),
+        replicas=512,
+        slow_ranks=[SlowRank(rank=2, factor=1.2, replica=77)],
     )
     assert 0.6 * 98 < found.slow_seconds < 0.6 * 100
     assert found.ranks == 2048
-    assert found.timeline_of(77).busy_seconds[2] == pytest.approx(1.2 * found.timeline_of(0).busy_seconds[2])
-    assert found.timeline == found.timeline_of(511)
+    assert found.replica_timeline(77).busy_seconds[2] == pytest.approx(1.2 * found.replica_timeline(0).busy_seconds[2])
+    assert found.timeline == found.replica_timeline(511)
 
 
 def test_gradients_wait_for_the_slowest_replica() -> None:
     """Rank 1 of the slow replica has its gradients at 10, the other one's are there at 7; they take 4."""
     program, costs = build("1f1b", ranks=2, micro=2), Costs(forward=1.0, backward=2.0)
-    grads = Collective(name="gradients", when=When.END, seconds=(0.0, 4.0))
+    grads = Collective(name="gradients", point=StepPoint.END, seconds=(0.0, 4.0))
     slow = [SlowRank(rank=1, factor=1.5, replica=1)]
-    found = simulate_step(program, costs=costs, collectives=[grads], replicas=2, slow=slow)
-    alone = simulate_step(program, costs=costs, collectives=[grads], replicas=1, slow=[replace(slow[0], replica=0)])
+    found = simulate_step(program, costs=costs, collectives=[grads], replicas=2, slow_ranks=slow)
+    alone = simulate_step(
+        program, costs=costs, collectives=[grads], replicas=1, slow_ranks=[replace(slow[0], replica=0)]
+    )
     assert alone.timeline.makespan == pytest.approx(12) and alone.step_seconds == pytest.approx(10 + 4)
     assert found.step_seconds == pytest.approx(14) and found.slow_seconds == pytest.approx(3)
 
@@ -247,10 +256,10 @@ def test_replicas_are_counted_and_not_followed(monkeypatch: pytest.MonkeyPatch) 
     program = build("1f1b", ranks=16, micro=32)
     one = simulate_step(program, costs=Costs(transfer=0.1))
     assert len(calls) == 2
-    big = simulate_step(program, costs=Costs(transfer=0.1), replicas=128, ranks_a_stage=8)
+    big = simulate_step(program, costs=Costs(transfer=0.1), replicas=128, ranks_per_stage=8)
     assert len(calls) == 4 and big.ranks == 16_384 and big.step_seconds == one.step_seconds
     slow = [SlowRank(rank=3, factor=1.1, replica=n) for n in range(100)]
-    simulate_step(program, costs=Costs(transfer=0.1), replicas=128, slow=slow)
+    simulate_step(program, costs=Costs(transfer=0.1), replicas=128, slow_ranks=slow)
     assert len(calls) == 7, "a hundred replicas that are slow in the same way are followed once"
 
 
@@ -259,9 +268,9 @@ def test_64_ranks_and_256_microbatches_take_less_than_2_seconds() -> None:
     def once() -> float:
         start = process_time()
         program = build("interleaved", ranks=64, micro=256, virtual=2)
-        grads = Collective(name="gradients", when=When.END, seconds=0.3, overlap=0.5)
+        grads = Collective(name="gradients", point=StepPoint.END, seconds=0.3, overlap=0.5)
         costs = Costs(forward=0.1, backward=0.2, transfer=0.004, latency=1e-5)
-        found = simulate_step(program, costs=costs, collectives=[grads], replicas=32, ranks_a_stage=8)
+        found = simulate_step(program, costs=costs, collectives=[grads], replicas=32, ranks_per_stage=8)
         assert found.ranks == 16_384 and 0.05 < found.bubble < 0.2
         return process_time() - start
 
@@ -270,26 +279,28 @@ def test_64_ranks_and_256_microbatches_take_less_than_2_seconds() -> None:
 
 def test_what_a_day_gives() -> None:
     found = simulate_step(build("1f1b", ranks=4, micro=16), costs=Costs(forward=1.0, backward=2.0))
-    assert found.a_day(each_step=100) == pytest.approx(100 * DAY_SECONDS / found.step_seconds)
+    assert found.amount_per_day(amount_per_step=100) == pytest.approx(100 * DAY_SECONDS / found.step_seconds)
     hazard = FailureModel(mean_seconds=10_000, stall_seconds=10, restart_seconds=300)
     kept = goodput(hazard=hazard, interval_seconds=best_interval(hazard=hazard))
-    assert found.a_day(each_step=100, goodput=kept) == pytest.approx(kept.useful * found.a_day(each_step=100))
+    assert found.amount_per_day(amount_per_step=100, goodput=kept) == pytest.approx(
+        kept.useful * found.amount_per_day(amount_per_step=100)
+    )
 
 
 def test_it_can_be_drawn() -> None:
     found = simulate_step(
         build("interleaved", ranks=4, micro=8),
         costs=Costs(forward=1.0, backward=2.0, transfer=0.2),
-        collectives=[Collective(name="sums", when=When.FORWARD, seconds=0.5)],
+        collectives=[Collective(name="sums", point=StepPoint.FORWARD, seconds=0.5)],
     )
     picture = draw(found.timeline, unit="s")
     assert picture.startswith("<svg") and "interleaved · 4 ranks" in picture
-    assert found.timeline.computes[0].seconds == 1.5, "what is exposed stands in the compute"
+    assert found.timeline.compute_spans[0].seconds == 1.5, "what is exposed stands in the compute"
 
 
 def test_a_program_without_training_has_no_backward_to_wait_for() -> None:
     program = forward_only(rank_of_stage=(0, 1), micro=3)
-    last = Collective(name="metrics", when=When.END, seconds=1.0)
+    last = Collective(name="metrics", point=StepPoint.END, seconds=1.0)
     assert simulate_step(program, costs=Costs(), collectives=[last]).step_seconds == 5
 
 
@@ -305,13 +316,16 @@ PROGRAM = build("1f1b", ranks=2, micro=2)
         ({"costs": Costs(backward=float("nan"))}, "backward=nan"),
         ({"costs": Costs(latency=float("inf"))}, "latency=inf"),
         ({"replicas": 0}, "0 replicas"),
-        ({"ranks_a_stage": -8}, "-8 ranks a stage"),
+        ({"ranks_per_stage": -8}, "-8 ranks a stage"),
         ({"update_seconds": -1.0}, "update_seconds=-1"),
-        ({"slow": [SlowRank(rank=2, factor=2)]}, "no rank 2 of replica 0"),
-        ({"slow": [SlowRank(rank=0, factor=2, replica=1)]}, "no rank 0 of replica 1"),
-        ({"slow": [SlowRank(rank=0, factor=0.5)]}, "0.5 times as long"),
-        ({"collectives": [Collective(name="sums", when=When.END, seconds=-2.0)]}, "sums=-2"),
-        ({"collectives": [Collective(name="sums", when=When.END, seconds=1.0, overlap=1.5)]}, "sums: overlap=1.5"),
+        ({"slow_ranks": [SlowRank(rank=2, factor=2)]}, "no rank 2 of replica 0"),
+        ({"slow_ranks": [SlowRank(rank=0, factor=2, replica=1)]}, "no rank 0 of replica 1"),
+        ({"slow_ranks": [SlowRank(rank=0, factor=0.5)]}, "0.5 times as long"),
+        ({"collectives": [Collective(name="sums", point=StepPoint.END, seconds=-2.0)]}, "sums=-2"),
+        (
+            {"collectives": [Collective(name="sums", point=StepPoint.END, seconds=1.0, overlap=1.5)]},
+            "sums: overlap=1.5",
+        ),
     ],
 )
 def test_nonsense_is_refused(given: dict[str, object], said: str) -> None:

@@ -8,14 +8,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.planner.simulation.checkpoint_interval import best_interval, daly, in_steps, young
+from paceline.planner.simulation.checkpoint_interval import (
+    best_interval,
+    best_interval_in_steps,
+    daly_interval,
+    young_interval,
+)
 from paceline.planner.simulation.goodput import (
     DAY_SECONDS,
     FailureModel,
     FailureSource,
-    by_chance,
     combined_failure_interval,
     goodput,
+    useful_fraction_by_simulation,
 )
 
 MEANS = st.floats(10, 1e7)
@@ -53,7 +58,10 @@ def test_the_exact_form_is_what_chance_gives(
     mean: float, stall: float, restart: float, write: float, interval: float
 ) -> None:
     hazard = FailureModel(mean_seconds=mean, stall_seconds=stall, restart_seconds=restart, write_seconds=write)
-    runs = [by_chance(hazard=hazard, interval_seconds=interval, segments=6000, seed=seed) for seed in range(8)]
+    runs = [
+        useful_fraction_by_simulation(hazard=hazard, interval_seconds=interval, segments=6000, seed=seed)
+        for seed in range(8)
+    ]
     middle = sum(runs) / len(runs)
     spread = sqrt(sum((run - middle) ** 2 for run in runs) / (len(runs) - 1) / len(runs))
     exact = useful(hazard, interval)
@@ -66,8 +74,10 @@ def test_a_run_that_never_fails_loses_only_its_stalls() -> None:
     found = goodput(hazard=calm, interval_seconds=95)
     assert (found.useful, found.saving, found.restarting, found.redone) == pytest.approx((0.95, 0.05, 0, 0))
     assert found.failures_a_day == 0
-    assert by_chance(hazard=calm, interval_seconds=95, segments=1000, seed=0) == pytest.approx(0.95, rel=2e-3)
-    assert best_interval(hazard=calm) == young(hazard=calm) == daly(hazard=calm) == inf
+    assert useful_fraction_by_simulation(hazard=calm, interval_seconds=95, segments=1000, seed=0) == pytest.approx(
+        0.95, rel=2e-3
+    )
+    assert best_interval(hazard=calm) == young_interval(hazard=calm) == daly_interval(hazard=calm) == inf
 
 
 @many
@@ -142,10 +152,15 @@ def test_the_papers_approximations_lie_where_they_are_said_to() -> None:
     for ratio, of_young, of_daly in [(1e-5, 4e-3, 1e-5), (1e-3, 4e-2, 5e-4), (0.1, 0.4, 0.05)]:
         hazard = FailureModel(mean_seconds=1e4, stall_seconds=ratio * 1e4)
         best = best_interval(hazard=hazard)
-        assert young(hazard=hazard) == pytest.approx(sqrt(2 * ratio) * 1e4)
-        assert abs(daly(hazard=hazard) / best - 1) < of_daly < abs(young(hazard=hazard) / best - 1) < of_young
-        assert young(hazard=hazard) > best, "Young's is too long"
-    assert daly(hazard=FailureModel(mean_seconds=10, stall_seconds=20)) == 10
+        assert young_interval(hazard=hazard) == pytest.approx(sqrt(2 * ratio) * 1e4)
+        assert (
+            abs(daly_interval(hazard=hazard) / best - 1)
+            < of_daly
+            < abs(young_interval(hazard=hazard) / best - 1)
+            < of_young
+        )
+        assert young_interval(hazard=hazard) > best, "Young's is too long"
+    assert daly_interval(hazard=FailureModel(mean_seconds=10, stall_seconds=20)) == 10
 
 
 def test_the_best_interval_by_hand() -> None:
@@ -169,20 +184,20 @@ def test_a_write_is_never_overtaken_by_the_next_one() -> None:
 def test_whole_steps() -> None:
     hazard = FailureModel(mean_seconds=1e4, stall_seconds=10)
     best = best_interval(hazard=hazard)
-    steps = in_steps(hazard=hazard, step_seconds=7)
+    steps = best_interval_in_steps(hazard=hazard, step_seconds=7)
     tried = range(1, 300)
     assert steps == max(tried, key=lambda n: useful(hazard, 7 * n)) and abs(7 * steps - best) < 7
-    assert in_steps(hazard=hazard, step_seconds=1e4) == 1
+    assert best_interval_in_steps(hazard=hazard, step_seconds=1e4) == 1
     slow = FailureModel(mean_seconds=1e5, stall_seconds=0.1, write_seconds=1000)
-    assert in_steps(hazard=slow, step_seconds=300) == 4, "the write has to be done"
+    assert best_interval_in_steps(hazard=slow, step_seconds=300) == 4, "the write has to be done"
     with pytest.raises(UsageError, match="nothing ever fails"):
-        in_steps(hazard=FailureModel(mean_seconds=inf, stall_seconds=1), step_seconds=1)
+        best_interval_in_steps(hazard=FailureModel(mean_seconds=inf, stall_seconds=1), step_seconds=1)
 
 
 @many
 @given(hazard=hazards(), step=st.floats(1e-3, 1e3))
 def test_no_other_number_of_steps_is_better(hazard: FailureModel, step: float) -> None:
-    steps = in_steps(hazard=hazard, step_seconds=step)
+    steps = best_interval_in_steps(hazard=hazard, step_seconds=step)
     here = useful(hazard, steps * step)
     for other in (steps - 1, steps + 1, 2 * steps):
         if other and other * step >= hazard.write_seconds:
@@ -225,7 +240,7 @@ def test_other_nonsense_is_refused() -> None:
             goodput(hazard=hazard, interval_seconds=interval)
     for step in (0, float("nan"), inf):
         with pytest.raises(UsageError, match="step_seconds="):
-            in_steps(hazard=hazard, step_seconds=step)
+            best_interval_in_steps(hazard=hazard, step_seconds=step)
     for part in (
         FailureSource(name="GPU", count=-1, mean_seconds=1),
         FailureSource(name="GPU", count=8, mean_seconds=0),

@@ -8,7 +8,7 @@ import torch
 
 from paceline.events import Event, EventBus, ForecastChecked
 from paceline.planner.search.layout_with_forecast import FallbackLayout
-from paceline.reporting.sinks.console_lines import line_of
+from paceline.reporting.sinks.console_lines import format_event
 from paceline.trainer.diagnostics import forecast_check as module
 from paceline.trainer.diagnostics.forecast_check import COMPARABLE, STEPS, ForecastCheck
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline
@@ -64,17 +64,17 @@ def test_it_is_said_once_and_kept_without_the_correction(steps: int, monkeypatch
     assert told.measured_bytes == 3 * COMPARABLE and told.memory_ratio == 1.5 and told.time_ratio == pytest.approx(0.6)
     assert kept == [("ddp", {"longer": pytest.approx(1.2), "fuller": 1.5})]
     assert (
-        "1.0 GiB on the fullest rank" in line_of(told)
-        and "(1.50 times)" in line_of(told)
-        and "(0.60 times)" in line_of(told)
+        "1.0 GiB on the fullest rank" in format_event(told)
+        and "(1.50 times)" in format_event(told)
+        and "(0.60 times)" in format_event(told)
     )
 
 
 def test_what_says_nothing_of_larger_runs_is_neither_divided_nor_kept(monkeypatch: Any) -> None:
     (told,), kept = run(rung(peak_bytes=COMPARABLE - 1), monkeypatch, steps=3)
-    assert told.memory_ratio is None and "times)" in line_of(told) and line_of(told).count("times") == 1
+    assert told.memory_ratio is None and "times)" in format_event(told) and format_event(told).count("times") == 1
     assert kept == [("ddp", {"longer": pytest.approx(1.2), "fuller": None})]
     for forecast, busy in ((rung(step_seconds=0.03), 0.0), (rung(), 0.9)):
         (told,), kept = run(forecast, monkeypatch, steps=3, busy=busy)
         assert kept[0][1]["longer"] is None and told.others == pytest.approx(busy)
-        assert line_of(told).endswith("while other programs used 90% of the cores") == bool(busy)
+        assert format_event(told).endswith("while other programs used 90% of the cores") == bool(busy)

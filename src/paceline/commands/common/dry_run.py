@@ -61,4 +61,6 @@ def check_folder(path: Path) -> None:
 def _check_sinks(task: Task) -> None:
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     file = None if task.job_handle is not None else parse_jobref(task.job).path
-    raise_all(refuse_missing_sinks(settings.watch.to, near=(Path.cwd(), *([file.parent] if file is not None else []))))
+    raise_all(
+        refuse_missing_sinks(settings.watch.to, folders=(Path.cwd(), *([file.parent] if file is not None else [])))
+    )

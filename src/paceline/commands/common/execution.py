@@ -44,14 +44,14 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.axis_products import check_axis_products
-from paceline.planner.layout.compression_checks import refuse_wire
-from paceline.planner.layout.execution_plan import Resources, settle_threads
+from paceline.planner.layout.compression_checks import refuse_compression
+from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.planner.layout.layout_checks import check_layout_settings, refuse_homeless
-from paceline.planner.layout.mesh import mesh_of
+from paceline.planner.layout.layout_checks import check_layout_settings, refuse_unused_place_settings
+from paceline.planner.layout.mesh import resolve_mesh
 from paceline.planner.layout.update_rule_checks import check_update_settings, rule_planning
 from paceline.plugins import resolve
-from paceline.reporting.sinks.log_tail import Tail
+from paceline.reporting.sinks.log_tail import LogTail
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.run_folder.run_folder import RunFolder, choose_run, new_run, number_run
 from paceline.user_code import hide_own_frames
@@ -159,7 +159,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         processes = layout.processes(ranks=ranks)
         problems += refuse_idle_faults(faults, ranks=processes, steps=settings.train.steps if settings else None)
         problems += _misfits(verb, layout, update, ranks, settings, asked)
-        problems += refuse_wire(compress, update, layout, ranks=ranks, settings=settings)
+        problems += refuse_compression(compress, update, layout, ranks=ranks, settings=settings)
     raise_all(problems)
     assert layout is not None and settings is not None
     return Task(
@@ -184,13 +184,13 @@ def _misfits(
     """Return the conflicts of layout, ranks and settings. In `compare`, some layouts may not use every setting."""
     problems: list[PacelineError] = []
     rule = rule_planning(update)
-    workers = rule.workers(update, ranks=ranks, problems=problems)
-    mesh = mesh_of(layout, ranks=workers, problems=problems, update=update)
+    workers = rule.num_workers(update, ranks=ranks, problems=problems)
+    mesh = resolve_mesh(layout, ranks=workers, problems=problems, update=update)
     problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     if settings is not None:
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
         problems += [*check_layout_settings(layout, mesh, settings), *check_update_settings(update, settings)]
-        problems += refuse_homeless(layout, mesh, settings, asked=typed)
+        problems += refuse_unused_place_settings(layout, mesh, settings, requested=typed)
     return problems
 
 
@@ -223,7 +223,7 @@ def execute(
             return _joined(task, entry, joined, one_thread, is_named=bool(common.run_dir))
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
-    tails: list[Tail] = []
+    tails: list[LogTail] = []
     count = parse_layout(task.layout).processes(ranks=task.ranks)
 
     def follow(folder: Path) -> Callable[[], None]:
@@ -231,7 +231,7 @@ def execute(
             print_line(f"starting {plural(count, 'process')}; logs in {task.run}/logs")
         if tails:
             tails[-1].close()
-        tails.append(Tail(folder))
+        tails.append(LogTail(folder))
         return tails[-1] if not common.quiet else _nothing
 
     request = LaunchRequest(
@@ -239,8 +239,10 @@ def execute(
         run=RunFolder(logs or Path(task.run)),
         entry=entry,
         payload=task.as_json(),
-        threads=settle_threads(
-            cluster=Resources(ranks=task.ranks, cores=usable_cores()), one=exact, asked=settings.train.threads
+        threads=choose_threads(
+            cluster=Resources(ranks=task.ranks, cores=usable_cores()),
+            one_thread=exact,
+            requested=settings.train.threads,
         ),
         exact=exact,
         saves_checkpoints=task.verb == "train",
@@ -290,7 +292,7 @@ def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is
     replicas = task.ranks // joined.world_size
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
-    threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
+    threads = choose_threads(cluster=cluster, one_thread=exact, requested=settings.train.threads)
     knows = task.verb == "train" and (joined.rank == 0 or is_named)  # rank 0 alone knows a folder that it chose
     go_on = command_again(task, joined) if knows else ""
     here, began = Path.cwd(), time.monotonic()

@@ -29,7 +29,7 @@ from paceline.measured_planning.profile.truncated_model import KEPT, blocks_of, 
 from paceline.measured_planning.simulated_ranks import SimulatedRanks
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.planner.advice.numeric_options import with_compiled_blocks
-from paceline.planner.cost.layout_candidate import MICRO
+from paceline.planner.cost.layout_candidate import MICRO_BATCH_KEY
 from paceline.planner.model_costs.model_profile import (
     BatchScaling,
     LayerProfile,
@@ -90,7 +90,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelProfile:
     shorter = [_look(job, settings, "single", 1, samples=FEW, length=n) for n in lengths_of(length)]
     refused: dict[str, str] = {}
     split = _tried(lambda: _look(job, settings, "tp", 2, samples=FEW), refused, "tp")
-    _tried(lambda: _look(job, settings, "single", 1, samples=1), refused, f"{MICRO}=1")
+    _tried(lambda: _look(job, settings, "single", 1, samples=1), refused, f"{MICRO_BATCH_KEY}=1")
     sizes = _sizes(job, settings, split, most_ranks) if split is not None else {}
     tp_sizes = tuple(sizes)
     names = [name for name in few.costs if name not in (FIRST, LAST)]
@@ -291,14 +291,14 @@ def _part(
         masked_flops=amount("masked"),
         moved_bytes=amount("moved_bytes"),
         fused_bytes=amount("fused_bytes"),
-        saved_bytes=kept.times(1 - fraction),
-        split_saved_bytes=kept.times(fraction),
+        saved_bytes=kept.scaled_by(1 - fraction),
+        split_saved_bytes=kept.scaled_by(fraction),
         selective_saved_bytes=amount("product_bytes"),
         output_bytes=amount("output_bytes"),
-        peak_bytes=replace(moment, fixed=0.0).times(2),
+        peak_bytes=replace(moment, fixed=0.0).scaled_by(2),
         tp_bytes=tp_bytes,
         tp_calls=calls,
-        ep_bytes=amount("output_bytes").times(2) if experts else BatchScaling(),
+        ep_bytes=amount("output_bytes").scaled_by(2) if experts else BatchScaling(),
         tensors=few.tensors[name],
         tp_parameters=tuple((size, held[name]) for size, held in sizes.items()),
         ways=ways,

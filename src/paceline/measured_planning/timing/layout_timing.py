@@ -113,10 +113,10 @@ def time_layouts(
         if found and world.share_json(clock() - began > _OVER * seconds):
             break
         found |= _timed_together(ready, group, depths, world=world, seconds=seconds / len(groups), clock=clock)
-    own = [one for one in found.values() if isinstance(one, RejectedLayout) and one.is_jobs]
+    own = [one for one in found.values() if isinstance(one, RejectedLayout) and one.is_job_error]
     if own and len(own) == len(found):
         raise JobError(
-            f"none of {len(own)} layouts can be timed with any of the microbatch sizes tried: {own[0].why}",
+            f"none of {len(own)} layouts can be timed with any of the microbatch sizes tried: {own[0].reason}",
             cause="the job's own code raises it on every rank, with real values only",
             hint="fix that line; if only one size is refused, set another --train.micro_batch_size",
         )
@@ -158,7 +158,7 @@ def _timed_together(
         except DataError:  # the error of one rank, independent of the layout
             raise
         except PacelineError as error:  # every rank raises the same error
-            errors[one.candidate] = RejectedLayout(why=error.what)
+            errors[one.candidate] = RejectedLayout(reason=error.what)
         except Exception as error:
             errors[one.candidate] = _refused(error, one.candidate, world)
     soon, ends = began + _SOON * seconds, began + seconds
@@ -182,7 +182,7 @@ def _refused(error: Exception, candidate: str, world: World) -> RejectedLayout:
     """
     if isinstance(error, DataError) or is_out_of_memory(error) or not all_arrived_within(world, candidate):
         raise error
-    return RejectedLayout(why=as_refused(error), is_jobs=True)
+    return RejectedLayout(reason=as_refused(error), is_job_error=True)
 
 
 def _take_turns(

@@ -90,12 +90,12 @@ def median_costs(measured: Timeline, program: Program) -> Costs:
 
     def of(op: Op) -> list[float]:
         found: list[list[float]] = [[] for _ in range(program.num_stages)]
-        for span in measured.computes:
+        for span in measured.compute_spans:
             if span.action.op is op:
                 found[span.action.stage].append(span.seconds)
         return [median(each) if each else 0.0 for each in found]
 
-    has_whole = any(span.action.op is Op.BACKWARD for span in measured.computes)
+    has_whole = any(span.action.op is Op.BACKWARD for span in measured.compute_spans)
     return Costs(
         forward=of(Op.FORWARD),
         input=of(Op.INPUT),

@@ -18,10 +18,16 @@ from paceline.comm.process_group import LaunchInfo
 from paceline.errors import PacelineError
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
-from paceline.planner.hardware.cluster import Cluster, fleet_of
-from paceline.planner.model_costs.model_profile import ModelProfile, read_facts
+from paceline.planner.hardware.cluster import Cluster, cluster_from_json
+from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
 from paceline.planner.search.search_space import SearchSpace
-from paceline.planner.search.shortlist import as_timed, read_kept, retimed, shortlist, usual_ratio
+from paceline.planner.search.shortlist import (
+    apply_measured_time,
+    apply_measured_times,
+    median_time_ratio,
+    parse_measured_times,
+    shortlist,
+)
 from paceline.profiling.calibration_store import keep_timed, read_timed
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint
 from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
@@ -41,7 +47,7 @@ class CachedTimings:
 
     def of(self, estimates: Iterable[Estimate]) -> list[Estimate]:
         """Return the estimates in their order, with their timed seconds, or scaled by the typical error."""
-        return [as_timed(one, self.timed, usual=self.usual) for one in estimates]
+        return [apply_measured_time(one, self.timed, default_ratio=self.usual) for one in estimates]
 
 
 def store_timings(
@@ -52,19 +58,19 @@ def store_timings(
     Times measured while other programs used the cores (`disturbed`) do not replace existing ones.
     """
     timed, place = (
-        {str(one.candidate): one.timed for one in options if one.timed is not None},
+        {str(one.candidate): one.measured_time for one in options if one.measured_time is not None},
         LaunchInfo.read(os.environ),
     )
     if not timed or place.local_world_size < place.world_size:
         return
-    facts, before = forecast.facts, _read(ready, forecast)
+    facts, before = forecast.profile, _read(ready, forecast)
     if before is not None:
         facts = replace(facts, refused={**before[0].refused, **facts.refused})
         timed = _joined(timed, before[1]) if disturbed else _joined(before[1], timed)
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
-        found = {"facts": facts.as_json(), "cluster": forecast.fleet.as_json()}
+        found = {"facts": facts.as_json(), "cluster": forecast.cluster.as_json()}
         found |= {"timed": {name: asdict(one) for name, one in timed.items()}}
-        keep_timed(_key(ready, forecast.fleet), found)
+        keep_timed(_key(ready, forecast.cluster), found)
 
 
 def _joined(under: Mapping[str, MeasuredTime], over: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
@@ -80,32 +86,36 @@ def timed_here(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) ->
     if found is None:
         return CachedTimings(forecast=forecast)
     before, timed = found
-    forecast = forecast.of(replace(forecast.facts, refused={**before.refused, **forecast.facts.refused}))
-    options = shortlist(forecast, grid=grid, also=timed)
-    known = retimed(options, timed)
-    if not any(one.timed for one in known):
+    forecast = forecast.with_profile(replace(forecast.profile, refused={**before.refused, **forecast.profile.refused}))
+    options = shortlist(forecast, grid=grid, extra_candidates=timed)
+    known = apply_measured_times(options, timed)
+    if not any(one.measured_time for one in known):
         return CachedTimings(forecast=forecast)
-    return CachedTimings(forecast=forecast, options=known, timed=timed, usual=usual_ratio(options, timed))
+    return CachedTimings(forecast=forecast, options=known, timed=timed, usual=median_time_ratio(options, timed))
 
 
 def as_timed_here(ready: PreparedJob, forecast: CostModel, estimate: Estimate) -> Estimate:
     """Return the estimate with the seconds that an earlier plan of this job timed on this machine, if any."""
     found = _read(ready, forecast)
     timed = {} if found is None else found[1]
-    return as_timed(estimate, timed, usual=1.0)
+    return apply_measured_time(estimate, timed, default_ratio=1.0)
 
 
 def _read(ready: PreparedJob, forecast: CostModel) -> tuple[ModelProfile, dict[str, MeasuredTime]] | None:
     """Return the stored profile and timings; None if the profile or the machine has changed."""
     try:
-        found = read_timed(_key(ready, forecast.fleet))
+        found = read_timed(_key(ready, forecast.cluster))
         if found is None:
             return None
-        facts, fleet, timed = read_facts(found["facts"]), fleet_of(found["cluster"]), read_kept(found["timed"])
+        facts, fleet, timed = (
+            model_profile_from_json(found["facts"]),
+            cluster_from_json(found["cluster"]),
+            parse_measured_times(found["timed"]),
+        )
     except (PacelineError, OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
-    is_job = replace(facts, refused={}) == replace(forecast.facts, refused={})
-    return (facts, timed) if is_job and _is_same(fleet, forecast.fleet) else None
+    is_job = replace(facts, refused={}) == replace(forecast.profile, refused={})
+    return (facts, timed) if is_job and _is_same(fleet, forecast.cluster) else None
 
 
 def _is_same(one: Cluster, other: Cluster) -> bool:

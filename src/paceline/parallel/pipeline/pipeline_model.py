@@ -21,7 +21,7 @@ from paceline.parallel.pipeline.graph.split import GraphStageSplit
 from paceline.parallel.pipeline.graph.stages import GraphStages
 from paceline.parallel.pipeline.stagewise_check import compare_stagewise
 from paceline.planner.layout.mesh import Mesh
-from paceline.planner.layout.pipeline_options import is_file, program_of
+from paceline.planner.layout.pipeline_options import build_pipeline_program, is_schedule_file
 from paceline.schedule.lowering import forward_only
 from paceline.schedule.program import Program
 from paceline.schedule.text_format import read
@@ -86,8 +86,8 @@ def cut_model(
     Raises:
         LayoutError: the model can't be cut; the message names the cause.
     """
-    program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
-    some = read(asked.schedule) if is_file(asked.schedule) else program(1)
+    program = cache(lambda num_micro: build_pipeline_program(asked, mesh, num_micro=num_micro))
+    some = read(asked.schedule) if is_schedule_file(asked.schedule) else program(1)
     own = some.stages_of(world.rank)
     compares = not world.is_imagined  # simulated ranks have no values
     found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.blocks import Block
-from paceline.planner.model_costs.stage_balance import balance
+from paceline.planner.model_costs.stage_balance import balance_stages
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -42,11 +42,11 @@ def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[floa
         )
     if weights is not None and len(weights) != len(blocks):
         raise LayoutError(f"{len(weights)} weights for {len(blocks)} blocks.", hint="one number for each block")
-    return balance(num_stages=num_stages, seconds=weights or [1.0] * len(blocks)).bounds
+    return balance_stages(num_stages=num_stages, seconds=weights or [1.0] * len(blocks)).bounds
 
 
 def _listed(num_stages: int, num_blocks: int) -> str:
     if num_stages > num_blocks:
         return f"a smaller pp: {num_blocks} stages at most"
-    even = balance(num_stages=num_stages, seconds=[1.0] * num_blocks).bounds
+    even = balance_stages(num_stages=num_stages, seconds=[1.0] * num_blocks).bounds
     return f"--place.stages {','.join(str(stop - start) for start, stop in even)}"

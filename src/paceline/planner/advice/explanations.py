@@ -1,4 +1,4 @@
-"""Explanations, in one line each, of a layout's place in a plan, and the error if no layout fits."""
+"""One-line explanations of the layouts of a plan, and the error if no layout fits."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.cost.forecast_margins import is_tie, seconds_error
 from paceline.planner.search.branch_and_bound import search
-from paceline.planner.search.least_memory import least_memory
+from paceline.planner.search.least_memory import find_least_memory
 from paceline.planner.search.search_space import FAMILY, SearchSpace
 
-SPENT_ON = {
+TIME_PART_LABELS = {
     "compute": "compute",
     "again": "recomputing activations",
     "tensor": "tp communication",
@@ -24,89 +24,97 @@ SPENT_ON = {
     "offload": "transfers to the host",
     "start": "starting a step",
 }
-_LEAST = 0.03
-_GAIN = 0.98
-_TIMES = (2, 4, 8, 16, 32)
+_MIN_SHARE = 0.03
+_MAX_GAIN_RATIO = 0.98
+_CLUSTER_FACTORS = (2, 4, 8, 16, 32)
 
 
-def of_recommended(estimate: Estimate) -> str:
+def explain_recommended(estimate: Estimate) -> str:
     """Return the largest parts of the step's time."""
-    return _shares(estimate)
+    return _time_shares(estimate)
 
 
-def left_of(estimate: Estimate) -> str:
-    """Return how much memory of a device is left."""
-    left = format_size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
-    return f"{left} of {format_size(round(estimate.device_bytes))} are left"
+def free_memory_text(estimate: Estimate) -> str:
+    """Return the text on how much memory of a device is free."""
+    free_bytes = format_size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
+    return f"{free_bytes} of {format_size(round(estimate.device_bytes))} are left"
 
 
-def of_simple(estimate: Estimate, quickest: Estimate) -> str:
-    """Return why it is recommended although another is slightly faster."""
-    less, error = estimate.step_seconds / quickest.step_seconds - 1, seconds_error(estimate, quickest)
-    what = "forecast" if quickest.timed is None else "timing"
-    tie = f"a tie: {quickest.candidate} is {less:.1%} faster, but the {what} may be {error:.0%} off"
-    return f"{of_recommended(estimate)}; {tie}: the simpler one is taken"
+def explain_simpler(estimate: Estimate, fastest: Estimate) -> str:
+    """Return why the layout is recommended although another is slightly faster."""
+    gain, error = estimate.step_seconds / fastest.step_seconds - 1, seconds_error(estimate, fastest)
+    source = "forecast" if fastest.measured_time is None else "timing"
+    tie = f"a tie: {fastest.candidate} is {gain:.1%} faster, but the {source} may be {error:.0%} off"
+    return f"{explain_recommended(estimate)}; {tie}: the simpler one is taken"
 
 
-def of_other(estimate: Estimate, best: Estimate) -> str:
-    """Return how much slower than the recommended one it is, and what takes longer."""
-    more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in SPENT_ON}
-    worst = max(more, key=lambda name: more[name])
-    times = estimate.step_seconds / best.step_seconds
-    quickest = min(estimate, best, key=lambda one: one.step_seconds)
-    tie = " (a tie)" if is_tie(best if quickest is estimate else estimate, quickest) else ""
-    if more[worst] <= 0:
-        return f"{times:.2f} times as long{tie}"
-    return f"{times:.2f} times as long{tie}: {SPENT_ON[worst]} +{format_precise_duration(more[worst])}"
+def explain_slower(estimate: Estimate, best: Estimate) -> str:
+    """Return how much slower than the recommended layout it is, and which part takes longer."""
+    differences = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in TIME_PART_LABELS}
+    worst = max(differences, key=lambda name: differences[name])
+    ratio = estimate.step_seconds / best.step_seconds
+    fastest = min(estimate, best, key=lambda one: one.step_seconds)
+    tie = " (a tie)" if is_tie(best if fastest is estimate else estimate, fastest) else ""
+    if differences[worst] <= 0:
+        return f"{ratio:.2f} times as long{tie}"
+    return f"{ratio:.2f} times as long{tie}: {TIME_PART_LABELS[worst]} +{format_precise_duration(differences[worst])}"
 
 
-def of_misfit(estimate: Estimate) -> str:
-    """Return by how much it does not fit, and its largest parts."""
+def explain_misfit(estimate: Estimate) -> str:
+    """Return by how much the layout does not fit, and the largest parts of its memory."""
     parts = estimate.memory.parts
-    most = sorted(parts, key=lambda name: -parts[name])[:2]
-    said = ", ".join(f"{name} {format_size(round(parts[name]))}" for name in most)
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    parts_text = ", ".join(f"{name} {format_size(round(parts[name]))}" for name in largest)
     if estimate.is_tight:
-        way = "over" if estimate.over_bytes > 0 else "below"
-        near, off = format_size(round(abs(estimate.over_bytes))), format_size(round(estimate.margin_bytes))
-        return f"tight: {near} {way} the limit, and the forecast may be {off} off: {said}"
+        side = "over" if estimate.over_bytes > 0 else "below"
+        distance, margin = format_size(round(abs(estimate.over_bytes))), format_size(round(estimate.margin_bytes))
+        return f"tight: {distance} {side} the limit, and the forecast may be {margin} off: {parts_text}"
     if estimate.over_bytes > 0:
-        more = "; replays use more memory than the forecast" if estimate.limit_bytes < estimate.device_bytes else ""
-        return f"{format_size(round(estimate.over_bytes))} too much: {said}{more}"
+        replay_note = (
+            "; replays use more memory than the forecast" if estimate.limit_bytes < estimate.device_bytes else ""
+        )
+        return f"{format_size(round(estimate.over_bytes))} too much: {parts_text}{replay_note}"
     return f"the host would hold {format_size(round(estimate.memory.host_bytes))} per rank, more than it has"
 
 
-def bottlenecks(forecast: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
-    """Return what limits the step: the largest part of its time, and memory if a faster layout lacks it."""
-    found = [f"limited by {SPENT_ON[_largest(best)]}"]
-    device = replace(forecast.fleet.device, memory_bytes=2 * forecast.fleet.device.memory_bytes)
-    roomy = CostModel(
-        facts=forecast.facts, fleet=replace(forecast.fleet, device=device), efficiency=forecast.efficiency
+def find_bottlenecks(cost_model: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
+    """Return what limits the step: the largest part of its time, and memory if a faster layout needs more of it."""
+    lines = [f"limited by {TIME_PART_LABELS[_largest_time_part(best)]}"]
+    device = replace(cost_model.cluster.device, memory_bytes=2 * cost_model.cluster.device.memory_bytes)
+    larger_devices = CostModel(
+        profile=cost_model.profile, cluster=replace(cost_model.cluster, device=device), efficiency=cost_model.efficiency
     )
-    freer = search(roomy, grid=grid).first
-    reckoned = forecast.seconds(best.candidate).step_seconds
-    if freer is not None and not freer.fits_on(best.limit_bytes) and freer.step_seconds < _GAIN * reckoned:
-        more = freer.peak_bytes - best.limit_bytes
-        gain = reckoned - freer.step_seconds
-        much, quicker = format_size(round(more)), format_precise_duration(gain)
-        what = f"with {much} more per device, {freer.candidate} would be {quicker} faster"
-        found.append(f"and by memory: {what}")
-    return tuple(found)
+    faster = search(larger_devices, grid=grid).fastest
+    forecast_seconds = cost_model.seconds(best.candidate).step_seconds
+    if (
+        faster is not None
+        and not faster.fits_on(best.limit_bytes)
+        and faster.step_seconds < _MAX_GAIN_RATIO * forecast_seconds
+    ):
+        extra_bytes = faster.peak_bytes - best.limit_bytes
+        gain = forecast_seconds - faster.step_seconds
+        extra_text, gain_text = format_size(round(extra_bytes)), format_precise_duration(gain)
+        suggestion = f"with {extra_text} more per device, {faster.candidate} would be {gain_text} faster"
+        lines.append(f"and by memory: {suggestion}")
+    return tuple(lines)
 
 
-def no_candidate(family: str, forecast: CostModel) -> str:
-    """Return why the grid has no candidate of a family; empty if that is obvious."""
-    facts, ranks = forecast.facts, forecast.fleet.ranks
+def explain_missing_family(family: str, cost_model: CostModel) -> str:
+    """Return why the search space has no candidate of a family; empty if there is nothing to explain."""
+    profile, ranks = cost_model.profile, cost_model.cluster.ranks
     for word in (family, f"{FAMILY}={family}"):
-        if word in facts.refused:
-            return f"{family}: {facts.refused[word]}"
-    if family in ("ddp", "zero1", "zero2", "fsdp", "hsdp") and ranks > facts.global_batch_size:
-        return f"{family}: {plural(ranks, 'replica')} for a global batch of {plural(facts.global_batch_size, 'sample')}"
-    if family in ("zero3", "fsdp", "hsdp") and facts.optimizer.whole_tensors:
-        return f"{family}: {facts.optimizer.name} needs whole tensors"
-    sizes = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}.get(family, ())
-    own = [f"{word}: {why}" for word, why in facts.refused.items() if _is_size(word, family)]
-    if own:
-        return f"{family}: {'; '.join(own)}"
+        if word in profile.refused:
+            return f"{family}: {profile.refused[word]}"
+    if family in ("ddp", "zero1", "zero2", "fsdp", "hsdp") and ranks > profile.global_batch_size:
+        return (
+            f"{family}: {plural(ranks, 'replica')} for a global batch of {plural(profile.global_batch_size, 'sample')}"
+        )
+    if family in ("zero3", "fsdp", "hsdp") and profile.optimizer.whole_tensors:
+        return f"{family}: {profile.optimizer.name} needs whole tensors"
+    sizes = {"tp": profile.tp_sizes, "cp": profile.cp_sizes, "ep": profile.ep_sizes}.get(family, ())
+    size_reasons = [f"{word}: {why}" for word, why in profile.refused.items() if _is_size(word, family)]
+    if size_reasons:
+        return f"{family}: {'; '.join(size_reasons)}"
     if sizes and ranks > 1:
         return (
             f"{family}: none of its sizes {', '.join(map(str, sizes))} leaves a legal layout of {plural(ranks, 'rank')}"
@@ -115,54 +123,57 @@ def no_candidate(family: str, forecast: CostModel) -> str:
 
 
 def _is_size(word: str, family: str) -> bool:
-    """Return True if the word is a size of that axis, like `tp=4`."""
+    """Return True if the key names a size of that axis, like `tp=4`."""
     return word.startswith(f"{family}=") and word.removeprefix(f"{family}=").isdigit()
 
 
-def nothing_fits(forecast: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
-    """Return the error, with the nearest layout and a cluster on which a layout fits."""
-    fleet, facts = forecast.fleet, forecast.facts
-    name = facts.name or "the model"
+def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
+    """Return the error that no layout fits, with the nearest layout and a cluster on which a layout fits."""
+    cluster, profile = cost_model.cluster, cost_model.profile
+    name = profile.name or "the model"
     if nearest is None:
-        samples = plural(facts.global_batch_size, "sample")
-        lost = [f"{word}: {why}" for word, why in facts.refused.items() if fleet.ranks <= facts.global_batch_size]
+        samples = plural(profile.global_batch_size, "sample")
+        reasons = [
+            f"{word}: {why}" for word, why in profile.refused.items() if cluster.ranks <= profile.global_batch_size
+        ]
         return LayoutError(
-            f"there is no layout of {name} on {fleet}.",
-            cause="; ".join(lost) or f"{plural(fleet.ranks, 'rank')} mean more replicas than the {samples} of a step",
-            hint=f"a global batch of {fleet.ranks} or more, or fewer ranks",
+            f"there is no layout of {name} on {cluster}.",
+            cause="; ".join(reasons)
+            or f"{plural(cluster.ranks, 'rank')} mean more replicas than the {samples} of a step",
+            hint=f"a global batch of {cluster.ranks} or more, or fewer ranks",
         )
-    hint = _where_it_fits(forecast, grid, nearest)
+    hint = _larger_cluster_hint(cost_model, grid, nearest)
     if nearest.is_tight:
-        typed = "".join(f" --{setting} {value}" for setting, value in nearest.settings.items())
-        hint = f"{hint}; or try it: --layout {nearest.layout}{typed}"
+        options = "".join(f" --{setting} {value}" for setting, value in nearest.settings.items())
+        hint = f"{hint}; or try it: --layout {nearest.layout}{options}"
     return LayoutError(
-        f"no layout of {name} {'surely ' * nearest.is_tight}fits on {fleet}.",
-        cause=f"the nearest is {nearest.candidate}: {of_misfit(nearest)}",
+        f"no layout of {name} {'surely ' * nearest.is_tight}fits on {cluster}.",
+        cause=f"the nearest is {nearest.candidate}: {explain_misfit(nearest)}",
         hint=hint,
     )
 
 
-def _where_it_fits(forecast: CostModel, grid: SearchSpace, nearest: Estimate) -> str:
-    fleet = forecast.fleet
-    for times in _TIMES:
-        larger = replace(fleet, nodes=fleet.nodes * times)
-        if fleet.nodes == 1 and fleet.devices * times <= 8:
-            larger = replace(fleet, devices=fleet.devices * times)
-        other = CostModel(facts=forecast.facts, fleet=larger, efficiency=forecast.efficiency)
-        found = least_memory(other, grid=grid)
-        if found is not None and found.fits:
+def _larger_cluster_hint(cost_model: CostModel, grid: SearchSpace, nearest: Estimate) -> str:
+    cluster = cost_model.cluster
+    for factor in _CLUSTER_FACTORS:
+        larger = replace(cluster, nodes=cluster.nodes * factor)
+        if cluster.nodes == 1 and cluster.devices * factor <= 8:
+            larger = replace(cluster, devices=cluster.devices * factor)
+        other = CostModel(profile=cost_model.profile, cluster=larger, efficiency=cost_model.efficiency)
+        estimate = find_least_memory(other, grid=grid)
+        if estimate is not None and estimate.fits:
             counts = f"{larger.nodes}x{larger.devices}" if larger.nodes > 1 else str(larger.devices)
-            return f"--cluster {counts}x{fleet.device.name}, where {found.layout} fits; or shorter samples"
+            return f"--cluster {counts}x{cluster.device.name}, where {estimate.layout} fits; or shorter samples"
     return f"devices of {format_size(round(nearest.peak_bytes))}, shorter samples, or a smaller model"
 
 
-def _largest(estimate: Estimate) -> str:
+def _largest_time_part(estimate: Estimate) -> str:
     parts = estimate.seconds.parts
-    return max(SPENT_ON, key=lambda name: parts[name])
+    return max(TIME_PART_LABELS, key=lambda name: parts[name])
 
 
-def _shares(estimate: Estimate) -> str:
+def _time_shares(estimate: Estimate) -> str:
     parts = estimate.seconds.parts
-    most = sorted(SPENT_ON, key=lambda name: -parts[name])
-    said = [name for name in most if parts[name] >= _LEAST * estimate.step_seconds][:4]
-    return ", ".join(f"{SPENT_ON[name]} {parts[name] / estimate.step_seconds:.0%}" for name in said)
+    ordered = sorted(TIME_PART_LABELS, key=lambda name: -parts[name])
+    shown = [name for name in ordered if parts[name] >= _MIN_SHARE * estimate.step_seconds][:4]
+    return ", ".join(f"{TIME_PART_LABELS[name]} {parts[name] / estimate.step_seconds:.0%}" for name in shown)

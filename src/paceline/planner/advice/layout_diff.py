@@ -1,4 +1,4 @@
-"""Comparison of two forecasts: the differences between the layouts, and where they come from."""
+"""Comparison of two estimates: the options, step times and peak memory that differ."""
 
 from dataclasses import fields
 
@@ -10,24 +10,28 @@ _NAMES = tuple(field.name for field in fields(Candidate))
 _SMALL = 0.005
 
 
-def layout_differences(one: Estimate, other: Estimate) -> tuple[str, ...]:
-    """Return the changed options, step time and peak memory; parts with the largest difference first."""
-    changed = [f"{name} {_said(one, name)} -> {_said(other, name)}" for name in _NAMES if _differs(one, other, name)]
-    seconds = _most(one.seconds.parts, other.seconds.parts, least=_SMALL * one.step_seconds)
-    memory = _most(one.memory.parts, other.memory.parts, least=_SMALL * one.peak_bytes)
-    change = other.step_seconds / one.step_seconds - 1
+def layout_differences(before: Estimate, after: Estimate) -> tuple[str, ...]:
+    """Return lines on the changed options, the step time and the peak memory, with the largest differences first."""
+    changed = [
+        f"{name} {_option_text(before, name)} -> {_option_text(after, name)}"
+        for name in _NAMES
+        if _differs(before, after, name)
+    ]
+    seconds = _largest_differences(before.seconds.parts, after.seconds.parts, least=_SMALL * before.step_seconds)
+    memory = _largest_differences(before.memory.parts, after.memory.parts, least=_SMALL * before.peak_bytes)
+    change = after.step_seconds / before.step_seconds - 1
     return (
-        f"{one.candidate} -> {other.candidate}",
+        f"{before.candidate} -> {after.candidate}",
         f"changed: {', '.join(changed) or 'nothing'}",
-        f"step: {format_precise_duration(one.step_seconds)} -> "
-        f"{format_precise_duration(other.step_seconds)} ({change:+.1%})"
+        f"step: {format_precise_duration(before.step_seconds)} -> "
+        f"{format_precise_duration(after.step_seconds)} ({change:+.1%})"
         + "".join(f"; {name} {'+' if by > 0 else '-'}{format_precise_duration(abs(by))}" for name, by in seconds),
-        f"peak: {format_size(int(one.peak_bytes))} -> {format_size(int(other.peak_bytes))}"
+        f"peak: {format_size(int(before.peak_bytes))} -> {format_size(int(after.peak_bytes))}"
         + "".join(f"; {name} {'+' if by > 0 else '-'}{format_size(int(abs(by)))}" for name, by in memory),
     )
 
 
-def _said(estimate: Estimate, name: str) -> str:
+def _option_text(estimate: Estimate, name: str) -> str:
     value = getattr(estimate.candidate, name)
     return "+".join(value) or "none" if isinstance(value, tuple) else str(value)
 
@@ -36,6 +40,6 @@ def _differs(one: Estimate, other: Estimate, name: str) -> bool:
     return bool(getattr(one.candidate, name) != getattr(other.candidate, name))
 
 
-def _most(one: dict[str, float], other: dict[str, float], *, least: float) -> list[tuple[str, float]]:
-    found = [(name, other[name] - one[name]) for name in one]
-    return sorted((pair for pair in found if abs(pair[1]) > least), key=lambda pair: -abs(pair[1]))
+def _largest_differences(one: dict[str, float], other: dict[str, float], *, least: float) -> list[tuple[str, float]]:
+    differences = [(name, other[name] - one[name]) for name in one]
+    return sorted((pair for pair in differences if abs(pair[1]) > least), key=lambda pair: -abs(pair[1]))

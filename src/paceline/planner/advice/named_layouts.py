@@ -1,27 +1,28 @@
-"""Layouts that a user names, each judged on a cluster, and the differences between them."""
+"""Evaluation of the layouts that a user names, and the differences between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import LayoutError, PacelineError
-from paceline.planner.advice.explanations import of_simple
+from paceline.planner.advice.explanations import explain_simpler
 from paceline.planner.advice.layout_diff import layout_differences
-from paceline.planner.advice.memory_breakdown import MemoryCase, case_of
-from paceline.planner.advice.recommendations import PlanRow, plan_row, row_lines
+from paceline.planner.advice.memory_breakdown import MemoryCase, find_memory_case
+from paceline.planner.advice.recommendations import PlanRow, build_plan_row, row_lines
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
-from paceline.planner.search.branch_and_bound import key_of
+from paceline.planner.search.branch_and_bound import sort_key
 from paceline.planner.search.evaluate_named_layout import estimate_named
-from paceline.planner.search.layout_simplicity import simplest
-from paceline.planner.search.shortlist import retimed
+from paceline.planner.search.layout_simplicity import find_simplest_tie
+from paceline.planner.search.shortlist import apply_measured_times
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedLayouts:
-    """The judgement of named layouts: `rows` in the order of the names; `missing` says why the others are impossible.
+    """The evaluated layouts: `rows` in the order in which they were named, and their `names` as the user typed them.
 
-    `names` are the rows' as they were typed. If the recommended one was not replayed, `unreplayed` says why.
+    `missing` has the reason why the other layouts are impossible. `not_replayed_reason` applies if the recommended
+    layout was not replayed.
     """
 
     case: MemoryCase
@@ -29,24 +30,24 @@ class NamedLayouts:
     names: tuple[str, ...]
     missing: Mapping[str, str]
     limits: tuple[str, ...] = ()
-    unreplayed: str = "the forecast is analytical only"
+    not_replayed_reason: str = "the forecast is analytical only"
 
     @property
-    def first(self) -> PlanRow | None:
-        """The recommended row: the fastest of those that fit, or the simplest that ties with it."""
-        fit = {row.estimate.candidate: row for row in self.rows if row.fits}
-        return fit[simplest([row.estimate for row in fit.values()]).candidate] if fit else None
+    def recommended_row(self) -> PlanRow | None:
+        """The recommended row: the fastest that fits or, if several tie with it, the simplest of them."""
+        fitting = {row.estimate.candidate: row for row in self.rows if row.fits}
+        return fitting[find_simplest_tie([row.estimate for row in fitting.values()]).candidate] if fitting else None
 
     @property
     def recommended(self) -> Estimate | None:
         """The estimate of the recommended row."""
-        return None if self.first is None else self.first.estimate
+        return None if self.recommended_row is None else self.recommended_row.estimate
 
     @property
     def tie(self) -> Estimate | None:
-        """The fastest that fits, if a simpler one that ties with it is recommended; else None."""
-        quickest = min((row.estimate for row in self.rows if row.fits), key=key_of, default=None)
-        return None if quickest == self.recommended else quickest
+        """The fastest estimate that fits, if a simpler one that ties with it is recommended; else None."""
+        fastest = min((row.estimate for row in self.rows if row.fits), key=sort_key, default=None)
+        return None if fastest == self.recommended else fastest
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
@@ -55,65 +56,70 @@ class NamedLayouts:
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys of a plan, and `differences`."""
-        best, first, tie = self.recommended, self.first, self.tie
-        is_replayed = first is not None and first.replayed
-        lost = [{"layout": name, "fits": False, "why": why} for name, why in self.missing.items()]
+        best, recommended_row, tie = self.recommended, self.recommended_row, self.tie
+        is_replayed = recommended_row is not None and recommended_row.replayed
+        impossible = [{"layout": name, "fits": False, "why": why} for name, why in self.missing.items()]
         return {
             "case": self.case.number,
             "recommended": None if best is None else best.layout,
             "replayed": is_replayed,
-            "unreplayed": "" if is_replayed or first is None else self.unreplayed,
+            "unreplayed": "" if is_replayed or recommended_row is None else self.not_replayed_reason,
             "tie": None if tie is None else {"layout": tie.layout, "step_seconds": tie.step_seconds},
-            "plans": [*(row.as_json() for row in self.rows), *lost],
+            "plans": [*(row.as_json() for row in self.rows), *impossible],
             "limits": [],
             "differences": [list(lines) for lines in self.differences],
         }
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of plain text."""
-        yield f"case {self.case.number}: {self.case.says}"
+        yield f"case {self.case.number}: {self.case.description}"
         yield from row_lines(self.rows)
         yield from (f"  {name}: {why}" for name, why in self.missing.items())
-        if (first := self.first) is not None:
-            best = first.estimate
-            doubt = "" if first.replayed else f", NOT REPLAYED ({self.unreplayed})"
-            typed = "".join(f" --{name} {value}" for name, value in best.settings.items())
-            if len(self.rows) > 1 or doubt:
-                yield f"fastest that fits{doubt}: --layout {best.layout}{typed}"
+        if (row := self.recommended_row) is not None:
+            best = row.estimate
+            replay_note = "" if row.replayed else f", NOT REPLAYED ({self.not_replayed_reason})"
+            options = "".join(f" --{name} {value}" for name, value in best.settings.items())
+            if len(self.rows) > 1 or replay_note:
+                yield f"fastest that fits{replay_note}: --layout {best.layout}{options}"
             if self.tie is not None:
-                yield f"  {of_simple(best, self.tie)}"
+                yield f"  {explain_simpler(best, self.tie)}"
         for title, *said in self.differences:
             yield title
             yield from (f"  {line}" for line in said)
 
 
-def judge_asked_layouts(
-    forecast: CostModel,
+def evaluate_named_layouts(
+    cost_model: CostModel,
     layouts: Sequence[str],
     *,
     micro_batch_size: int | None = None,
-    timed: Sequence[Estimate] = (),
-    most: Mapping[str, int] | None = None,
+    timed_estimates: Sequence[Estimate] = (),
+    max_micro_batch_sizes: Mapping[str, int] | None = None,
 ) -> NamedLayouts:
-    """Return the judgement of each layout, with its given microbatch size or the fastest for it.
+    """Evaluate each layout, with the given microbatch size or the fastest one.
 
-    Layouts that were `timed` have their measured seconds. `most` limits the samples of a microbatch for some layouts.
+    Layouts in `timed_estimates` get their measured seconds. `max_micro_batch_sizes` has a limit for some layouts.
 
     Raises:
-        PacelineError: no layout is possible; the error is that of the first.
+        PacelineError: no layout is possible; it is the error of the first layout.
     """
-    named, missing = dict[str, Estimate](), dict[str, PacelineError]()
+    estimates, missing = dict[str, Estimate](), dict[str, PacelineError]()
     for text in layouts:
         try:
-            largest = (most or {}).get(text)
-            named[text] = estimate_named(forecast, text, micro_batch_size=micro_batch_size, most=largest)
+            largest = (max_micro_batch_sizes or {}).get(text)
+            estimates[text] = estimate_named(
+                cost_model, text, micro_batch_size=micro_batch_size, max_micro_batch_size=largest
+            )
         except PacelineError as error:
             missing[text] = next(iter(getattr(error, "problems", [error])))
-    if not named and missing:
+    if not estimates and missing:
         first = next(iter(missing.values()))
         raise LayoutError(first.what, cause=first.cause, hint=first.hint)
-    found = retimed([*named.values()], {str(one.candidate): one.timed for one in timed if one.timed is not None})
-    by_name = {str(one.candidate): one for one in found}
-    rows = tuple(plan_row(forecast, by_name[str(one.candidate)]) for one in named.values())
-    lost = {text: error.what for text, error in missing.items()}
-    return NamedLayouts(case=case_of(forecast), rows=rows, names=tuple(named), missing=lost)
+    final_estimates = apply_measured_times(
+        [*estimates.values()],
+        {str(one.candidate): one.measured_time for one in timed_estimates if one.measured_time is not None},
+    )
+    by_name = {str(one.candidate): one for one in final_estimates}
+    rows = tuple(build_plan_row(cost_model, by_name[str(one.candidate)]) for one in estimates.values())
+    impossible = {text: error.what for text, error in missing.items()}
+    return NamedLayouts(case=find_memory_case(cost_model), rows=rows, names=tuple(estimates), missing=impossible)

@@ -5,27 +5,30 @@ from typing import Any
 
 from paceline.planner.advice.layout_diff import layout_differences
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.search.evaluate_named_layout import estimate_told, forecast_of, row_named
+from paceline.planner.search.evaluate_named_layout import cost_model_from_json, estimate_from_row, find_row
 
 
 def diff_plan_files(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in words what changed from one to the other.
+    """Yield lines on what changed between two plans.
 
     Raises:
-        UsageError: one plan recommends nothing, or does not state its model and cluster.
+        UsageError: a plan recommends no layout, or does not state its model and cluster.
     """
-    first, second = forecast_of(before), forecast_of(after)
-    for name, one, other in zip(_NAMES, _of(first), _of(second), strict=True):
+    cost_model_before, cost_model_after = cost_model_from_json(before), cost_model_from_json(after)
+    for name, one, other in zip(_NAMES, _input_texts(cost_model_before), _input_texts(cost_model_after), strict=True):
         if one != other:
             yield f"{name}: {one} -> {other}"
-    rows = [estimate_told(made, row_named(told)) for made, told in ((first, before), (second, after))]
-    yield from layout_differences(*rows)
+    estimates = [
+        estimate_from_row(made, find_row(told))
+        for made, told in ((cost_model_before, before), (cost_model_after, after))
+    ]
+    yield from layout_differences(*estimates)
 
 
 _NAMES = ("cluster", "parameters", "length", "global batch", "precision")
 
 
-def _of(forecast: CostModel) -> tuple[str, ...]:
-    facts = forecast.facts
-    numbers = (facts.parameters, facts.length, facts.global_batch_size)
-    return (str(forecast.fleet), *(f"{number:,}" for number in numbers), facts.precision)
+def _input_texts(cost_model: CostModel) -> tuple[str, ...]:
+    profile = cost_model.profile
+    numbers = (profile.parameters, profile.length, profile.global_batch_size)
+    return (str(cost_model.cluster), *(f"{number:,}" for number in numbers), profile.precision)

@@ -28,9 +28,9 @@ class Estimate:
     """The forecast of a candidate: bytes of its fullest rank, seconds of its step, and its price if known.
 
     `stages` are the blocks of each stage. `limit_bytes` is the usable part of a device's `device_bytes`;
-    `host_limit_bytes` is a rank's share of its host's memory, None if unknown. The peak may be off by `margin_bytes`.
-    `price` is that of one step. If the layout was `timed`, `seconds` are the measured ones. A step has `samples` of
-    `length` positions and needs `model_flops` over all ranks, each with a peak of `peak_flops_per_second` in the
+    `host_limit_bytes` is a rank's share of its host's memory, None if unknown. `margin_bytes` is the error of the peak.
+    `price` is that of one step. If the layout has a `measured_time`, `seconds` are scaled to it. A step has `samples`
+    of `length` positions and needs `model_flops` over all ranks, each with a peak of `peak_flops_per_second` in the
     precision of matmuls.
     """
 
@@ -50,7 +50,7 @@ class Estimate:
     host_limit_bytes: float | None = None
     price: float | None = None
     currency: str = ""
-    timed: MeasuredTime | None = None
+    measured_time: MeasuredTime | None = None
 
     @property
     def layout(self) -> str:
@@ -93,12 +93,12 @@ class Estimate:
         return self.fits_on(self.limit_bytes)
 
     def fits_on(self, limit_bytes: float) -> bool:
-        """Return True if it would fit on a device with `limit_bytes` of memory."""
+        """Return True if the candidate would fit on a device with `limit_bytes` of memory."""
         return self.peak_bytes + self.margin_bytes <= limit_bytes and self.fits_host
 
     @property
     def is_tight(self) -> bool:
-        """True if the peak is too close to the limit, below or above, for the forecast to tell if it fits."""
+        """True if the peak is so close to the limit that the forecast cannot tell whether the candidate fits."""
         return not self.fits and self.over_bytes <= self.margin_bytes and self.fits_host
 
     @property
@@ -109,11 +109,11 @@ class Estimate:
     @property
     def settings(self) -> dict[str, str]:
         """The settings to type besides the layout."""
-        found = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
+        settings = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
         if self.candidate.precision != "fp32":
-            found["train.precision"] = self.candidate.precision
+            settings["train.precision"] = self.candidate.precision
         if self.candidate.compiles:
-            found["train.compile"] = "true"
+            settings["train.compile"] = "true"
         if len(set(self.stages)) > 1:
-            found["place.stages"] = ",".join(map(str, self.stages))
-        return found
+            settings["place.stages"] = ",".join(map(str, self.stages))
+        return settings

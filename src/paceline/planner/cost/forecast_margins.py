@@ -1,8 +1,8 @@
-"""Error margins of a forecast, in bytes and in seconds; a difference within them is `tight`, or a tie.
+"""Error margins of a forecast, in bytes and in seconds: within them, a layout is `tight`, or two layouts tie.
 
-The numbers come from the benchmarks: closed forms of bytes are 4.3 % off replays on average, replays are at most 2.1 %
-off the allocator, and the resident size of a process on CPUs is 6 % off on average. Closed forms of seconds are 10.6 %
-off on average, timed steps 2.2 %.
+The numbers are mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 % at most
+for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of closed
+forms and 2.2 % for timed steps.
 """
 
 from math import sqrt
@@ -11,44 +11,50 @@ from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.cost.memory import Memory
 from paceline.planner.hardware.cluster import Device
 
-RECKONED_BYTES = 0.05
-REPLAYED_BYTES = 0.02
-PROCESS_BYTES = 0.06
-RECKONED_SECONDS = 0.10
-TIMED_SECONDS = 0.02
-_MEDIAN = 1.86  # error of a median of n steps = _MEDIAN × spread / √n
-_SURE = 2  # times that error
+FORECAST_BYTES_ERROR = 0.05
+REPLAY_BYTES_ERROR = 0.02
+PROCESS_BYTES_ERROR = 0.06
+FORECAST_SECONDS_ERROR = 0.10
+TIMED_SECONDS_ERROR = 0.02
+_MEDIAN_ERROR = 1.86  # error of a median of n steps = _MEDIAN × spread / √n
+_NUM_SIGMAS = 2
 
 
 def bytes_margin(memory: Memory, device: Device, *, is_replayed: bool) -> float:
     """Return the error margin of the peak, in bytes.
 
-    An accelerator's reserve is not a forecast, so it has no margin. On CPUs the whole process counts, as the kernel
-    sees it.
+    The reserve of an accelerator is not a forecast, so it has no margin. On CPUs, the margin is for the resident size
+    of the whole process.
     """
     if not device.is_accelerator:
-        return PROCESS_BYTES * memory.peak_bytes
-    return (REPLAYED_BYTES if is_replayed else RECKONED_BYTES) * (memory.peak_bytes - memory.reserve)
+        return PROCESS_BYTES_ERROR * memory.peak_bytes
+    return (REPLAY_BYTES_ERROR if is_replayed else FORECAST_BYTES_ERROR) * (memory.peak_bytes - memory.reserve)
 
 
-def seconds_error(one: Estimate, quickest: Estimate) -> float:
+def seconds_error(estimate: Estimate, fastest: Estimate) -> float:
     """Return the relative error of the ratio of two step times.
 
-    An untimed layout does not tie with a timed `quickest`: a forecast does not overrule a measurement.
+    An untimed layout never ties with a timed `fastest`, because a forecast does not overrule a measurement.
     """
-    if quickest.timed is None:
-        return RECKONED_SECONDS
-    if one.timed is None:
+    if fastest.measured_time is None:
+        return FORECAST_SECONDS_ERROR
+    if estimate.measured_time is None:
         return 0.0
-    return max(TIMED_SECONDS, _SURE * sqrt(_variance(one.timed) + _variance(quickest.timed)))
+    return max(
+        TIMED_SECONDS_ERROR, _NUM_SIGMAS * sqrt(_variance(estimate.measured_time) + _variance(fastest.measured_time))
+    )
 
 
-def is_tie(one: Estimate, quickest: Estimate) -> bool:
-    """Return True if the forecast cannot tell that `quickest` is faster than `one`."""
-    return one.step_seconds <= (1 + seconds_error(one, quickest)) * quickest.step_seconds
+def is_tie(estimate: Estimate, fastest: Estimate) -> bool:
+    """Return True if the difference of the step times of `estimate` and `fastest` is within their error."""
+    return estimate.step_seconds <= (1 + seconds_error(estimate, fastest)) * fastest.step_seconds
 
 
-def _variance(timed: MeasuredTime) -> float:
-    """Return the squared relative error of the median; with no spread measured, that of a forecast."""
-    error = _MEDIAN * timed.spread / sqrt(timed.steps) if timed.spread else RECKONED_SECONDS
+def _variance(measured_time: MeasuredTime) -> float:
+    """Return the squared relative error of the median; without a measured spread, that of a forecast."""
+    error = (
+        _MEDIAN_ERROR * measured_time.spread / sqrt(measured_time.steps)
+        if measured_time.spread
+        else FORECAST_SECONDS_ERROR
+    )
     return error * error

@@ -1,4 +1,4 @@
-"""A candidate: one way to place a model and split its batch, which the planner rates and a user can type."""
+"""A candidate: a layout with its microbatch size, which the planner estimates and a user can type."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -6,10 +6,10 @@ from typing import Any
 
 from paceline.config.layout import AXES, Layout, LayoutKind
 from paceline.planner.layout.mesh import Mesh, layout_label
-from paceline.schedule.registry import schedule_named
+from paceline.schedule.registry import find_schedule
 
 MODEL_AXES = ("pp", "tp", "cp", "ep")
-MICRO = "micro_batch_size"
+MICRO_BATCH_KEY = "micro_batch_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas; each gets other samples."""
+        """The number of replicas, each with its own samples."""
         return self.dp_replicate * self.dp_shard
 
     def num_micro(self, global_batch_size: int) -> int:
@@ -54,23 +54,23 @@ class Candidate:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of its axes, without the other options."""
+        """The mesh of the candidate's axes, without its other options."""
         return Mesh(
             pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep,
             zero=self.zero,
         )  # fmt: skip
 
     @cached_property
-    def asked(self) -> Layout:
+    def layout_spec(self) -> Layout:
         """The layout a user would type for this candidate."""
-        sizes = {axis: self.mesh.size(axis) for axis in self.mesh.split} or {"dp_replicate": 1}
-        made = {"interleaved": 2, "breadth_first": 2, "zb_interleaved": 2}.get(self.schedule, 0)
+        sizes = {axis: self.mesh.size(axis) for axis in self.mesh.split_axes} or {"dp_replicate": 1}
+        default_virtual = {"interleaved": 2, "breadth_first": 2, "zb_interleaved": 2}.get(self.schedule, 0)
         return Layout(
             kind=LayoutKind.AXES,
             sizes=sizes,
             zero=self.zero or 3,
             schedule=self.schedule if self.pp > 1 else "1f1b",
-            virtual=self.virtual if made not in (0, self.virtual) else None,
+            virtual=self.virtual if default_virtual not in (0, self.virtual) else None,
             remat=self.remat,
             offload=self.offload,
             sequence=self.sequence,
@@ -80,19 +80,19 @@ class Candidate:
     @cached_property
     def layout(self) -> str:
         """The value to type after `--layout`."""
-        text = layout_label(self.asked, self.mesh)
+        text = layout_label(self.layout_spec, self.mesh)
         return text.replace("single,", "dp=1,", 1)
 
-    def but(self, **changes: Any) -> "Candidate":
+    def replace(self, **changes: Any) -> "Candidate":
         """Return a copy with other values, like `dataclasses.replace` but ten times as fast."""
-        found = object.__new__(Candidate)
-        own = vars(self)
-        vars(found).update({name: own[name] for name in _FIELDS}, **changes)
-        return found
+        copy = object.__new__(Candidate)
+        values = vars(self)
+        vars(copy).update({name: values[name] for name in _FIELDS}, **changes)
+        return copy
 
     @cached_property
     def family(self) -> str:
-        """The layout's family: its one model axis, `mixed` with several, or how its data axes share the state."""
+        """The layout's family: its only model axis, `mixed` if it has several, or the kind of data parallelism."""
         axes = [axis for axis, size in zip(MODEL_AXES, (self.pp, self.tp, self.cp, self.ep), strict=True) if size > 1]
         if axes:
             return axes[0] if len(axes) == 1 else "mixed"
@@ -108,7 +108,7 @@ class Candidate:
 _FIELDS = tuple(field.name for field in fields(Candidate))
 
 
-def candidate_of(
+def candidate_from_layout(
     layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str, compiles: bool = False
 ) -> Candidate:
     """Return the candidate of a layout that a user typed.
@@ -119,8 +119,8 @@ def candidate_of(
     return Candidate(
         **{axis: mesh.size(axis) for axis in AXES},
         zero=mesh.zero,
-        schedule=schedule_named(layout.schedule).name if mesh.pp > 1 else "1f1b",
-        virtual=(layout.virtual or schedule_named(layout.schedule).virtual) if mesh.pp > 1 else 1,
+        schedule=find_schedule(layout.schedule).name if mesh.pp > 1 else "1f1b",
+        virtual=(layout.virtual or find_schedule(layout.schedule).virtual) if mesh.pp > 1 else 1,
         micro_batch_size=micro_batch_size,
         remat="none" if remat == "every" else remat,
         offload=layout.offload,
@@ -132,9 +132,9 @@ def candidate_of(
 
 
 def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -> int:
-    """Return the number of microbatches of the replica with the most; they are dealt to the replicas in turn."""
-    every = -(-global_batch_size // micro_batch_size)
-    return -(-every // replicas)
+    """Return the number of microbatches of the replica with the most; microbatches are assigned round robin."""
+    num_total = -(-global_batch_size // micro_batch_size)
+    return -(-num_total // replicas)
 
 
 FAMILIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "mixed")

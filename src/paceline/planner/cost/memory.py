@@ -1,4 +1,4 @@
-"""Peak memory of one rank: in backward, with its activations, or during the optimizer step."""
+"""Peak memory of one rank, which is reached in backward or during the optimizer step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,19 +12,19 @@ from paceline.planner.hardware.efficiency import Efficiency
 from paceline.planner.model_costs.layer_chain import Chain, Counts
 from paceline.planner.model_costs.model_profile import LayerProfile, ModelProfile
 
-_BUCKET = 25 << 20
-_FIRST_BUCKET = 1 << 20
-_CPU_BUCKET = 10 << 20
+_BUCKET_BYTES = 25 << 20
+_FIRST_BUCKET_BYTES = 1 << 20
+_CPU_BUCKET_BYTES = 10 << 20
 LARGE_BYTES = 16 << 20
-_LARGEST = 1 / 3  # of a block's parameters are in its largest tensor, if unknown; an end is mostly one tensor
+_LARGEST_TENSOR_FRACTION = 1 / 3  # the assumed fraction of a block's parameters in its largest tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The bytes of one rank at its peak, by purpose; `host_bytes` are on the host and not part of the sum.
 
-    `master` are copies of parameters in a wider type: always 0, because parameters keep their own type and matmuls use
-    cast copies (in `activations`) or gathered ones (`gathered`). `temporaries` live within one operation.
+    `master` are copies of parameters in a wider type. They are always 0: parameters keep their own type, and matmuls
+    use cast copies (in `activations`) or gathered ones (`gathered`). `temporaries` live within one operation.
     """
 
     parameters: float = 0.0
@@ -45,225 +45,265 @@ class Memory:
         state = self.parameters + self.gradients + self.optimizer + self.master
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
-    def fuller(self, factor: float) -> "Memory":
-        """Return this memory scaled by `factor` if that is above 1; the additional bytes are slack."""
-        more = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
-        return replace(self, slack=self.slack + more) if more else self
+    def scaled_by(self, factor: float) -> "Memory":
+        """Return this memory scaled by `factor`, if it is above 1, with the additional bytes as slack."""
+        extra_bytes = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
+        return replace(self, slack=self.slack + extra_bytes) if extra_bytes else self
 
     @property
     def state_bytes(self) -> float:
-        """The bytes that persist from step to step: parameters, gradients and optimizer state."""
+        """The bytes of the training state: parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer + self.master
 
     @property
     def parts(self) -> dict[str, float]:
         """The bytes of each part, by name."""
-        return {name: getattr(self, name) for name in PARTS}
+        return {name: getattr(self, name) for name in MEMORY_PARTS}
 
 
-PARTS = tuple(field.name for field in fields(Memory) if field.name != "host_bytes")
+MEMORY_PARTS = tuple(field.name for field in fields(Memory) if field.name != "host_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
     """The parameter elements of a rank before data parallelism shards them.
 
-    `dense` may be sharded; `experts` stay whole on their ep ranks. `ends` are the dense ones outside of blocks, `block`
-    those of the largest block, `end` those whose gradients come last: the first part's or a block's. `trained` is the
-    fraction that has gradients, `large` are in tensors that are sent unbucketed, `largest_block` and `largest_end` are
-    in the largest tensor.
+    `dense` may be sharded; `experts` are never sharded. `outside_blocks` are the dense ones that are in no block,
+    `largest_block` those of the largest block, `last_reduced` those whose gradients come last: the first part's or a
+    block's. `trained` is the fraction that has gradients, `large` are in tensors that are sent without a bucket,
+    `largest_block_tensor` and `largest_end_tensor` are in the largest tensor inside and outside of blocks.
     """
 
     dense: float
     experts: float
-    ends: float
-    block: float
-    end: float
+    outside_blocks: float
+    largest_block: float
+    last_reduced: float
     trained: float
     large: float
-    largest_block: float
-    largest_end: float
+    largest_block_tensor: float
+    largest_end_tensor: float
     buffer_bytes: float
 
     @property
-    def largest(self) -> float:
+    def largest_tensor(self) -> float:
         """The elements of the largest tensor."""
-        return max(self.largest_block, self.largest_end)
+        return max(self.largest_block_tensor, self.largest_end_tensor)
 
 
-def elements_of(facts: ModelProfile, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
-    """Return the elements of these parts on one of `tp` × `ep` ranks; weights tied between both ends count once."""
-    each = [part.held_parameters(tp=tp, ep=ep) for part in chain.parts]
-    tied = facts.tied / (tp if facts.last.split_parameters >= facts.tied else 1) if counts[0] and counts[1] else 0.0
+def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
+    """Return the elements of these parts on one of `tp` × `ep` ranks. Weights that both ends share count once."""
+    rank_parameters = [part.rank_parameters(tp=tp, ep=ep) for part in chain.parts]
+    tied_elements = (
+        profile.tied / (tp if profile.last.split_parameters >= profile.tied else 1) if counts[0] and counts[1] else 0.0
+    )
     parts = list(zip(counts, chain.parts, strict=True))
-    every = sum(count * part.parameters for count, part in parts)
+    total = sum(count * part.parameters for count, part in parts)
     frozen = sum(count * part.frozen_parameters for count, part in parts)
-    block = max((size for count, size in zip(counts[2:], each[2:], strict=True) if count), default=0.0)
-    dense = sum(count * size for count, size in zip(counts, each, strict=True)) - tied
-    ends = sum(count * size for count, size in zip(counts[:2], each[:2], strict=True)) - tied
+    largest_block = max(
+        (size for count, size in zip(counts[2:], rank_parameters[2:], strict=True) if count), default=0.0
+    )
+    dense = sum(count * size for count, size in zip(counts, rank_parameters, strict=True)) - tied_elements
+    outside_blocks = (
+        sum(count * size for count, size in zip(counts[:2], rank_parameters[:2], strict=True)) - tied_elements
+    )
     return Elements(
         dense=dense,
         experts=sum(count * part.expert_parameters / ep for count, part in parts) if ep > 1 else 0.0,
-        ends=ends,
-        block=block,
-        end=min(dense, max(counts[0] * each[0], block)),
-        trained=1 - frozen / every if every else 0.0,
-        large=_alone(facts, parts, tp=tp),
-        largest_block=max((_largest(part, _LARGEST) for count, part in parts[2:] if count), default=0.0) / tp,
-        largest_end=max((_largest(part, 1.0) for count, part in parts[:2] if count), default=0.0) / tp,
+        outside_blocks=outside_blocks,
+        largest_block=largest_block,
+        last_reduced=min(dense, max(counts[0] * rank_parameters[0], largest_block)),
+        trained=1 - frozen / total if total else 0.0,
+        large=_unbucketed_elements(profile, parts, tp=tp),
+        largest_block_tensor=max(
+            (_largest_tensor(part, _LARGEST_TENSOR_FRACTION) for count, part in parts[2:] if count), default=0.0
+        )
+        / tp,
+        largest_end_tensor=max((_largest_tensor(part, 1.0) for count, part in parts[:2] if count), default=0.0) / tp,
         buffer_bytes=sum(count * part.buffer_bytes for count, part in parts),
     )
 
 
-def _alone(facts: ModelProfile, parts: Sequence[tuple[int, LayerProfile]], *, tp: int) -> float:
+def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, LayerProfile]], *, tp: int) -> float:
     """Return the elements of tensors that are sent without a bucket.
 
-    These are the large ones, except the model's first, whose buffer has room for flags, and in addition its last if it
-    alone fills the small bucket that is sent first.
+    These are the large tensors, except the first of the model, whose bucket also holds flags. The last tensor is one of
+    them if it fills the small first bucket alone.
     """
-    each, (first, last) = facts.element_bytes / tp, (part.tensors if count else () for count, part in parts[:2])
-    found = 0.0
+    element_bytes, (first, last) = (
+        profile.element_bytes / tp,
+        (part.tensors if count else () for count, part in parts[:2]),
+    )
+    elements = 0.0
     for count, part in parts:
-        large = sum(n for n in part.tensors if each * n > LARGE_BYTES) if part.tensors else part.large_parameters
-        found += count * large / tp
-    if first and each * first[0] > LARGE_BYTES:
-        found -= first[0] / tp
-    if last and _FIRST_BUCKET <= each * last[-1] <= LARGE_BYTES:
-        found += last[-1] / tp
-    return found
+        large = (
+            sum(n for n in part.tensors if element_bytes * n > LARGE_BYTES) if part.tensors else part.large_parameters
+        )
+        elements += count * large / tp
+    if first and element_bytes * first[0] > LARGE_BYTES:
+        elements -= first[0] / tp
+    if last and _FIRST_BUCKET_BYTES <= element_bytes * last[-1] <= LARGE_BYTES:
+        elements += last[-1] / tp
+    return elements
 
 
-def _largest(part: LayerProfile, share: float) -> float:
+def _largest_tensor(part: LayerProfile, share: float) -> float:
     return max(part.tensors, default=0) or share * part.parameters
 
 
-def static_bytes(elements: Elements, candidate: Candidate, facts: ModelProfile) -> tuple[float, float, float]:
-    """Return a rank's bytes of parameters, gradients and optimizer state, on device or host.
+def static_bytes(elements: Elements, candidate: Candidate, profile: ModelProfile) -> tuple[float, float, float]:
+    """Return a rank's bytes of parameters, gradients and optimizer state, on the device or offloaded.
 
-    The shares are those of the ZeRO stage (Rajbhandari et al., "ZeRO", 2020).
+    The ZeRO stage decides which of them are sharded (Rajbhandari et al., "ZeRO", 2020).
     """
-    zero, shard, each = candidate.zero, candidate.dp_shard, facts.element_bytes
-    held = [elements.dense / (shard if zero >= stage else 1) + elements.experts for stage in (3, 2, 1)]
-    parameters, gradients, optimizer = held
+    zero, shard, element_bytes = candidate.zero, candidate.dp_shard, profile.element_bytes
+    rank_elements = [elements.dense / (shard if zero >= stage else 1) + elements.experts for stage in (3, 2, 1)]
+    parameters, gradients, optimizer = rank_elements
     return (
-        each * parameters,
-        each * gradients * elements.trained,
-        facts.optimizer.state_bytes * optimizer * elements.trained,
+        element_bytes * parameters,
+        element_bytes * gradients * elements.trained,
+        profile.optimizer.state_bytes * optimizer * elements.trained,
     )
 
 
-def memory_of(
+def estimate_memory(
     candidate: Candidate,
-    facts: ModelProfile,
+    profile: ModelProfile,
     elements: Elements,
-    alive: ActivationPeak,
+    activations: ActivationPeak,
     *,
     device: Device,
     efficiency: Efficiency,
 ) -> Memory:
-    """Return the memory of a rank at the fullest moment of its step."""
-    parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
-    own = {"parameters": parameters + elements.buffer_bytes, "gradients": gradients, "optimizer": optimizer}
-    host, is_out = 0.0, "parameters" in candidate.offload
-    if is_out:
-        host += parameters + gradients
-        own |= {"parameters": elements.buffer_bytes, "gradients": 0.0}
-    stepping = _stepping(candidate, facts, elements, device)
-    working = list(_working(candidate, facts, elements, alive, device))
+    """Return the peak memory of a rank in a step."""
+    parameters, gradients, optimizer = static_bytes(elements, candidate, profile)
+    state = {"parameters": parameters + elements.buffer_bytes, "gradients": gradients, "optimizer": optimizer}
+    host_bytes, is_offloaded = 0.0, "parameters" in candidate.offload
+    if is_offloaded:
+        host_bytes += parameters + gradients
+        state |= {"parameters": elements.buffer_bytes, "gradients": 0.0}
+    step_phase = _optimizer_step_phase(candidate, profile, elements, device)
+    backward_phases = list(_backward_phases(candidate, profile, elements, activations, device))
     if "optimizer" in candidate.offload:
-        host += optimizer
-        own["optimizer"] = 0.0
-        if not is_out:
-            stepping["optimizer"] = optimizer  # moved to the device for the step
-    if candidate.zero < 2 and alive.is_before_gradients:
-        phases = [*({**phase, "gradients": 0.0} for phase in working[:-1]), working[-1]]
+        host_bytes += optimizer
+        state["optimizer"] = 0.0
+        if not is_offloaded:
+            step_phase["optimizer"] = optimizer  # moved to the device for the step
+    if candidate.zero < 2 and activations.is_before_gradients:
+        phases = [*({**phase, "gradients": 0.0} for phase in backward_phases[:-1]), backward_phases[-1]]
     else:
-        phases = working
+        phases = backward_phases
     reserve = device.reserve_bytes
-    moments = [(_peak_bytes(own, phase, efficiency, reserve), phase) for phase in (*phases, stepping)]
-    fullest = max(moments, key=itemgetter(0))[1]
-    return Memory(**(own | fullest), slack=_slack(fullest, efficiency), reserve=reserve, host_bytes=host)
+    phase_peaks = [(_peak_bytes(state, phase, efficiency, reserve), phase) for phase in (*phases, step_phase)]
+    fullest = max(phase_peaks, key=itemgetter(0))[1]
+    return Memory(**(state | fullest), slack=_slack_bytes(fullest, efficiency), reserve=reserve, host_bytes=host_bytes)
 
 
-def _stepping(candidate: Candidate, facts: ModelProfile, elements: Elements, device: Device) -> dict[str, float]:
-    """Return the bytes during the optimizer step, and of gathering the updated parameters, two units at a time."""
-    moment = facts.optimizer.moment_bytes * elements.trained
-    moment *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
-    phase = {"temporaries": moment * ("parameters" not in candidate.offload)}
+def _optimizer_step_phase(
+    candidate: Candidate, profile: ModelProfile, elements: Elements, device: Device
+) -> dict[str, float]:
+    """Return the bytes during the optimizer step, and while updated parameters are gathered two units at a time."""
+    transient_bytes = profile.optimizer.moment_bytes * elements.trained
+    transient_bytes *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
+    phase = {"temporaries": transient_bytes * ("parameters" not in candidate.offload)}
     if candidate.zero in (1, 2):
-        each = facts.element_bytes * elements.trained
-        whole = _unit(elements.largest, each * elements.dense, each, device)
-        phase["buffers"] = min(2 * whole, each * elements.dense) * (1 + 1 / candidate.dp_shard)
+        element_bytes = profile.element_bytes * elements.trained
+        unit_bytes = _reduction_unit_bytes(
+            elements.largest_tensor, element_bytes * elements.dense, element_bytes, device
+        )
+        phase["buffers"] = min(2 * unit_bytes, element_bytes * elements.dense) * (1 + 1 / candidate.dp_shard)
     return phase
 
 
-def _working(
-    candidate: Candidate, facts: ModelProfile, elements: Elements, alive: ActivationPeak, device: Device
+def _backward_phases(
+    candidate: Candidate, profile: ModelProfile, elements: Elements, peak: ActivationPeak, device: Device
 ) -> Iterator[dict[str, float]]:
-    """Yield the bytes at the candidate peaks of backward.
+    """Yield the bytes at the points of backward that may be the peak.
 
-    These are: at the loss, at the head's gradient, in the last block's backward, and in the first block's, when all
+    These are the loss, the gradient of the head, the backward of the last block, and that of the first block, when all
     gradients exist.
     """
-    wide = candidate.params == "fp32"
-    each, trained = facts.element_bytes, facts.element_bytes * elements.trained
-    gathered = compute_bytes("bf16") if candidate.params == "bf16" else each
-    blocks = elements.block * gathered * (candidate.zero == 3)
-    root = elements.ends * gathered * (candidate.zero == 3)
-    borders = 2 * alive.border_bytes * (candidate.pp > 1)
-    flat = 0.0
+    has_casts = candidate.params == "fp32"
+    element_bytes, gradient_bytes = profile.element_bytes, profile.element_bytes * elements.trained
+    gathered_element_bytes = compute_bytes("bf16") if candidate.params == "bf16" else element_bytes
+    block_bytes = elements.largest_block * gathered_element_bytes * (candidate.zero == 3)
+    root_bytes = elements.outside_blocks * gathered_element_bytes * (candidate.zero == 3)
+    border_bytes = 2 * peak.border_bytes * (candidate.pp > 1)
+    bucket_bytes = 0.0
     if candidate.zero < 2 and candidate.replicas * candidate.cp > 1:
-        flat = trained * max(0.0, elements.dense + elements.experts - elements.large)
-    waiting = filling = end = 0.0
+        bucket_bytes = gradient_bytes * max(0.0, elements.dense + elements.experts - elements.large)
+    pending_bytes = reduction_bytes = end_bytes = 0.0
     if candidate.zero >= 2:
-        dense = trained * elements.dense
-        unit = _unit(elements.largest_block, dense - trained * elements.ends, trained, device)
-        end = _unit(elements.largest_end, trained * elements.ends, trained, device)
-        # gloo keeps inputs and copies of a reduction until it is waited for; others keep only the result, of two units
+        dense = gradient_bytes * elements.dense
+        unit_bytes = _reduction_unit_bytes(
+            elements.largest_block_tensor, dense - gradient_bytes * elements.outside_blocks, gradient_bytes, device
+        )
+        end_bytes = _reduction_unit_bytes(
+            elements.largest_end_tensor, gradient_bytes * elements.outside_blocks, gradient_bytes, device
+        )
+        # gloo holds inputs and copies of a reduction until wait(); other backends hold only the results of two units
         share = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
-        waiting, filling = min(dense, end + unit) * share, min(dense, unit) * (1 + 2 * share)
-    cast = alive.cast_bytes * wide
+        pending_bytes, reduction_bytes = (
+            min(dense, end_bytes + unit_bytes) * share,
+            min(dense, unit_bytes) * (1 + 2 * share),
+        )
+    cast_bytes = peak.cast_bytes * has_casts
     yield {
-        "activations": alive.held_bytes + cast,
-        "gathered": root + blocks,
-        "buffers": flat + waiting + borders,
-        "temporaries": alive.tail_moment_bytes,
+        "activations": peak.held_bytes + cast_bytes,
+        "gathered": root_bytes + block_bytes,
+        "buffers": bucket_bytes + pending_bytes + border_bytes,
+        "temporaries": peak.tail_transient_bytes,
     }
     yield {
-        "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide,
-        "gathered": root + blocks,
-        "buffers": flat + waiting + end + borders,
-        "temporaries": trained * elements.largest_end,
+        "activations": peak.held_bytes + cast_bytes - peak.tail_bytes - peak.tail_cast_bytes * has_casts,
+        "gathered": root_bytes + block_bytes,
+        "buffers": bucket_bytes + pending_bytes + end_bytes + border_bytes,
+        "temporaries": gradient_bytes * elements.largest_end_tensor,
     }
-    again = alive.again_bytes + alive.again_cast_bytes * wide
+    recompute = peak.recompute_bytes + peak.recompute_cast_bytes * has_casts
     yield {
-        "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide + again,
-        "gathered": root + (2 + (candidate.pp > 1)) * blocks,  # a pipeline also prefetches a unit of another microbatch
-        "buffers": flat + filling + borders,
-        "temporaries": alive.moment_bytes,
+        "activations": peak.held_bytes + cast_bytes - peak.tail_bytes - peak.tail_cast_bytes * has_casts + recompute,
+        # a pipeline also prefetches a unit of another microbatch
+        "gathered": root_bytes + (2 + (candidate.pp > 1)) * block_bytes,
+        "buffers": bucket_bytes + reduction_bytes + border_bytes,
+        "temporaries": peak.transient_bytes,
     }
     yield {
-        "activations": alive.end_bytes,
-        "gathered": root + blocks,
-        "buffers": filling + borders,
+        "activations": peak.end_bytes,
+        "gathered": root_bytes + block_bytes,
+        "buffers": reduction_bytes + border_bytes,
     }
 
 
-def _unit(largest: float, every: float, each: float, device: Device) -> float:
-    """Return the bytes of one unit of gradients: one large tensor, or as many as fill a bucket."""
-    if each * largest > LARGE_BYTES:
-        return each * largest
-    return min(every, (_BUCKET if device.is_accelerator else _CPU_BUCKET) + each * largest / 2)
+def _reduction_unit_bytes(largest: float, total_bytes: float, element_bytes: float, device: Device) -> float:
+    """Return the bytes of gradients that are reduced at once: one large tensor, or a full bucket."""
+    if element_bytes * largest > LARGE_BYTES:
+        return element_bytes * largest
+    return min(
+        total_bytes, (_BUCKET_BYTES if device.is_accelerator else _CPU_BUCKET_BYTES) + element_bytes * largest / 2
+    )
 
 
-def _slack(phase: Mapping[str, float], efficiency: Efficiency) -> float:
-    passing = phase if "optimizer" not in phase else {n: size for n, size in phase.items() if n != "optimizer"}
-    return efficiency.slack * sum(passing.values())
+def _slack_bytes(phase: Mapping[str, float], efficiency: Efficiency) -> float:
+    transient = phase if "optimizer" not in phase else {n: size for n, size in phase.items() if n != "optimizer"}
+    return efficiency.slack * sum(transient.values())
 
 
-def _peak_bytes(own: Mapping[str, float], phase: Mapping[str, float], efficiency: Efficiency, reserve: float) -> float:
+def _peak_bytes(
+    state: Mapping[str, float], phase: Mapping[str, float], efficiency: Efficiency, reserve: float
+) -> float:
     """Return `Memory.peak_bytes` for a phase, without building a `Memory`."""
-    at = phase.get
-    state = own["parameters"] + at("gradients", own["gradients"]) + at("optimizer", own["optimizer"])
-    passing = state + at("activations", 0.0) + at("gathered", 0.0) + at("buffers", 0.0) + at("temporaries", 0.0)
-    return passing + _slack(phase, efficiency) + reserve
+    phase_bytes = phase.get
+    state_bytes = (
+        state["parameters"]
+        + phase_bytes("gradients", state["gradients"])
+        + phase_bytes("optimizer", state["optimizer"])
+    )
+    total_bytes = (
+        state_bytes
+        + phase_bytes("activations", 0.0)
+        + phase_bytes("gathered", 0.0)
+        + phase_bytes("buffers", 0.0)
+        + phase_bytes("temporaries", 0.0)
+    )
+    return total_bytes + _slack_bytes(phase, efficiency) + reserve

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step: the pipeline's program, exposed messages and the update."""
+"""Seconds of one optimizer step: the pipeline, exposed messages and the update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,9 +17,9 @@ from paceline.planner.model_costs.model_profile import ModelProfile
 class StepTime:
     """The seconds of one step on the busiest rank, by purpose; the fields add up to the step.
 
-    `tensor`, `context`, `experts`, `gather` and `gradients` are exposed messages: over tp, cp and ep, of sharded
-    parameters and reduced gradients in every microbatch, and at the end of the step. `bubble` is the wait in the
-    pipeline.
+    `again` is recomputation. `tensor`, `context` and `experts` are the exposed messages over tp, cp and ep, `gather`
+    those of sharded parameters and gradients in every microbatch, `gradients` the reduction at the end of the step.
+    `bubble` is the idle time in the pipeline.
     """
 
     compute: float = 0.0
@@ -37,7 +37,7 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds of each part, by name."""
-        return {name: getattr(self, name) for name in SPENT}
+        return {name: getattr(self, name) for name in STEP_TIME_PARTS}
 
     @property
     def step_seconds(self) -> float:
@@ -45,7 +45,7 @@ class StepTime:
         once = self.gradients + self.update + self.offload + self.start
         return self.compute + self.again + self.tensor + self.context + self.experts + self.gather + self.bubble + once
 
-    def times(self, factor: float) -> "StepTime":
+    def scaled_by(self, factor: float) -> "StepTime":
         """Return a copy with every part multiplied by `factor`."""
         return StepTime(**{name: factor * value for name, value in self.parts.items()})
 
@@ -55,31 +55,32 @@ class StepTime:
         return self.tensor + self.context + self.experts + self.gather + self.gradients
 
 
-SPENT = tuple(part.name for part in fields(StepTime))
+STEP_TIME_PARTS = tuple(part.name for part in fields(StepTime))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommGroups:
-    """The groups a rank communicates with.
+    """The groups that a rank communicates with.
 
-    `shard` holds the shards of its replica, `rows` the ranks with the same shard, `data` all ranks that reduce
-    gradients together, `twins` those with the same experts. `stage` is the next stage; `host` is the link to the host's
-    memory.
+    `shard` are the ranks that shard one replica, `shard_replicas` those with the same shard, `data` all ranks that
+    reduce gradients together, `expert_replicas` those with the same experts. `next_stage` is the rank and its
+    neighbour in the pipeline; `host` is the link to the host's memory.
     """
 
     shard: Group
-    rows: Group
+    shard_replicas: Group
     data: Group
-    twins: Group
-    stage: Group
+    expert_replicas: Group
+    next_stage: Group
     host: Link
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The seconds of one stage for one microbatch; `again` and the messages are part of `forward` and `input`.
+    """The seconds of one stage for one microbatch.
 
-    `hides` is the forward and backward compute that can overlap data-parallel messages.
+    `forward` and `input` include the recomputation (`again`) and the messages. `overlappable_seconds` are the forward
+    and backward compute that can overlap data-parallel messages.
     """
 
     forward: float
@@ -90,7 +91,7 @@ class Stage:
     context: float = 0.0
     experts: float = 0.0
     gather: float = 0.0
-    hides: tuple[float, float] = (0.0, 0.0)
+    overlappable_seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -98,92 +99,111 @@ class Stage:
         return self.forward + self.input + self.weight
 
 
-def stage_of(works: Sequence[LayerCost], counts: Counts) -> Stage:
-    """Return the seconds of a stage, without data-parallel communication."""
-    forward = out = back = returned = weight = again = tensor = context = experts = ahead = behind = 0.0
-    for count, work in zip(counts, works, strict=True):
+def build_stage(layer_costs: Sequence[LayerCost], counts: Counts) -> Stage:
+    """Return the times of a stage, without data-parallel communication."""
+    forward = messages_forward = backward = messages_backward = weight = recompute = tensor = context = experts = (
+        overlappable_forward
+    ) = overlappable_backward = 0.0
+    for count, work in zip(counts, layer_costs, strict=True):
         if count:
-            forward, out = forward + count * work.forward, out + count * work.messages_forward
-            back, returned = back + count * (work.input + work.again), returned + count * work.messages_backward
-            weight, again = weight + count * work.weight, again + count * work.again
+            forward, messages_forward = forward + count * work.forward, messages_forward + count * work.messages_forward
+            backward, messages_backward = (
+                backward + count * (work.input + work.recompute),
+                messages_backward + count * work.messages_backward,
+            )
+            weight, recompute = weight + count * work.weight, recompute + count * work.recompute
             tensor, context = tensor + count * work.tensor, context + count * work.context
             experts = experts + count * work.experts
-            ahead, behind = ahead + count * work.hides[0], behind + count * work.hides[1]
+            overlappable_forward, overlappable_backward = (
+                overlappable_forward + count * work.overlappable_seconds[0],
+                overlappable_backward + count * work.overlappable_seconds[1],
+            )
     return Stage(
-        forward=forward + out,
-        input=back + returned,
+        forward=forward + messages_forward,
+        input=backward + messages_backward,
         weight=weight,
-        again=again,
+        again=recompute,
         tensor=tensor,
         context=context,
         experts=experts,
-        hides=(ahead, behind),
+        overlappable_seconds=(overlappable_forward, overlappable_backward),
     )
 
 
-def with_sharding_communication(
-    stage: Stage, elements: Elements, *, units: int, candidate: Candidate, facts: ModelProfile, groups: CommGroups,
+def add_sharding_communication(
+    stage: Stage, elements: Elements, *, units: int, candidate: Candidate, profile: ModelProfile, groups: CommGroups,
     efficiency: Efficiency,
 ) -> Stage:  # fmt: skip
     """Return the stage with the all-gathers and reduce-scatters of every microbatch.
 
-    Messages overlap compute, except the all-gather that the first unit waits for and the reduction of the last.
-    Parameters outside of units are gathered before the forward and kept until the backward ends; in a pipeline, once a
-    step.
+    Messages overlap compute, except the all-gather for the first unit and the reduce-scatter of the last. Parameters
+    outside of units are gathered before each forward and freed after its backward; in a pipeline, once per step.
     """
     if candidate.zero < 2:
         return stage
-    hidden = [efficiency.overlap * seconds for seconds in stage.hides]
-    shard, scattered = groups.shard, facts.element_bytes * elements.trained
-    scatter, last = (
-        shard.all_gather(scattered * elements.dense, calls=units),
-        shard.all_gather(scattered * elements.end),
+    hidden_seconds = [efficiency.overlap * seconds for seconds in stage.overlappable_seconds]
+    shard, gradient_bytes = groups.shard, profile.element_bytes * elements.trained
+    scatter, last_scatter = (
+        shard.all_gather(gradient_bytes * elements.dense, calls=units),
+        shard.all_gather(gradient_bytes * elements.last_reduced),
     )
-    out = again = first = hooks = 0.0
+    exposed_forward = backward_gather = first_gather = hook_seconds = 0.0
     if candidate.zero == 3:
-        each = compute_bytes("bf16") if candidate.params == "bf16" else facts.element_bytes
-        blocks = elements.dense - elements.ends
-        first = shard.all_gather(each * elements.block)
-        again = gather = shard.all_gather(each * blocks, calls=units)
-        root = shard.all_gather(each * elements.ends) if candidate.pp == 1 else 0.0
-        hooks = units * efficiency.unit_seconds
+        gathered_element_bytes = compute_bytes("bf16") if candidate.params == "bf16" else profile.element_bytes
+        blocks = elements.dense - elements.outside_blocks
+        first_gather = shard.all_gather(gathered_element_bytes * elements.largest_block)
+        backward_gather = gather = shard.all_gather(gathered_element_bytes * blocks, calls=units)
+        root = shard.all_gather(gathered_element_bytes * elements.outside_blocks) if candidate.pp == 1 else 0.0
+        hook_seconds = units * efficiency.unit_seconds
         if "parameters" in candidate.offload:
-            way = groups.host.bytes_per_second * candidate.dp_shard
-            gather, again = gather + each * blocks / way, again + each * blocks / way
-            scatter += scattered * elements.dense / way
-        out = hooks + root + max(first, gather - hidden[0])
-    back = hooks + max(first + last, again + scatter - hidden[1])
-    return Stage(**{**vars(stage), "forward": stage.forward + out, "input": stage.input + back, "gather": out + back})
+            host_bandwidth = groups.host.bytes_per_second * candidate.dp_shard
+            gather, backward_gather = (
+                gather + gathered_element_bytes * blocks / host_bandwidth,
+                backward_gather + gathered_element_bytes * blocks / host_bandwidth,
+            )
+            scatter += gradient_bytes * elements.dense / host_bandwidth
+        exposed_forward = hook_seconds + root + max(first_gather, gather - hidden_seconds[0])
+    exposed_backward = hook_seconds + max(first_gather + last_scatter, backward_gather + scatter - hidden_seconds[1])
+    return Stage(
+        **{
+            **vars(stage),
+            "forward": stage.forward + exposed_forward,
+            "input": stage.input + exposed_backward,
+            "gather": exposed_forward + exposed_backward,
+        }
+    )
 
 
 def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float) -> float:
-    """Return the seconds from the first forward to the last backward; without a pipeline, of the one stage."""
+    """Return the seconds from the first forward to the last backward."""
     if len(stages) == 1:
         return micro * stages[0].seconds
-    turns = StageTimes(
+    stage_times = StageTimes(
         forward=[stage.forward for stage in stages],
         input=[stage.input for stage in stages],
         weight=[stage.weight for stage in stages],
-        hop=hop,
+        hop_seconds=hop,
     )
-    return makespan(candidate.schedule, turns, ranks=candidate.pp, micro=micro, virtual=candidate.virtual)
+    return makespan(candidate.schedule, stage_times, ranks=candidate.pp, micro=micro, virtual=candidate.virtual)
 
 
-def seconds_of(
-    candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end: Mapping[str, float]
+def build_step_time(
+    candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end_seconds: Mapping[str, float]
 ) -> StepTime:
-    """Return the step time of these stages, plus the seconds of the work at the step's `end`."""
+    """Return the step time of these stages; `end_seconds` are those of the work at the end of the step."""
     total = pipeline_seconds(candidate, stages, micro=micro, hop=hop)
-    own = _busiest(stages, schedule=candidate.schedule, ranks=candidate.pp)
-    found = {
-        name: micro * sum(getattr(stage, name) for stage in own)
+    busiest = _busiest_rank_stages(stages, schedule=candidate.schedule, ranks=candidate.pp)
+    messages = {
+        name: micro * sum(getattr(stage, name) for stage in busiest)
         for name in ("again", "tensor", "context", "experts", "gather")
     }
-    busy = micro * sum(stage.seconds for stage in own)
-    return StepTime(compute=busy - sum(found.values()), bubble=total - busy, **found, **end)
+    busy_seconds = micro * sum(stage.seconds for stage in busiest)
+    return StepTime(
+        compute=busy_seconds - sum(messages.values()), bubble=total - busy_seconds, **messages, **end_seconds
+    )
 
 
-def _busiest(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
+def _busiest_rank_stages(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
     """Return the stages of the rank with the most work."""
     owned = [stages[rank::ranks] for rank in range(ranks)]
     if schedule == "zbv":
@@ -191,42 +211,53 @@ def _busiest(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[
     return max(owned, key=lambda own: sum(stage.seconds for stage in own))
 
 
-def end_of(
-    candidate: Candidate, stage: Stage, elements: Elements, *, facts: ModelProfile, device: Device, groups: CommGroups,
-    efficiency: Efficiency,
+def estimate_step_end(
+    candidate: Candidate, stage: Stage, elements: Elements, *, profile: ModelProfile, device: Device,
+    groups: CommGroups, efficiency: Efficiency,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the seconds of what runs once a step: gradient reduction, update, all-gather of parameters, offload."""
-    each, trained, zero = facts.element_bytes, elements.trained, candidate.zero
-    parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
-    sums = _sums(candidate, elements, each * trained, groups, efficiency.overlap * stage.hides[1])
+    """Return the seconds of the work that runs once per step: gradient reduction, update, all-gather and offload."""
+    element_bytes, trained, zero = profile.element_bytes, elements.trained, candidate.zero
+    parameters, gradients, optimizer = static_bytes(elements, candidate, profile)
+    reduce_seconds = _gradient_reduction_seconds(
+        candidate, elements, element_bytes * trained, groups, efficiency.overlap * stage.overlappable_seconds[1]
+    )
     if zero in (1, 2):
-        sums += groups.shard.all_gather(each * elements.dense)
-    if facts.tied and candidate.pp > 1:
-        sums += 2 * groups.stage.pass_on(each * facts.tied / candidate.tp)  # both ends hold part of its gradient
-    own = each * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
-    moved = 3 * own + 2 * optimizer
+        reduce_seconds += groups.shard.all_gather(element_bytes * elements.dense)
+    if profile.tied and candidate.pp > 1:
+        reduce_seconds += 2 * groups.next_stage.send(
+            element_bytes * profile.tied / candidate.tp
+        )  # both ends hold part of its gradient
+    rank_bytes = element_bytes * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
+    moved_bytes = 3 * rank_bytes + 2 * optimizer
     bandwidth = device.bytes_per_second * efficiency.memory
-    host = groups.host.bytes_per_second
-    offload = 2 * optimizer / host if "optimizer" in candidate.offload else 0.0
+    host_bandwidth = groups.host.bytes_per_second
+    offload = 2 * optimizer / host_bandwidth if "optimizer" in candidate.offload else 0.0
     if "parameters" in candidate.offload:
-        offload = (parameters + gradients) / host
-        bandwidth = min(bandwidth, efficiency.host * host)
-    return {"gradients": sums, "update": moved / bandwidth, "offload": offload, "start": efficiency.step_seconds}
+        offload = (parameters + gradients) / host_bandwidth
+        bandwidth = min(bandwidth, efficiency.host * host_bandwidth)
+    return {
+        "gradients": reduce_seconds,
+        "update": moved_bytes / bandwidth,
+        "offload": offload,
+        "start": efficiency.step_seconds,
+    }
 
 
-def _sums(candidate: Candidate, elements: Elements, each: float, groups: CommGroups, hidden: float) -> float:
+def _gradient_reduction_seconds(
+    candidate: Candidate, elements: Elements, gradient_element_bytes: float, groups: CommGroups, hidden_seconds: float
+) -> float:
     """Return the exposed seconds of gradient reduction.
 
-    Whole gradients are reduced while the last backward runs, sharded ones after it.
+    Full gradients are reduced while the last backward runs, sharded ones after it.
     """
-    dense, sums = each * elements.dense, 0.0
+    dense_bytes, seconds = gradient_element_bytes * elements.dense, 0.0
     if candidate.zero < 2:
-        tail = groups.data.all_reduce(each * elements.end)
-        sums = max(tail, groups.data.all_reduce(dense) - hidden)
+        last_seconds = groups.data.all_reduce(gradient_element_bytes * elements.last_reduced)
+        seconds = max(last_seconds, groups.data.all_reduce(dense_bytes) - hidden_seconds)
     else:
-        sums = groups.rows.all_reduce(dense / candidate.dp_shard)
+        seconds = groups.shard_replicas.all_reduce(dense_bytes / candidate.dp_shard)
     if candidate.zero == 3 and candidate.pp > 1:
-        sums += groups.shard.all_gather(each * elements.ends)
+        seconds += groups.shard.all_gather(gradient_element_bytes * elements.outside_blocks)
     if elements.experts:
-        sums += groups.twins.all_reduce(each * elements.experts)
-    return sums
+        seconds += groups.expert_replicas.all_reduce(gradient_element_bytes * elements.experts)
+    return seconds

@@ -1,4 +1,4 @@
-"""Results of a probe of this machine: speeds of devices, links and disk, and the times derived from them."""
+"""Results of a machine benchmark (probe): rates of devices, links and disk, and times derived from them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,15 +10,18 @@ from paceline.errors import MachineError
 from paceline.planner.hardware.timing_curve import TimingCurve, read_curve
 
 FORMAT = 1
-HEAD_WIDTH = 64  # measured width; other widths count as more or fewer heads
-ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head, in units of length² × width
-_QUIET = 0.2
-_AGAIN = "probe_here(ranks=N, again=True) measures again"
+HEAD_WIDTH = 64  # the measured width; other widths are converted to a number of such heads
+ATTENTION_FLOPS, TRAINED_ATTENTION_FLOPS = (
+    4,
+    14,
+)  # FLOPs of a head, forward and with backward, in units of length² × width
+_MAX_OTHER_LOAD = 0.2
+_RERUN_HINT = "probe_here(ranks=N, again=True) measures again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """The conditions a probe holds for. `kernels` are those of exact mode or the defaults; `threads` are a rank's."""
+    """The conditions of a probe. `kernels` are the default or those of exact mode; `threads` are those of one rank."""
 
     cpu: str
     cores: int
@@ -32,9 +35,9 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTimings:
-    """The timings of matmuls in one precision. `square` is seconds by FLOPs (a multiply-add is two).
+    """The timings of matmuls in one precision. `square` are seconds by FLOPs (a multiply-add is two).
 
-    `narrow` are smallest dimensions, in ascending order, each with the time of such a matmul relative to a square one.
+    `narrow` are pairs of a smallest dimension, ascending, and the time of such a matmul relative to a square one.
     """
 
     square: TimingCurve
@@ -43,12 +46,12 @@ class MatmulTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of each of `busy` processes that compute on a machine at the same time, with `threads` each.
+    """The rates of each of `busy` processes that compute on a machine at the same time, with `threads` threads each.
 
-    `attention` and `attention_trained` (forward with backward) are seconds of a head by its FLOPs. `streams` are
-    memory-bound operations (`copy` into existing memory, `add`, `gelu`, `norm` into new memory), in seconds by bytes
-    read and written. `optimizers` are seconds by bytes read and written for one tensor. `operation_seconds` is the time
-    of an operation on almost no data, `trained_operation_seconds` with its backward.
+    `attention` and `attention_trained` (forward and backward) are the seconds of a head by its FLOPs. `streams` are the
+    seconds of memory-bound operations (`copy` into existing memory; `add`, `gelu` and `norm` into new memory) by bytes
+    read and written. `optimizers` are the seconds of an update by bytes read and written for one tensor.
+    `operation_seconds` is the time of an operation on almost no data, `trained_operation_seconds` with its backward.
     """
 
     busy: int
@@ -64,7 +67,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank, as `SHARES` counts them."""
+    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank (see `SHARES`)."""
 
     kind: str
     ranks: int
@@ -83,7 +86,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The bytes per second of each rank's file, with all ranks writing (flushed to disk) or reading (uncached)."""
+    """The bytes per second of each rank while all ranks write a file (flushed to disk) or read one (uncached)."""
 
     folder: str
     write_rate: float
@@ -92,9 +95,9 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareBenchmark:
-    """The results of a probe. `copies` (`to_device`, `to_host`) are seconds by bytes from pinned memory, with a GPU.
+    """The results of a probe. `copies` (`to_device`, `to_host`) are seconds by bytes of pinned memory, if it has GPUs.
 
-    `others` is the share of the machine's cores that other programs used during the probe, None if unknown.
+    `others` is the fraction of the machine's cores that other programs used during the probe, None if unknown.
     """
 
     fingerprint: Fingerprint
@@ -108,72 +111,78 @@ class HardwareBenchmark:
 
     @property
     def is_quiet(self) -> bool:
-        """True if little else ran on the machine, or if that is unknown; otherwise the rates are too low."""
-        return self.others is None or self.others <= _QUIET
+        """False if other programs used the machine during the probe, so that the measured rates are too low."""
+        return self.others is None or self.others <= _MAX_OTHER_LOAD
 
-    def of_busy(self, busy: int) -> Rates:
-        """Return the rates for this many busy processes: those of the next larger number, else of the largest."""
-        enough = [each for each in self.rates if each.busy >= busy]
-        return min(enough, key=lambda each: each.busy) if enough else max(self.rates, key=lambda each: each.busy)
+    def rates_for(self, busy: int) -> Rates:
+        """Return the rates of the smallest measured number of processes that is at least `busy`, or of the largest."""
+        large_enough = [each for each in self.rates if each.busy >= busy]
+        return (
+            min(large_enough, key=lambda each: each.busy)
+            if large_enough
+            else max(self.rates, key=lambda each: each.busy)
+        )
 
     def collective_seconds(self, kind: str, *, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of a collective of `num_bytes`; other group sizes are scaled from the nearest.
+        """Return the seconds of a collective of `num_bytes`, scaled from the nearest measured group size.
 
         Raises:
             MachineError: the probe has no such collective.
         """
         if ranks == 1:
             return 0.0
-        had = [each for each in self.collectives if each.kind == kind]
-        if not had:
-            raise MachineError(f"the probe has no {kind}.", cause=_has([c.kind for c in self.collectives]), hint=_AGAIN)
-        nearest = min(had, key=lambda each: (abs(log(each.ranks / ranks)), each.ranks))
-        share = SHARES[kind]
-        alike = num_bytes * share(ranks) / share(nearest.ranks)
+        same_kind = [each for each in self.collectives if each.kind == kind]
+        if not same_kind:
+            raise MachineError(
+                f"the probe has no {kind}.", cause=_available_text([c.kind for c in self.collectives]), hint=_RERUN_HINT
+            )
+        nearest = min(same_kind, key=lambda each: (abs(log(each.ranks / ranks)), each.ranks))
+        sent_fraction = SHARES[kind]
+        scaled_bytes = num_bytes * sent_fraction(ranks) / sent_fraction(nearest.ranks)
         rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
-        return nearest.curve.seconds(alike) + nearest.latency_seconds * (rounds - 1)
+        return nearest.curve.seconds(scaled_bytes) + nearest.latency_seconds * (rounds - 1)
 
     def as_json(self) -> dict[str, Any]:
         """Return its fields and the format, for a file; `read_probe` reads them back."""
         return {"format": FORMAT, **asdict(self)}
 
 
-def read_probe(found: Mapping[str, Any]) -> HardwareBenchmark:
+def read_probe(stored: Mapping[str, Any]) -> HardwareBenchmark:
     """Return the results that `HardwareBenchmark.as_json` wrote.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the content is not valid, or of another version.
     """
-    own = dict(found)
-    if own.pop("format") != FORMAT or not own["rates"]:
+    fields = dict(stored)
+    if fields.pop("format") != FORMAT or not fields["rates"]:
         raise ValueError("a probe of another version of Paceline, or an empty one")
-    mark = own["fingerprint"]
-    own["fingerprint"] = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
-    own["rates"] = tuple(map(_read_rates, own["rates"]))
-    own["collectives"] = tuple(
-        Collective(**{**each, "curve": read_curve(each["curve"])}) for each in own["collectives"]
+    fingerprint = fields["fingerprint"]
+    fields["fingerprint"] = Fingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
+    fields["rates"] = tuple(map(_read_rates, fields["rates"]))
+    fields["collectives"] = tuple(
+        Collective(**{**each, "curve": read_curve(each["curve"])}) for each in fields["collectives"]
     )
-    own["copies"] = _read_curves(own["copies"])
-    own["disk"] = None if own["disk"] is None else Disk(**own["disk"])
-    own["others"] = None if own["others"] is None else float(own["others"])
-    own["took_seconds"] = float(own["took_seconds"])
-    return HardwareBenchmark(**own)
+    fields["copies"] = _read_curves(fields["copies"])
+    fields["disk"] = None if fields["disk"] is None else Disk(**fields["disk"])
+    fields["others"] = None if fields["others"] is None else float(fields["others"])
+    fields["took_seconds"] = float(fields["took_seconds"])
+    return HardwareBenchmark(**fields)
 
 
-def _read_rates(found: Mapping[str, Any]) -> Rates:
-    curves = {name: _read_curves(found[name]) for name in ("attention", "attention_trained", "streams", "optimizers")}
+def _read_rates(stored: Mapping[str, Any]) -> Rates:
+    curves = {name: _read_curves(stored[name]) for name in ("attention", "attention_trained", "streams", "optimizers")}
     products = {
         precision: MatmulTimings(
             square=read_curve(each["square"]), narrow=tuple((int(least), slow) for least, slow in each["narrow"])
         )
-        for precision, each in found["products"].items()
+        for precision, each in stored["products"].items()
     }
-    return Rates(**{**found, **curves, "products": products})
+    return Rates(**{**stored, **curves, "products": products})
 
 
-def _read_curves(found: Mapping[str, Any]) -> dict[str, TimingCurve]:
-    return {name: read_curve(each) for name, each in found.items()}
+def _read_curves(stored: Mapping[str, Any]) -> dict[str, TimingCurve]:
+    return {name: read_curve(each) for name, each in stored.items()}
 
 
-def _has(names: Any) -> str:
+def _available_text(names: Any) -> str:
     return f"it has {', '.join(dict.fromkeys(names)) or 'none'}"

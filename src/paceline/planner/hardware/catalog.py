@@ -1,7 +1,7 @@
 """Catalogue of well-known accelerators and links, from their makers' data sheets: dense rates, not sparse ones.
 
-Memory is what the sheet says; what driver, context and communication take of it is `reserve_bytes`, an assumption of
-ours. Latencies are assumptions too: sheets do not state them. A probe of the real machine replaces all of these.
+Memory is that of the data sheet. `reserve_bytes`, which driver, context and communication use of it, is an assumption,
+and so are latencies, which data sheets do not state. A probe of the machine replaces all these numbers.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,22 @@ from paceline.errors import PacelineError, UsageError
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 
 _GIB = float(1 << 30)
-_RESERVE = 2 * _GIB  # CUDA context about 0.5 GiB, NCCL 0.5 to 1 GiB, cuBLAS workspaces and what the driver keeps
-_HOST = {"nvlink5": 256, "nvlink4": 256, "nvlink3": 128, "nvlink2": 64, "xgmi3": 64, "xgmi4": 256}  # GiB a device: DGX
+_RESERVE = 2 * _GIB  # CUDA context about 0.5 GiB, NCCL 0.5 to 1 GiB, cuBLAS workspaces and driver
+_HOST_MEMORY_GIB = {
+    "nvlink5": 256,
+    "nvlink4": 256,
+    "nvlink3": 128,
+    "nvlink2": 64,
+    "xgmi3": 64,
+    "xgmi4": 256,
+}  # per device (DGX)
 _TERA, _GIGA = 1e12, 1e9
 _US = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
-    """A device with the links and the host memory that it is usually sold with."""
+    """A device with the links and the host memory of the machines in which it is usually sold."""
 
     device: Device
     host_bytes: float | None = None
@@ -52,11 +59,15 @@ def _gpu(
         source=source,
     )
     return CatalogEntry(
-        device=device, inside=links[0], between=links[1], host=links[2], host_bytes=_HOST.get(links[0], 64) * _GIB
+        device=device,
+        inside=links[0],
+        between=links[1],
+        host=links[2],
+        host_bytes=_HOST_MEMORY_GIB.get(links[0], 64) * _GIB,
     )
 
 
-_OWN = {
+_USUAL_LINKS = {
     "A100": ("nvlink3", "ib-hdr", "pcie4"),
     "H100": ("nvlink4", "ib-ndr", "pcie5"),
     "B200": ("nvlink5", "ib-ndr", "pcie5"),
@@ -68,52 +79,52 @@ _OWN = {
     "MI300X": ("xgmi4", "ib-ndr", "pcie5"),
 }
 
-_ROWS = (
+_ENTRIES = (
     _gpu("A100-40G", 40, 1555, fp32=19.5, fp16=312, bf16=312, watts=400,
          source="NVIDIA A100 Tensor Core GPU data sheet, 40GB SXM",
-         links=_OWN["A100"]),
+         links=_USUAL_LINKS["A100"]),
     _gpu("A100-80G", 80, 2039, fp32=19.5, fp16=312, bf16=312, watts=400,
          source="NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM",
-         links=_OWN["A100"]),
+         links=_USUAL_LINKS["A100"]),
     _gpu("H100-80G", 80, 3350, fp32=67, fp16=989.5, bf16=989.5, watts=700,
          source="NVIDIA H100 Tensor Core GPU data sheet, SXM: 1,979 with sparsity, half of it dense",
-         links=_OWN["H100"]),
+         links=_USUAL_LINKS["H100"]),
     _gpu("H100-80G-PCIE", 80, 2000, fp32=51, fp16=756.5, bf16=756.5, watts=350,
          source="NVIDIA H100 Tensor Core GPU data sheet, PCIe: 1,513 with sparsity, half of it dense",
-         links=_OWN["PCIE5"]),
+         links=_USUAL_LINKS["PCIE5"]),
     _gpu("H200", 141, 4800, fp32=67, fp16=989.5, bf16=989.5, watts=700,
          source="NVIDIA H200 Tensor Core GPU data sheet, SXM: 1,979 with sparsity, half of it dense",
-         links=_OWN["H100"]),
+         links=_USUAL_LINKS["H100"]),
     _gpu("B200", 180, 7700, fp32=75, fp16=2250, bf16=2250, watts=1000,
          source="NVIDIA HGX B200 data sheet, an eighth of the board: 36 PFLOPS with sparsity, half dense",
-         links=_OWN["B200"]),
+         links=_USUAL_LINKS["B200"]),
     _gpu("L4", 24, 300, fp32=30.3, fp16=121, bf16=121, watts=72,
          source="NVIDIA L4 Tensor Core GPU data sheet: 242 with sparsity, half of it dense",
-         links=_OWN["PCIE4"]),
+         links=_USUAL_LINKS["PCIE4"]),
     _gpu("L40S", 48, 864, fp32=91.6, fp16=362, bf16=362, watts=350,
          source="NVIDIA L40S data sheet: 362.05 dense",
-         links=_OWN["PCIE4"]),
+         links=_USUAL_LINKS["PCIE4"]),
     _gpu("V100-16G", 16, 900, fp32=15.7, fp16=125, bf16=None, watts=300,
          source="NVIDIA V100 Tensor Core GPU data sheet, SXM2 16GB",
-         links=_OWN["V100"]),
+         links=_USUAL_LINKS["V100"]),
     _gpu("V100-32G", 32, 900, fp32=15.7, fp16=125, bf16=None, watts=300,
          source="NVIDIA V100 Tensor Core GPU data sheet, SXM2 32GB",
-         links=_OWN["V100"]),
+         links=_USUAL_LINKS["V100"]),
     _gpu("T4", 16, 300, fp32=8.1, fp16=65, bf16=None, watts=70,
          source="NVIDIA T4 Tensor Core GPU data sheet",
-         links=_OWN["PCIE3"]),
+         links=_USUAL_LINKS["PCIE3"]),
     _gpu("RTX-3090", 24, 936, fp32=35.6, fp16=71, bf16=71, watts=350,
          source="NVIDIA Ampere GA102 GPU architecture whitepaper: tensor cores adding in float32",
-         links=_OWN["PCIE4"]),
+         links=_USUAL_LINKS["PCIE4"]),
     _gpu("RTX-4090", 24, 1008, fp32=82.6, fp16=165.2, bf16=165.2, watts=450,
          source="NVIDIA Ada GPU architecture whitepaper: tensor cores adding in float32",
-         links=_OWN["PCIE4"]),
+         links=_USUAL_LINKS["PCIE4"]),
     _gpu("MI250X", 64, 1638, fp32=47.9, fp16=191.5, bf16=191.5, watts=280,
          source="AMD Instinct MI250X data sheet, one of its two dies, which torch sees as a device",
-         links=_OWN["MI250X"]),
+         links=_USUAL_LINKS["MI250X"]),
     _gpu("MI300X", 192, 5300, fp32=163.4, fp16=1307.4, bf16=1307.4, watts=750,
          source="AMD Instinct MI300X data sheet",
-         links=_OWN["MI300X"]),
+         links=_USUAL_LINKS["MI300X"]),
     CatalogEntry(
         device=Device(
             name="cpu",
@@ -128,9 +139,9 @@ _ROWS = (
     ),
 )  # fmt: skip
 
-DEVICES: dict[str, CatalogEntry] = {row.device.name: row for row in _ROWS}
+DEVICES: dict[str, CatalogEntry] = {row.device.name: row for row in _ENTRIES}
 
-_DRIVERS_NAMES = {
+_DRIVER_NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100-40G",
     "NVIDIA A100-SXM4-80GB": "A100-80G",
     "NVIDIA H100 80GB HBM3": "H100-80G",
@@ -148,8 +159,8 @@ _DRIVERS_NAMES = {
 
 
 def sheet_rates(gpu: str) -> dict[str, float]:
-    """Return the peak rates of a GPU by its driver's name for it; none if no sheet is known."""
-    name = _DRIVERS_NAMES.get(gpu)
+    """Return the peak rates of a GPU by the name that its driver reports; empty if its data sheet is unknown."""
+    name = _DRIVER_NAMES.get(gpu)
     return dict(DEVICES[name].device.flops_per_second) if name else {}
 
 
@@ -200,21 +211,21 @@ def catalog_cluster(entry: CatalogEntry, *, nodes: int = 1, devices: int = 1, be
     )
 
 
-def device_named(name: str, *, problems: list[PacelineError], where: str = "") -> CatalogEntry:
-    """Return the catalogue entry of a device, in any case; an unknown name is added to `problems`."""
-    known = {known.lower(): row for known, row in DEVICES.items()}
-    if (row := known.get(name.strip().lower())) is not None:
+def find_device(name: str, *, problems: list[PacelineError], where: str = "") -> CatalogEntry:
+    """Return the catalogue entry of a device, ignoring upper and lower case; add an unknown name to `problems`."""
+    entries = {known.lower(): row for known, row in DEVICES.items()}
+    if (row := entries.get(name.strip().lower())) is not None:
         return row
-    close = next((other for other in DEVICES if other.lower().startswith(f"{name.strip().lower()}-")), "")
-    cause = f"did you mean {close!r}?" if close else did_you_mean(name.upper(), DEVICES)
+    extension = next((other for other in DEVICES if other.lower().startswith(f"{name.strip().lower()}-")), "")
+    cause = f"did you mean {extension!r}?" if extension else did_you_mean(name.upper(), DEVICES)
     problems.append(
         UsageError(f"{name!r} is not a known device.", where=where, cause=cause, hint=f"one of {', '.join(DEVICES)}")
     )
     return DEVICES["cpu"]
 
 
-def link_named(name: str, *, problems: list[PacelineError], where: str = "") -> Link:
-    """Return the catalogue's link, in any case; an unknown name is added to `problems`."""
+def find_link(name: str, *, problems: list[PacelineError], where: str = "") -> Link:
+    """Return a link of the catalogue, ignoring upper and lower case; add an unknown name to `problems`."""
     if (row := LINKS.get(name.strip().lower())) is not None:
         return row
     cause = did_you_mean(name.strip().lower(), LINKS)

@@ -1,4 +1,4 @@
-"""Devices, the links between them and the cluster's size, in numbers, each with its source."""
+"""Numbers of a cluster: its devices, the links between them and its size, each with the source of the numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,10 +11,9 @@ from paceline.config.from_json import as_written
 class Device:
     """The device of one rank.
 
-    `flops_per_second` are dense matmul rates by precision; `bytes_per_second` is the bandwidth of the device's own
-    memory. `reserve_bytes` are never available to the model: driver, context, buffers of the communication library,
-    workspaces of libraries; `reserve_origin` says if they are given or assumed. `peaks` are the data sheet's rates of a
-    device whose own rates were measured.
+    `flops_per_second` are dense matmul rates by precision; `bytes_per_second` is the bandwidth of the device's memory.
+    `reserve_bytes` are never available to the model: driver, context, communication buffers and library workspaces;
+    `reserve_origin` is `given` or `assumed`. If `flops_per_second` are measured, `peaks` are those of the data sheet.
     """
 
     name: str
@@ -46,8 +45,8 @@ class Device:
 class Link:
     """A link between ranks: seconds until the first byte arrives, and bytes per second of one rank in one direction.
 
-    `is_shared`: all ranks of a node share one such link. `origin` says how it is known: measured, given by the user, or
-    assumed because the device is usually sold with it.
+    If `is_shared`, all ranks of a node share one such link. `origin` is `measured`, `given` by the user, or `assumed`
+    because the device is usually sold with it.
     """
 
     name: str
@@ -62,8 +61,8 @@ class Link:
 class Cluster:
     """A cluster of `nodes` machines with `devices` each, and its links: inside a node, between nodes, and to the host.
 
-    `host_bytes` and `disk_bytes` are a node's; `price_per_hour` is a node's too, in `currency`. `longer` and `fuller`
-    are the ratios of measured to forecast step time and memory in earlier runs here, by family of layouts.
+    `host_bytes`, `disk_bytes` and `price_per_hour` (in `currency`) are those of one node. `longer` and `fuller` are the
+    ratios of measured to forecast step time and memory in earlier runs on this machine, by family of layouts.
     """
 
     device: Device
@@ -91,28 +90,29 @@ class Cluster:
         return " × ".join([*counts, self.device.name])
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields, for plan.json; `fleet_of` reads them back."""
-        own = asdict(self)
-        own["device"]["flops_per_second"] = dict(self.device.flops_per_second)
-        own["device"]["peaks"] = dict(self.device.peaks)
-        return own
+        """Return the fields, for plan.json; `cluster_from_json` reads them."""
+        fields = asdict(self)
+        fields["device"]["flops_per_second"] = dict(self.device.flops_per_second)
+        fields["device"]["peaks"] = dict(self.device.peaks)
+        return fields
 
 
-def of_family(ratios: Mapping[str, float], family: str) -> float:
-    """Return the correction factor of a forecast: that of the family, else that of all runs, else 1."""
+def family_ratio(ratios: Mapping[str, float], family: str) -> float:
+    """Return the measured-to-forecast ratio of a family; else that of all runs (key ""); else 1."""
     return ratios.get(family) or ratios.get("") or 1.0
 
 
-def fleet_of(found: Mapping[str, Any]) -> Cluster:
+def cluster_from_json(stored: Mapping[str, Any]) -> Cluster:
     """Return the cluster that `Cluster.as_json` wrote."""
-    return as_written(found, Cluster)
+    return as_written(stored, Cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A group of `size` ranks that communicate with each other.
 
-    `latency_seconds` is that of one collective of all ranks, `hop_seconds` that of a message to a neighbour.
+    `latency_seconds` and `bytes_per_second` are those of a collective of all ranks, `hop_seconds` and
+    `hop_bytes_per_second` those of a message to a neighbour.
     """
 
     size: int
@@ -140,29 +140,29 @@ class Group:
             return 0.0
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.hop_bytes_per_second
 
-    def pass_on(self, num_bytes: float) -> float:
-        """Return the seconds to send to a neighbour."""
+    def send(self, num_bytes: float) -> float:
+        """Return the seconds of a message to a neighbour."""
         return 0.0 if self.size == 1 else self.hop_seconds + num_bytes / self.hop_bytes_per_second
 
 
-def group_of(fleet: Cluster, axes: Sequence[tuple[int, int]], *, efficiency: float = 1.0) -> Group:
+def build_group(cluster: Cluster, axes: Sequence[tuple[int, int]], *, efficiency: float = 1.0) -> Group:
     """Return the group along some axes, each `(stride, size)`: neighbours on an axis are `stride` ranks apart.
 
-    Between nodes, each of the group's ranks on a node uses its own link, so bandwidths add up. Inside a node, latencies
-    add up along the ring; between nodes, along a tree (NCCL's double binary trees).
+    Between nodes, each rank of the group uses its own link, so the bandwidths of a node add up. Latencies add up along
+    a ring inside a node, and along a tree between nodes (NCCL's double binary trees).
     """
-    size = near = 1
+    size = ranks_per_node = 1
     for stride, count in axes:
         size *= count
-        near *= max(1, min(count, fleet.devices // stride))
-    inside, between = fleet.inside, fleet.between
-    latency, rate = (near - 1) * inside.latency_seconds, inside.bytes_per_second
+        ranks_per_node *= max(1, min(count, cluster.devices // stride))
+    inside, between = cluster.inside, cluster.between
+    latency, rate = (ranks_per_node - 1) * inside.latency_seconds, inside.bytes_per_second
     hop_latency, hop_rate = inside.latency_seconds, rate
-    if size > near:
+    if size > ranks_per_node:
         hop_latency = between.latency_seconds
-        hop_rate = between.bytes_per_second / (fleet.devices if between.is_shared else 1)
-        latency += (-(-size // near) - 1).bit_length() * between.latency_seconds
-        rate = min(rate, hop_rate * near) if near > 1 else hop_rate
+        hop_rate = between.bytes_per_second / (cluster.devices if between.is_shared else 1)
+        latency += (-(-size // ranks_per_node) - 1).bit_length() * between.latency_seconds
+        rate = min(rate, hop_rate * ranks_per_node) if ranks_per_node > 1 else hop_rate
     return Group(
         size=size,
         latency_seconds=latency,

@@ -1,4 +1,4 @@
-"""Reader of a cluster's TOML file, which reports all mistakes at once."""
+"""Reader of the TOML file of a cluster, which reports all mistakes at once."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -10,15 +10,15 @@ from paceline.config.axis_counts import MOST_RANKS
 from paceline.config.text_file import given_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.planner.hardware.catalog import CatalogEntry, catalog_cluster, device_named, link_named
+from paceline.planner.hardware.catalog import CatalogEntry, catalog_cluster, find_device, find_link
 from paceline.planner.hardware.cluster import Cluster, Device, Link
-from paceline.planner.hardware.unit_parsing import QuantityKind, currency_of, read_quantity
+from paceline.planner.hardware.unit_parsing import QuantityKind, parse_currency, parse_quantity
 
 _KINDS = ("cpu", "cuda")
-_LINKED = ("inside", "between", "host")
-_COUNTS = ("nodes", "devices")
-_OWN = {"host_memory": QuantityKind.BYTES, "disk": QuantityKind.BYTES, "price": QuantityKind.MONEY}
-_DEVICE = {
+_LINK_NAMES = ("inside", "between", "host")
+_COUNT_NAMES = ("nodes", "devices")
+_NODE_QUANTITIES = {"host_memory": QuantityKind.BYTES, "disk": QuantityKind.BYTES, "price": QuantityKind.MONEY}
+_DEVICE_QUANTITIES = {
     "memory": QuantityKind.BYTES,
     "bandwidth": QuantityKind.BYTES_PER_SECOND,
     "fp32": QuantityKind.FLOPS,
@@ -27,152 +27,159 @@ _DEVICE = {
     "reserve": QuantityKind.BYTES,
     "watts": QuantityKind.WATTS,
 }
-_OR_ZERO = ("reserve", "latency")
-_LINK = {"latency": QuantityKind.SECONDS, "bandwidth": QuantityKind.BYTES_PER_SECOND}
+_MAY_BE_ZERO = ("reserve", "latency")
+_LINK_QUANTITIES = {"latency": QuantityKind.SECONDS, "bandwidth": QuantityKind.BYTES_PER_SECOND}
 _EXAMPLE = 'device = "H100-80G", nodes = 4, devices = 8, between = "ib-ndr"'
 
 
-def read_fleet_file(path: Path) -> Cluster:
+def read_cluster_file(path: Path) -> Cluster:
     """Return the cluster that a TOML file describes.
 
     Keys: `device`, `nodes`, `devices`, `inside`, `between`, `host`, `host_memory`, `disk`, `price`, `name`. A device or
-    a link is a name of the catalogue, or a table: a device's `name`, `kind`, `memory`, `bandwidth`, `fp32`, `bf16`,
-    `fp16`, `reserve`, `watts`; a link's `latency`, `bandwidth`, `shared`. `price` and all numbers not per rank are a
-    node's.
+    a link is a name of the catalogue, or a table. A device has `name`, `kind`, `memory`, `bandwidth`, `fp32`, `bf16`,
+    `fp16`, `reserve` and `watts`; a link has `latency`, `bandwidth` and `shared`. `host_memory`, `disk` and `price` are
+    those of one node.
 
     Raises:
-        UsageError, Problems: the file is missing or no TOML, or has wrong keys or values, each named with its place.
+        UsageError, Problems: the file is missing, is not TOML, or has wrong keys or values.
     """
-    return _Reading(path).fleet()
+    return _ClusterFileReader(path).read()
 
 
-class _Reading:
-    """A file being read, with the problems found in it."""
+class _ClusterFileReader:
+    """A reader of one file, which collects the problems of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[PacelineError] = []
-        self.tree = _tree(path)
+        self.tree = _load_toml(path)
 
-    def fleet(self) -> Cluster:
-        self._known(self.tree, ("device", *_COUNTS, *_LINKED, *_OWN, "name"), "")
-        counts = {name: self._count(name) for name in _COUNTS}
+    def read(self) -> Cluster:
+        self._check_keys(self.tree, ("device", *_COUNT_NAMES, *_LINK_NAMES, *_NODE_QUANTITIES, "name"), "")
+        counts = {name: self._count(name) for name in _COUNT_NAMES}
         if not self.problems and counts["nodes"] * counts["devices"] > MOST_RANKS:
-            self._wrong(f"nodes × devices is more than {MOST_RANKS:,} ranks.", "", cause="one digit too many")
+            self._add_problem(f"nodes × devices is more than {MOST_RANKS:,} ranks.", "", cause="one digit too many")
         entry = self._device()
-        links = {name: self._link(name) for name in _LINKED if name in self.tree}
-        own = dict(self._quantities(self.tree, _OWN, ""))
-        called = self._name(self.tree, "name", "".join(c for c in self.path.stem if c.isprintable()))
+        links = {name: self._link(name) for name in _LINK_NAMES if name in self.tree}
+        node_values = dict(self._quantities(self.tree, _NODE_QUANTITIES, ""))
+        cluster_name = self._name(self.tree, "name", "".join(c for c in self.path.stem if c.isprintable()))
         raise_all(self.problems)
-        usual = catalog_cluster(entry, nodes=counts["nodes"], devices=counts["devices"])
+        catalog = catalog_cluster(entry, nodes=counts["nodes"], devices=counts["devices"])
         return replace(
-            usual,
-            inside=links.get("inside") or usual.inside,
-            between=links.get("between") or usual.between,
-            host=links.get("host") or usual.host,
-            host_bytes=own.get("host_memory", usual.host_bytes),
-            disk_bytes=own.get("disk"),
-            price_per_hour=own.get("price"),
-            currency=currency_of(self.tree["price"]) if "price" in own else "",
-            name=called,
+            catalog,
+            inside=links.get("inside") or catalog.inside,
+            between=links.get("between") or catalog.between,
+            host=links.get("host") or catalog.host,
+            host_bytes=node_values.get("host_memory", catalog.host_bytes),
+            disk_bytes=node_values.get("disk"),
+            price_per_hour=node_values.get("price"),
+            currency=parse_currency(self.tree["price"]) if "price" in node_values else "",
+            name=cluster_name,
         )
 
-    def _name(self, tree: Mapping[str, Any], place: str, usual: str) -> str:
-        """Return the name to print; one with unprintable characters, which a terminal may interpret, is a problem."""
-        found = tree.get("name", usual)
-        if not isinstance(found, str) or not found.isprintable():
-            self._wrong(f"{place} = {found!r} is not a name.", place, hint=f'{place} = "ours"')
-        return str(found)
+    def _name(self, tree: Mapping[str, Any], key: str, default: str) -> str:
+        """Return the name to print. Unprintable characters, which a terminal may interpret, are a problem."""
+        name = tree.get("name", default)
+        if not isinstance(name, str) or not name.isprintable():
+            self._add_problem(f"{key} = {name!r} is not a name.", key, hint=f'{key} = "ours"')
+        return str(name)
 
     def _device(self) -> CatalogEntry:
-        asked = self.tree.get("device")
-        if not isinstance(asked, Mapping):
-            if not isinstance(asked, str):
-                self._wrong("the file does not name a device.", "device", hint='device = "H100-80G"')
-                return device_named("cpu", problems=[])
-            return device_named(asked, problems=self.problems, where=f"{self.path}, device")
-        self._known(asked, ("name", "kind", *_DEVICE), "device.")
-        found = dict(self._quantities(asked, _DEVICE, "device."))
+        value = self.tree.get("device")
+        if not isinstance(value, Mapping):
+            if not isinstance(value, str):
+                self._add_problem("the file does not name a device.", "device", hint='device = "H100-80G"')
+                return find_device("cpu", problems=[])
+            return find_device(value, problems=self.problems, where=f"{self.path}, device")
+        self._check_keys(value, ("name", "kind", *_DEVICE_QUANTITIES), "device.")
+        quantities = dict(self._quantities(value, _DEVICE_QUANTITIES, "device."))
         for name in ("memory", "bandwidth", "fp32"):
-            if name not in asked:
-                self._wrong(f"device.{name} is missing.", f"device.{name}", hint='device = "H100-80G", which has all')
-        kind = str(asked.get("kind", "cuda"))
+            if name not in value:
+                self._add_problem(
+                    f"device.{name} is missing.", f"device.{name}", hint='device = "H100-80G", which has all'
+                )
+        kind = str(value.get("kind", "cuda"))
         if kind not in _KINDS:
-            self._wrong(f"device.kind = {kind!r} is unknown.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
-        entry = device_named("cpu" if kind == "cpu" else "L40S", problems=[])
-        if "memory" in found and found.get("reserve", 0.0) >= found["memory"]:
-            cause = f"the reserve is what a process needs before it has a model, out of {asked['memory']}"
-            self._wrong("device.reserve leaves nothing of device.memory.", "device.reserve", cause=cause)
+            self._add_problem(f"device.kind = {kind!r} is unknown.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
+        entry = find_device("cpu" if kind == "cpu" else "L40S", problems=[])
+        if "memory" in quantities and quantities.get("reserve", 0.0) >= quantities["memory"]:
+            cause = f"the reserve is what a process needs before it has a model, out of {value['memory']}"
+            self._add_problem("device.reserve leaves nothing of device.memory.", "device.reserve", cause=cause)
         device = Device(
-            name=self._name(asked, "device.name", "device"),
+            name=self._name(value, "device.name", "device"),
             kind=kind,
-            memory_bytes=found.get("memory", 1.0),
-            bytes_per_second=found.get("bandwidth", 1.0),
-            flops_per_second={name: found[name] for name in ("fp32", "bf16", "fp16") if name in found},
-            reserve_bytes=found.get("reserve", entry.device.reserve_bytes),
-            watts=found.get("watts"),
+            memory_bytes=quantities.get("memory", 1.0),
+            bytes_per_second=quantities.get("bandwidth", 1.0),
+            flops_per_second={name: quantities[name] for name in ("fp32", "bf16", "fp16") if name in quantities},
+            reserve_bytes=quantities.get("reserve", entry.device.reserve_bytes),
+            watts=quantities.get("watts"),
             source=str(self.path),
-            reserve_origin="given" if "reserve" in found else "assumed",
+            reserve_origin="given" if "reserve" in quantities else "assumed",
         )
         return replace(entry, device=device, host_bytes=None)
 
     def _link(self, name: str) -> Link | None:
-        asked = self.tree[name]
-        if isinstance(asked, str):
-            return replace(link_named(asked, problems=self.problems, where=f"{self.path}, {name}"), origin="given")
-        if not isinstance(asked, Mapping):
-            self._wrong(f"{name} = {asked!r} is not a link.", name, hint=f'{name} = "ib-ndr"')
+        value = self.tree[name]
+        if isinstance(value, str):
+            return replace(find_link(value, problems=self.problems, where=f"{self.path}, {name}"), origin="given")
+        if not isinstance(value, Mapping):
+            self._add_problem(f"{name} = {value!r} is not a link.", name, hint=f'{name} = "ib-ndr"')
             return None
-        self._known(asked, (*_LINK, "shared"), f"{name}.")
-        found = dict(self._quantities(asked, _LINK, f"{name}."))
-        for part in _LINK:
-            if part not in asked:
-                self._wrong(f"{name}.{part} is missing.", f"{name}.{part}", hint='latency = "2 us"')
-        shared = asked.get("shared", False)
-        if not isinstance(shared, bool):
-            self._wrong(f"{name}.shared = {shared!r} is neither true nor false.", f"{name}.shared", hint="true")
+        self._check_keys(value, (*_LINK_QUANTITIES, "shared"), f"{name}.")
+        quantities = dict(self._quantities(value, _LINK_QUANTITIES, f"{name}."))
+        for quantity in _LINK_QUANTITIES:
+            if quantity not in value:
+                self._add_problem(f"{name}.{quantity} is missing.", f"{name}.{quantity}", hint='latency = "2 us"')
+        is_shared = value.get("shared", False)
+        if not isinstance(is_shared, bool):
+            self._add_problem(
+                f"{name}.shared = {is_shared!r} is neither true nor false.", f"{name}.shared", hint="true"
+            )
         return Link(
             name=name,
-            latency_seconds=found.get("latency", 1.0),
-            bytes_per_second=found.get("bandwidth", 1.0),
-            is_shared=shared is True,
+            latency_seconds=quantities.get("latency", 1.0),
+            bytes_per_second=quantities.get("bandwidth", 1.0),
+            is_shared=is_shared is True,
             source=str(self.path),
             origin="given",
         )
 
     def _quantities(
-        self, tree: Mapping[str, Any], measures: Mapping[str, QuantityKind], prefix: str
+        self, tree: Mapping[str, Any], kinds: Mapping[str, QuantityKind], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        for name, kind in measures.items():
+        for name, kind in kinds.items():
             if name in tree:
                 try:
                     where = f"{self.path}, {prefix}{name}"
-                    zero = name in _OR_ZERO
-                    full = f"{prefix}{name}"
-                    yield name, read_quantity(tree[name], measures=kind, name=full, where=where, or_zero=zero)
+                    allow_zero = name in _MAY_BE_ZERO
+                    full_name = f"{prefix}{name}"
+                    yield (
+                        name,
+                        parse_quantity(tree[name], kind=kind, name=full_name, where=where, allow_zero=allow_zero),
+                    )
                 except UsageError as error:
                     self.problems.append(error)
 
     def _count(self, name: str) -> int:
         count = self.tree.get(name, 1)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            self._wrong(f"{name} = {count!r} is not a valid count.", name, cause="at least 1", hint=f"{name} = 8")
+            self._add_problem(f"{name} = {count!r} is not a valid count.", name, cause="at least 1", hint=f"{name} = 8")
             return 1
         return count
 
-    def _known(self, tree: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    def _check_keys(self, tree: Mapping[str, Any], known_keys: tuple[str, ...], prefix: str) -> None:
         for name in tree:
-            if name not in known:
-                hint = f"one of {', '.join(f'{prefix}{other}' for other in known)}"
+            if name not in known_keys:
+                hint = f"one of {', '.join(f'{prefix}{other}' for other in known_keys)}"
                 what = f"a cluster file has no key {prefix}{name}."
-                self._wrong(what, f"{prefix}{name}", cause=did_you_mean(name, known), hint=hint)
+                self._add_problem(what, f"{prefix}{name}", cause=did_you_mean(name, known_keys), hint=hint)
 
-    def _wrong(self, what: str, place: str, *, cause: str = "", hint: str = "") -> None:
-        where = f"{self.path}, {place}" if place else str(self.path)
-        self.problems.append(UsageError(what, where=where, cause=cause, hint=hint or _EXAMPLE))
+    def _add_problem(self, message: str, key: str, *, cause: str = "", hint: str = "") -> None:
+        where = f"{self.path}, {key}" if key else str(self.path)
+        self.problems.append(UsageError(message, where=where, cause=cause, hint=hint or _EXAMPLE))
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _load_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(given_text(path, what="a cluster file", hint=_EXAMPLE))
     except FileNotFoundError:

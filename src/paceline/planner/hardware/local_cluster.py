@@ -1,4 +1,4 @@
-"""This machine as a cluster to plan for: from a probe, one device per rank and the link between them."""
+"""This machine as a cluster to plan for: one device per rank and the link between them, measured by a probe."""
 
 from pathlib import Path
 
@@ -8,25 +8,25 @@ from paceline.planner.hardware.catalog import sheet_rates
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 from paceline.planner.layout.host_resources import gpu_memory
 
-_OWN = 1e15  # bytes per second of a link that is never used
+_UNUSED_LINK_RATE = 1e15  # bytes per second of a link that is never used
 RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
-"""The bytes of a process with torch in it, without anything that belongs to the job."""
+"""The bytes of a process that has imported torch, without the job."""
 
 
-def fleet_here(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:
-    """Return this machine as a cluster. `memory_bytes` is a GPU's; for CPUs it is the total that the ranks share."""
-    rates, mark = probe.of_busy(ranks), probe.fingerprint
-    is_cpu = mark.device == "cpu"
+def measured_cluster(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:
+    """Return this machine as a cluster. `memory_bytes` are those of one GPU, or the total that all CPU ranks share."""
+    rates, fingerprint = probe.rates_for(ranks), probe.fingerprint
+    is_cpu = fingerprint.device == "cpu"
     flops = {name: products.square.best_rate for name, products in rates.products.items()}
     device = Device(
-        name=mark.cpu if is_cpu else mark.gpus[0],
-        kind=mark.device,
+        name=fingerprint.cpu if is_cpu else fingerprint.gpus[0],
+        kind=fingerprint.device,
         memory_bytes=memory_bytes / ranks if is_cpu else memory_bytes,
         flops_per_second=flops,
         bytes_per_second=rates.streams["add"].best_rate,
         reserve_bytes=RESERVE_BYTES["cpu" if is_cpu else "cuda"],
         source="measured here",
-        peaks={} if is_cpu else sheet_rates(mark.gpus[0]),
+        peaks={} if is_cpu else sheet_rates(fingerprint.gpus[0]),
     )
     link = _link(probe, ranks)
     host = Link(name="memory", latency_seconds=0.0, bytes_per_second=rates.streams["copy"].best_rate, origin="measured")
@@ -34,16 +34,16 @@ def fleet_here(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> 
 
 
 def _link(probe: HardwareBenchmark, ranks: int) -> Link:
-    """Return the link of a ring from the time of an all-reduce: 2 (n - 1) steps, each with a part of the bytes."""
+    """Return the link of a ring, from the time of an all-reduce: 2 (n - 1) steps, each with 1/n of the bytes."""
     if ranks == 1:
-        return Link(name="none", latency_seconds=0.0, bytes_per_second=_OWN, origin="measured")
+        return Link(name="none", latency_seconds=0.0, bytes_per_second=_UNUSED_LINK_RATE, origin="measured")
     small, large = 1 << 10, 16 << 20
-    first = probe.collective_seconds("all_reduce", num_bytes=small, ranks=ranks)
-    last = probe.collective_seconds("all_reduce", num_bytes=large, ranks=ranks)
-    rate = 2 * (ranks - 1) / ranks * (large - small) / max(last - first, 1e-9)
+    small_seconds = probe.collective_seconds("all_reduce", num_bytes=small, ranks=ranks)
+    large_seconds = probe.collective_seconds("all_reduce", num_bytes=large, ranks=ranks)
+    rate = 2 * (ranks - 1) / ranks * (large - small) / max(large_seconds - small_seconds, 1e-9)
     return Link(
         name="all-reduce",
-        latency_seconds=first / (2 * (ranks - 1)),
+        latency_seconds=small_seconds / (2 * (ranks - 1)),
         bytes_per_second=rate,
         source="measured here",
         origin="measured",
@@ -51,34 +51,34 @@ def _link(probe: HardwareBenchmark, ranks: int) -> Link:
 
 
 def node_memory(device: str) -> int:
-    """Return the bytes for ranks to share; for GPUs those of one, which each rank has.
+    """Return the bytes of one GPU, or for CPUs the bytes that all ranks of this machine share.
 
     Raises:
-        MachineError: the driver does not state the memory of a GPU.
+        MachineError: the driver does not report the memory of the GPUs.
     """
     if device == "cpu":
         return host_memory()
-    found = gpu_memory()
-    if found is None:
+    num_bytes = gpu_memory()
+    if num_bytes is None:
         raise MachineError(
             "nvidia-smi does not report the GPUs' memory.",
             hint="--cluster FILE.toml with memory = ..., or --device cpu",
         )
-    return found
+    return num_bytes
 
 
 def host_memory() -> int:
-    """Return the bytes of memory of this machine, or the limit of this process's control group if it is lower."""
-    found = [_total()]
+    """Return the memory of this machine in bytes, or the limit of this process's control group if it is lower."""
+    limits = [_total_memory()]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:
-            found.append(int(path.read_text()))
+            limits.append(int(path.read_text()))
         except (OSError, ValueError):
             continue
-    return min(found)
+    return min(limits)
 
 
-def _total() -> int:
+def _total_memory() -> int:
     try:
         line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemTotal"))
     except (OSError, StopIteration):

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from paceline.config.axis_counts import MOST_RANKS
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.planner.hardware.catalog import catalog_cluster, device_named, link_named
+from paceline.planner.hardware.catalog import catalog_cluster, find_device, find_link
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.cluster_file import read_fleet_file
+from paceline.planner.hardware.cluster_file import read_cluster_file
 
 _EXAMPLE = "--cluster 4x8xH100-80G, 8xA100-80G@eth-100g, here, or a file cluster.toml"
-_COUNTED = re.compile(r"(?:(\d+)[x×])?(?:(\d+)[x×])?([^@x×][^@]*)(?:@(.+))?", re.IGNORECASE)
+_CLUSTER_TEXT = re.compile(r"(?:(\d+)[x×])?(?:(\d+)[x×])?([^@x×][^@]*)(?:@(.+))?", re.IGNORECASE)
 
 
-def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
+def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster:
     """Return the cluster: nodes × devices × name, with the link between nodes after `@`, or measured (`here`).
 
     Raises:
@@ -22,29 +22,29 @@ def read_fleet(text: str, *, here: Cluster | None = None) -> Cluster:
     """
     text = text.strip()
     if text == "here":
-        if here is None:
+        if local_cluster is None:
             raise UsageError("this machine was not measured.", cause="--cluster here needs a probe", hint=_EXAMPLE)
-        return here
+        return local_cluster
     if text.endswith(".toml") or "/" in text:
-        return read_fleet_file(Path(text))
-    found = _COUNTED.fullmatch(text)
-    if found is None:
+        return read_cluster_file(Path(text))
+    match = _CLUSTER_TEXT.fullmatch(text)
+    if match is None:
         raise UsageError(f"--cluster {text!r} can't be read.", cause="nodes x devices x name", hint=_EXAMPLE)
     problems: list[PacelineError] = []
-    counts = [_count(text, part, problems) for part in found.groups()[:2] if part]
-    entry = device_named(found[3], problems=problems)
-    between = replace(link_named(found[4], problems=problems), origin="given") if found[4] else None
+    counts = [_parse_count(text, part, problems) for part in match.groups()[:2] if part]
+    entry = find_device(match[3], problems=problems)
+    between = replace(find_link(match[4], problems=problems), origin="given") if match[4] else None
     nodes, devices = ([1, *counts] if len(counts) < 2 else counts) if counts else (1, 1)
     if not problems and nodes * devices > MOST_RANKS:
-        what = f"--cluster {text!r}: {nodes * devices:,} ranks, {MOST_RANKS:,} at most."
-        problems.append(UsageError(what, cause="one digit too many", hint=_EXAMPLE))
+        message = f"--cluster {text!r}: {nodes * devices:,} ranks, {MOST_RANKS:,} at most."
+        problems.append(UsageError(message, cause="one digit too many", hint=_EXAMPLE))
     raise_all(problems)
     return catalog_cluster(entry, nodes=nodes, devices=devices, between=between)
 
 
-def _count(text: str, part: str, problems: list[PacelineError]) -> int:
-    if part.strip("0") and len(part) <= len(str(MOST_RANKS)):
-        return int(part)
-    cause = "one digit too many" if part.strip("0") else "at least one node with one device"
-    problems.append(UsageError(f"--cluster {text!r}: {part} is not a valid count.", cause=cause, hint=_EXAMPLE))
+def _parse_count(text: str, digits: str, problems: list[PacelineError]) -> int:
+    if digits.strip("0") and len(digits) <= len(str(MOST_RANKS)):
+        return int(digits)
+    cause = "one digit too many" if digits.strip("0") else "at least one node with one device"
+    problems.append(UsageError(f"--cluster {text!r}: {digits} is not a valid count.", cause=cause, hint=_EXAMPLE))
     return 1

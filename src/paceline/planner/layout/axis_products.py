@@ -1,4 +1,4 @@
-"""Checks of the products of axes and options that are impossible."""
+"""Checks of combinations of axes and options that are impossible."""
 
 from paceline.config.layout import Layout
 from paceline.errors import PacelineError
@@ -7,5 +7,5 @@ from paceline.planner.layout.pipeline_options import refuse_schedule
 
 
 def check_axis_products(layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """Return the errors of a layout that no model can have."""
+    """Return the errors of a layout that is impossible for every model."""
     return refuse_schedule(layout, mesh)

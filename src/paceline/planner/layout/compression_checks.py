@@ -1,4 +1,4 @@
-"""Checks of what compressed gradients can be combined with."""
+"""Checks of the layouts, update rules and settings that gradient compression can be combined with."""
 
 from collections.abc import Iterator
 
@@ -7,43 +7,45 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.settings import Settings
 from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError, UsageError
-from paceline.planner.layout.mesh import Mesh, mesh_of
+from paceline.planner.layout.mesh import Mesh, resolve_mesh
 
 _SHARDED = "each rank reduces its own rows there, and most of the traffic is parameters, which are not compressed"
 _PARTS = "most of the traffic between these ranks is activations or partial sums, which are not compressed"
 _THREADS = "replicas as threads share memory and send nothing"
 
 
-def refuse_wire(
+def refuse_compression(
     compress: Compression, update: UpdateRule, layout: Layout, *, ranks: int, settings: Settings | None
 ) -> list[PacelineError]:
-    """Return the errors of `refuse_compress` and, with `settings`, of `refuse_compress_settings`."""
-    found = refuse_compress(compress, update, layout, mesh_of(layout, ranks=ranks, problems=[]))
-    return [*found, *(refuse_compress_settings(compress, settings) if settings is not None else ())]
+    """Return the errors of `refuse_compressed_layout` and, with `settings`, of `refuse_compressed_settings`."""
+    errors = refuse_compressed_layout(compress, update, layout, resolve_mesh(layout, ranks=ranks, problems=[]))
+    return [*errors, *(refuse_compressed_settings(compress, settings) if settings is not None else ())]
 
 
-def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+def refuse_compressed_layout(
+    compress: Compression, update: UpdateRule, layout: Layout, mesh: Mesh
+) -> list[PacelineError]:
     """Return the errors of a layout or update rule that compression does not support.
 
-    Compression applies between synchronous replicas of the whole model.
+    Compression works between synchronous replicas that hold the whole model.
     """
     if not compress.is_on:
         return []
-    found: list[PacelineError] = []
-    others = [axis for axis in mesh.split if axis != "dp_replicate"]
-    threads = layout.kind is LayoutKind.THREADS
-    if others or threads:
-        sharded = "dp_shard" in others
-        instead = f"--layout ddp --ranks {mesh.ranks} --compress {compress}"
-        found.append(
+    errors: list[PacelineError] = []
+    other_axes = [axis for axis in mesh.split_axes if axis != "dp_replicate"]
+    uses_threads = layout.kind is LayoutKind.THREADS
+    if other_axes or uses_threads:
+        is_sharded = "dp_shard" in other_axes
+        command = f"--layout ddp --ranks {mesh.ranks} --compress {compress}"
+        errors.append(
             LayoutError(
                 f"--compress {compress.method} needs ddp, not {layout}.",
-                cause=_THREADS if threads else _SHARDED if sharded else _PARTS,
-                hint=f"{instead}, or --layout fsdp,params=bf16" if sharded and mesh.zero == 3 else instead,
+                cause=_THREADS if uses_threads else _SHARDED if is_sharded else _PARTS,
+                hint=f"{command}, or --layout fsdp,params=bf16" if is_sharded and mesh.zero == 3 else command,
             )
         )
     elif mesh.ranks == 1:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--compress {compress.method} with one rank: it sends nothing.",
                 cause="gradients are compressed only when replicas send them to each other",
@@ -51,20 +53,20 @@ def refuse_compress(compress: Compression, update: UpdateRule, layout: Layout, m
             )
         )
     if not update.is_synchronous:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--compress {compress.method} needs --update sync, not {update}.",
                 cause="it changes how one step's gradients are reduced, and that rule does not reduce them",
                 hint=f"--update sync --compress {compress}",
             )
         )
-    return found
+    return errors
 
 
-def refuse_compress_settings(
+def refuse_compressed_settings(
     compress: Compression, settings: Settings, *, backend: str = ""
 ) -> Iterator[PacelineError]:
-    """Yield an error for each setting that excludes compressed gradients; `backend` is that of GPUs."""
+    """Yield an error for each setting that excludes compressed gradients; `backend` is set if the ranks use GPUs."""
     if not compress.is_on:
         return
     if settings.train.exact:

@@ -1,4 +1,4 @@
-"""The execution plan: ranks, replicas, microbatches, backend and threads, each with a line that says why."""
+"""The execution plan: ranks, replicas, microbatches, backend and threads, with a line of explanation for each."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,8 +10,8 @@ from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.planner.layout.axis_products import check_axis_products
-from paceline.planner.layout.compression_checks import refuse_compress
-from paceline.planner.layout.mesh import Mesh, layout_label, mesh_of
+from paceline.planner.layout.compression_checks import refuse_compressed_layout
+from paceline.planner.layout.mesh import Mesh, layout_label, resolve_mesh
 from paceline.planner.layout.pipeline_options import pipeline_notes
 from paceline.planner.layout.update_rule_checks import rule_planning
 
@@ -20,7 +20,7 @@ _DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The ranks, and the resources of each."""
+    """The number of ranks, and the resources of each rank."""
 
     ranks: int
     device: str = "cpu"
@@ -39,14 +39,14 @@ class JobFacts:
     one_thread: bool = False
     threads: int | None = None
     backend: str = "auto"
-    built_in: tuple[str, ...] = ("nccl", "gloo")
+    built_in_backends: tuple[str, ...] = ("nccl", "gloo")
     is_resumed: bool = False
-    """True if the job continues a run whose microbatches are already fixed."""
+    """True if the job resumes a run, which fixes the microbatch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """The plan that every rank follows. `layout` is the name of `asked` on this `mesh`."""
+    """The plan that every rank follows. `layout` is the name of the layout that was `asked` for, on this `mesh`."""
 
     layout: str
     asked: Layout
@@ -64,12 +64,12 @@ class ExecutionPlan:
     compress: str = "none"
 
     @property
-    def wire(self) -> Compression:
+    def compression(self) -> Compression:
         """The compression with which replicas send gradients."""
         return parse_compress(self.compress)
 
     @property
-    def rule(self) -> UpdateRule:
+    def update_rule(self) -> UpdateRule:
         """The rule by which a batch becomes an update."""
         return parse_update(self.update)
 
@@ -81,144 +81,157 @@ class ExecutionPlan:
 def make_execution_plan(
     *, layout: Layout, update: UpdateRule, cluster: Resources, facts: JobFacts, compress: Compression | None = None
 ) -> ExecutionPlan:
-    """Return the plan, or raise all problems at once.
+    """Return the plan.
 
     Raises:
-        LayoutError, UsageError, Problems: the layout, the update rule, the batch or the backend is impossible.
+        LayoutError, UsageError, Problems: the layout, the update rule, the batch or the backend is impossible. All
+            problems are raised at once.
     """
     problems: list[PacelineError] = []
     processes, rule = layout.processes(ranks=cluster.ranks), rule_planning(update)
-    workers = rule.workers(update, ranks=cluster.ranks, problems=problems)
-    mesh = rule.arrange(mesh_of(layout, ranks=workers, problems=problems, update=update))
-    wire = compress or Compression()
+    workers = rule.num_workers(update, ranks=cluster.ranks, problems=problems)
+    mesh = rule.order_ranks(resolve_mesh(layout, ranks=workers, problems=problems, update=update))
+    compression = compress or Compression()
     problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
-    problems += refuse_compress(wire, update, layout, mesh)
+    problems += refuse_compressed_layout(compression, update, layout, mesh)
     replicas = mesh.replicas
-    micro = _micro_batch_size(facts, replicas, problems)
-    backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
-    num_micro = -(-facts.global_batch_size // micro)
+    micro_batch_size = _choose_micro_batch_size(facts, replicas, problems)
+    backend, backend_reason = choose_backend(replace(cluster, ranks=processes), facts, problems)
+    num_micro = -(-facts.global_batch_size // micro_batch_size)
     problems += rule.refuse_batch(update, mesh, num_micro=num_micro)
     raise_all(problems)
-    threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
-    pipeline = [*rule.notes(update, mesh, num_micro=num_micro)]
+    threads = choose_threads(cluster=cluster, one_thread=facts.one_thread, requested=facts.threads)
+    rule_notes = [*rule.notes(update, mesh, num_micro=num_micro)]
     if rule.flushes_pipeline:
-        pipeline += pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)
+        rule_notes += pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro_batch_size)
     return ExecutionPlan(
         layout=layout_label(layout, mesh),
         asked=layout,
         mesh=mesh,
         update=str(update),
-        compress=str(wire),
+        compress=str(compression),
         processes=processes,
         replicas=replicas,
         device=cluster.device,
         backend=backend,
         threads=threads,
         global_batch_size=facts.global_batch_size,
-        micro_batch_size=micro,
+        micro_batch_size=micro_batch_size,
         num_micro=num_micro,
-        notes=(*_notes(layout, mesh, cluster, facts, why, threads, micro, num_micro), *pipeline),
+        notes=(
+            *_notes(layout, mesh, cluster, facts, backend_reason, threads, micro_batch_size, num_micro),
+            *rule_notes,
+        ),
     )
 
 
-def settle_threads(*, cluster: Resources, one: bool, asked: int | None) -> int:
-    """Return the threads per rank: those asked for, or one, or the usable cores divided by this machine's ranks."""
-    if one:
+def choose_threads(*, cluster: Resources, one_thread: bool, requested: int | None) -> int:
+    """Return the threads per rank: the `requested` number, or the usable cores divided by the ranks of this machine."""
+    if one_thread:
         return 1
-    return asked or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
+    return requested or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
 
 
-def refuse_backend(asked: str, built_in: Sequence[str]) -> list[PacelineError]:
-    """Refuse a backend that a build of torch does not have."""
-    if asked == "auto" or asked in built_in:
+def refuse_backend(requested: str, built_in: Sequence[str]) -> list[PacelineError]:
+    """Return an error if this build of torch does not have the backend."""
+    if requested == "auto" or requested in built_in:
         return []
-    what = f"this build of torch has no backend {asked}; it has {', '.join(built_in) or 'none'}."
-    return [UsageError(what, hint="leave --train.backend out: the device decides it")]
+    message = f"this build of torch has no backend {requested}; it has {', '.join(built_in) or 'none'}."
+    return [UsageError(message, hint="leave --train.backend out: the device decides it")]
 
 
-def settle_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
-    """Return the backend, and a text with the reason for it.
+def choose_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
+    """Return the backend, and the reason for the choice.
 
-    NCCL serves GPUs, over Ethernet too, with Gloo where the build lacks it; Gloo serves CPUs; one process needs none.
+    GPUs use NCCL, or Gloo if the build lacks NCCL; CPUs use Gloo; a single process needs no backend.
     """
-    asked = facts.backend
+    requested = facts.backend
     if cluster.ranks == 1:
         return "none", "none, because there is one process"
-    if asked == "auto":
+    if requested == "auto":
         if cluster.device == "cpu":
             return "gloo", "gloo, because the ranks compute on CPUs"
-        if "nccl" in facts.built_in:
+        if "nccl" in facts.built_in_backends:
             return "nccl", "nccl, because each rank has a GPU"
         return "gloo", "gloo, because this build of torch has no nccl: slower, because tensors go through the host"
-    missing = refuse_backend(asked, facts.built_in)
+    missing = refuse_backend(requested, facts.built_in_backends)
     problems += missing
-    if not missing and cluster.device not in _DEVICES[asked]:
-        problems.append(
-            UsageError(f"the {asked} backend can't send tensors of a {cluster.device}.", hint="--train.backend gloo")
-        )
-    return asked, f"{asked}, because --train.backend asks for it"
-
-
-def _micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineError]) -> int:
-    total, asked, rounds = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
-    if total < 1:
-        problems.append(UsageError(f"global_batch_size is {total}, expected at least 1."))
-    if asked is not None and not 1 <= asked <= max(total, 1):
+    if not missing and cluster.device not in _DEVICES[requested]:
         problems.append(
             UsageError(
-                f"micro_batch_size {asked} is not between 1 and global_batch_size {total}.",
+                f"the {requested} backend can't send tensors of a {cluster.device}.", hint="--train.backend gloo"
+            )
+        )
+    return requested, f"{requested}, because --train.backend asks for it"
+
+
+def _choose_micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineError]) -> int:
+    total, requested, accumulation = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
+    if total < 1:
+        problems.append(UsageError(f"global_batch_size is {total}, expected at least 1."))
+    if requested is not None and not 1 <= requested <= max(total, 1):
+        problems.append(
+            UsageError(
+                f"micro_batch_size {requested} is not between 1 and global_batch_size {total}.",
                 cause="a microbatch is a part of the global batch",
-                hint=f"--train.micro_batch_size {max(1, min(asked, total))}",
+                hint=f"--train.micro_batch_size {max(1, min(requested, total))}",
             )
         )
         return 1
-    if rounds is not None and rounds < 1:
-        problems.append(UsageError(f"gradient_accumulation_steps is {rounds}, expected at least 1."))
+    if accumulation is not None and accumulation < 1:
+        problems.append(UsageError(f"gradient_accumulation_steps is {accumulation}, expected at least 1."))
         return 1
-    if asked is not None and rounds is not None and asked * replicas * rounds != total:
+    if requested is not None and accumulation is not None and requested * replicas * accumulation != total:
         problems.append(
             UsageError(
-                f"micro_batch_size {asked} × {replicas} replicas × {rounds} accumulation steps = "
-                f"{asked * replicas * rounds}, but global_batch_size is {total}.",
+                f"micro_batch_size {requested} × {replicas} replicas × {accumulation} accumulation steps = "
+                f"{requested * replicas * accumulation}, but global_batch_size is {total}.",
                 hint="leave --train.gradient_accumulation_steps out: it is derived",
             )
         )
-    if asked is not None:
-        return asked
-    micro = -(-max(total, 1) // (replicas * (rounds or 1)))
-    if rounds is not None and total >= 1:
-        problems += _refuse_accumulation(rounds, total=total, replicas=replicas, micro=micro)
-    return micro
+    if requested is not None:
+        return requested
+    micro_batch_size = -(-max(total, 1) // (replicas * (accumulation or 1)))
+    if accumulation is not None and total >= 1:
+        problems += _refuse_accumulation(
+            accumulation, total=total, replicas=replicas, micro_batch_size=micro_batch_size
+        )
+    return micro_batch_size
 
 
-def _refuse_accumulation(rounds: int, *, total: int, replicas: int, micro: int) -> list[PacelineError]:
-    """Refuse accumulation steps that no microbatch size gives: `micro`, the nearest one, gives fewer."""
-    num_micro = -(-total // micro)
+def _refuse_accumulation(accumulation: int, *, total: int, replicas: int, micro_batch_size: int) -> list[PacelineError]:
+    """Return an error if no microbatch size gives this accumulation; the nearest, `micro_batch_size`, gives fewer."""
+    num_micro = -(-total // micro_batch_size)
     per_replica = -(-num_micro // replicas)
-    if per_replica == rounds:
+    if per_replica == accumulation:
         return []
     return [
         UsageError(
-            f"gradient_accumulation_steps {rounds} × {plural(replicas, 'replica')} = {rounds * replicas} microbatches, "
-            f"but global_batch_size {total} is {plural(num_micro, 'microbatch')} of at most "
-            f"{plural(micro, 'sample')}: {per_replica} per replica.",
-            cause=f"no microbatch size gives {rounds} microbatches per replica",
+            f"gradient_accumulation_steps {accumulation} × {plural(replicas, 'replica')} = "
+            f"{accumulation * replicas} microbatches, but global_batch_size {total} is "
+            f"{plural(num_micro, 'microbatch')} of at most {plural(micro_batch_size, 'sample')}: "
+            f"{per_replica} per replica.",
+            cause=f"no microbatch size gives {accumulation} microbatches per replica",
             hint=f"--train.gradient_accumulation_steps {per_replica}, or leave it out: it is derived",
         )
     ]
 
 
-def _splits(mesh: Mesh) -> list[str]:
-    """Return what each axis does, in a user's words."""
-    sharded = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
-    found = {
+def _describe_axes(mesh: Mesh) -> list[str]:
+    """Return a description of what each axis splits, for users."""
+    sharded_state = {
+        1: "optimizer state",
+        2: "gradients and optimizer state",
+        3: "parameters, gradients and optimizer state",
+    }
+    descriptions = {
         "pp": f"layers in {mesh.pp} groups, one after another",
-        "dp_shard": f"{sharded.get(mesh.zero, '')} in {mesh.dp_shard} shares",
+        "dp_shard": f"{sharded_state.get(mesh.zero, '')} in {mesh.dp_shard} shares",
         "cp": f"sequences in {mesh.cp} parts",
         "tp": f"large weights in {mesh.tp} pieces",
         "ep": f"experts over {mesh.ep} ranks",
     }
-    return [said for axis, said in found.items() if axis in mesh.split]
+    return [said for axis, said in descriptions.items() if axis in mesh.split_axes]
 
 
 def _notes(
@@ -226,31 +239,36 @@ def _notes(
     mesh: Mesh,
     cluster: Resources,
     facts: JobFacts,
-    why: str,
+    backend_reason: str,
     threads: int,
-    micro: int,
+    micro_batch_size: int,
     num_micro: int,
 ) -> tuple[str, ...]:
     replicas = mesh.replicas
-    one = "replica" if layout.kind is LayoutKind.THREADS else "rank"
+    unit = "replica" if layout.kind is LayoutKind.THREADS else "rank"
     per_rank = -(-num_micro // replicas)
-    idle = max(0, replicas - num_micro)
-    fair = -(-facts.global_batch_size // replicas)
-    unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
-    if micro == 1:  # no smaller microbatch exists
-        unused = f"warning: {idle} of {replicas} replicas get no samples: train.global_batch_size is {num_micro}"
+    num_idle = max(0, replicas - num_micro)
+    even_size = -(-facts.global_batch_size // replicas)
+    idle_warning = (
+        f"warning: {num_idle} of {replicas} replicas get no samples; --train.micro_batch_size {even_size} would use all"
+    )
+    if micro_batch_size == 1:  # no smaller microbatch exists
+        idle_warning = (
+            f"warning: {num_idle} of {replicas} replicas get no samples: train.global_batch_size is {num_micro}"
+        )
     elif facts.is_resumed:
-        unused = (
-            f"warning: {idle} of {replicas} replicas get no samples with the microbatch size that this run was started "
-            f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, but changes the training"
+        idle_warning = (
+            f"warning: {num_idle} of {replicas} replicas get no samples with the microbatch size that this run was "
+            f"started with; --train.micro_batch_size {even_size} --allow micro_batch_size would use all, but changes "
+            "the training"
         )
     return (
         f"layout: {layout_label(layout, mesh)}, {plural(replicas, 'replica')}"
         + (" in one process" if layout.kind is LayoutKind.THREADS else "")
-        + "".join(f"; {said}" for said in _splits(mesh)),
-        f"backend: {why}",
-        f"batch: {plural(facts.global_batch_size, 'sample')} per step in {plural(num_micro, 'microbatch')} of {micro}"
-        f" ({per_rank} per replica)",
-        *([unused] if idle else []),
-        f"threads: {threads} per {one} ({'pinned' if facts.one_thread else plural(cluster.cores, 'usable core')})",
+        + "".join(f"; {said}" for said in _describe_axes(mesh)),
+        f"backend: {backend_reason}",
+        f"batch: {plural(facts.global_batch_size, 'sample')} per step in {plural(num_micro, 'microbatch')} of "
+        f"{micro_batch_size} ({per_rank} per replica)",
+        *([idle_warning] if num_idle else []),
+        f"threads: {threads} per {unit} ({'pinned' if facts.one_thread else plural(cluster.cores, 'usable core')})",
     )

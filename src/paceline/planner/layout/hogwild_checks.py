@@ -1,4 +1,4 @@
-"""Checks of what Hogwild can be combined with."""
+"""Checks of the layouts and settings that Hogwild can be combined with."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from paceline.planner.layout.rule_planning import RulePlanning
 
 
 class HogwildPlanning(RulePlanning):
-    """The answers of `--update hogwild`."""
+    """The planning rules of `--update hogwild`."""
 
     refused_settings = MappingProxyType(
         {
@@ -27,10 +27,10 @@ class HogwildPlanning(RulePlanning):
 
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
         """Return the errors of a layout in which a Hogwild worker would not have the whole model."""
-        found: list[PacelineError] = []
-        others = [axis for axis in mesh.split if axis != "dp_replicate"]
-        if others or layout.kind is LayoutKind.THREADS:
-            found.append(
+        errors: list[PacelineError] = []
+        other_axes = [axis for axis in mesh.split_axes if axis != "dp_replicate"]
+        if other_axes or layout.kind is LayoutKind.THREADS:
+            errors.append(
                 LayoutError(
                     f"--update hogwild needs ddp, not {layout}.",
                     cause="its workers are processes that write to one shared model without waiting for each other",
@@ -38,14 +38,14 @@ class HogwildPlanning(RulePlanning):
                 )
             )
         elif mesh.ranks == 1:
-            found.append(
+            errors.append(
                 LayoutError(
                     "--update hogwild with one rank: no other worker races with it.",
                     cause="it would equal a single process",
                     hint="--ranks 2, or --update sync",
                 )
             )
-        return found
+        return errors
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the line on Hogwild."""

@@ -12,27 +12,31 @@ from pathlib import Path
 _SMI_SECONDS = 20
 _IDLE = 3
 _GPUS = Path("/proc/driver/nvidia/gpus")
-_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA stops reading at the first other word
+_GPU_ID = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA ignores the list from the first entry that does not match
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
 
 
 def usable_cores() -> int:
-    """Return the cores this process may use: its affinity, limited by the control group's quota."""
+    """Return the number of cores that this process may use: its affinity, limited by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(Path("/sys/fs/cgroup/cpu.max"))
     return max(1, min(cores, quota) if quota else cores)
 
 
 def visible_gpus(*, folder: Path = _GPUS, drivers: Sequence[str] = _DRIVERS) -> int:
-    """Return how many GPUs this process may use, without starting CUDA."""
-    there = len(list(folder.iterdir())) if folder.is_dir() else None
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked is None:
-        return there or 0
-    if there is None and not any(Path(file).exists() for file in drivers):
+    """Return the number of GPUs that this process may use, without initializing CUDA."""
+    num_installed = len(list(folder.iterdir())) if folder.is_dir() else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_installed or 0
+    if num_installed is None and not any(Path(file).exists() for file in drivers):
         return 0
-    named = len(list(takewhile(_GPU.fullmatch, (part.strip() for part in asked.split(",")))))
-    return named if there is None else min(named, max(there, named if "MIG-" in asked else 0))
+    num_listed = len(list(takewhile(_GPU_ID.fullmatch, (part.strip() for part in visible.split(",")))))
+    return (
+        num_listed
+        if num_installed is None
+        else min(num_listed, max(num_installed, num_listed if "MIG-" in visible else 0))
+    )
 
 
 def cpu_name() -> str:
@@ -45,46 +49,46 @@ def cpu_name() -> str:
 
 
 def gpu_models() -> tuple[str, ...]:
-    """Return the model names of all GPUs of this machine, sorted, without starting CUDA; empty if none is visible."""
+    """Return the sorted model names of this machine's GPUs, without initializing CUDA; empty if none is visible."""
     if not visible_gpus():
         return ()
     files = Path("/proc/driver/nvidia/gpus").glob("*/information")
-    told = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
-    return tuple(sorted(line.partition(":")[2].strip() for line in told)) or _told_by_smi()
+    model_lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
+    return tuple(sorted(line.partition(":")[2].strip() for line in model_lines)) or _query_gpu_names()
 
 
 def gpu_memory() -> int | None:
-    """Return the bytes of the smallest visible GPU, from its driver; None if the driver does not say."""
-    told = [text.partition(" ")[0] for text in _asked_of_smi("memory.total")]
-    sizes = [int(text) << 20 for text in told if text.isdecimal()]
+    """Return the memory of the smallest GPU in bytes, as the driver reports it; None if it does not."""
+    sizes_text = [text.partition(" ")[0] for text in _query_nvidia_smi("memory.total")]
+    sizes = [int(text) << 20 for text in sizes_text if text.isdecimal()]
     return min(sizes) if sizes else None
 
 
-def _told_by_smi() -> tuple[str, ...]:
-    return tuple(sorted(_asked_of_smi("name"))) or ("unknown",)
+def _query_gpu_names() -> tuple[str, ...]:
+    return tuple(sorted(_query_nvidia_smi("name"))) or ("unknown",)
 
 
-def _asked_of_smi(what: str) -> list[str]:
+def _query_nvidia_smi(field: str) -> list[str]:
     """Return nvidia-smi's answer, one line for each GPU."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [*filter(None, map(str.strip, done.stdout.splitlines()))]
+    return [*filter(None, map(str.strip, result.stdout.splitlines()))]
 
 
 def busy_share(*, seconds: float = 0.3) -> float:
-    """Return the fraction of all cores that is in use, measured over a moment; 0 if it is unknown."""
+    """Return the fraction of all cores that is in use, measured for `seconds`; 0 if it is unknown."""
     before = _ticks()
     time.sleep(seconds)
-    passed = [after - first for first, after in zip(before, _ticks(), strict=False)]
-    total = float(sum(passed))
-    return 1 - passed[_IDLE] / total if total and len(passed) > _IDLE else 0.0
+    elapsed = [after - first for first, after in zip(before, _ticks(), strict=False)]
+    total = float(sum(elapsed))
+    return 1 - elapsed[_IDLE] / total if total and len(elapsed) > _IDLE else 0.0
 
 
 def _ticks() -> list[int]:
-    """Return the clock ticks of all cores since the start, by kind of use (Linux, proc(5))."""
+    """Return the clock ticks of all cores since boot, by kind of use (Linux, proc(5))."""
     try:
         return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Local SGD: when sites synchronize, which parameters they send, and what it can be combined with."""
+"""Local SGD: when sites synchronize, which parameters they send, and the layouts and settings it supports."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,24 +13,24 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import RulePlanning
 
 
-def fragment_of(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
-    """Return each parameter's fragment: the model in order, in `fragments` of about equal element counts (`sizes`)."""
-    total, before = max(sum(sizes.values()), 1), 0
-    found = {}
+def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
+    """Return the fragment of each parameter: consecutive parameters, with about equal element counts per fragment."""
+    total, num_before = max(sum(sizes.values()), 1), 0
+    fragments_by_name = {}
     for name, size in sizes.items():
-        found[name] = (2 * before + size) * fragments // (2 * total)
-        before += size
-    return found
+        fragments_by_name[name] = (2 * num_before + size) * fragments // (2 * total)
+        num_before += size
+    return fragments_by_name
 
 
-def sent_after(step: int, *, update: UpdateRule) -> int | None:
-    """Return the fragment that is sent after `step` updates; each is sent once in `every` updates, evenly spaced."""
-    place = step % update.every
-    return next((f for f in range(update.fragments) if f * update.every // update.fragments == place), None)
+def fragment_to_send(step: int, *, update: UpdateRule) -> int | None:
+    """Return the fragment that is sent after `step` updates, or None; each is sent once in `every` updates."""
+    position = step % update.every
+    return next((f for f in range(update.fragments) if f * update.every // update.fragments == position), None)
 
 
-def _two_sites(mesh: Mesh) -> str:
-    """Return the options for two sites of the layout that was asked for."""
+def _two_site_options(mesh: Mesh) -> str:
+    """Return the options for two sites, each with the given mesh."""
     if mesh.ranks == 1:
         return "--ranks 2"
     zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
@@ -38,7 +38,7 @@ def _two_sites(mesh: Mesh) -> str:
 
 
 class LocalSgdPlanning(RulePlanning):
-    """The answers of `--update local` and `--update diloco`."""
+    """The planning rules of `--update local` and `--update diloco`."""
 
     refused_settings = MappingProxyType(
         {
@@ -49,8 +49,8 @@ class LocalSgdPlanning(RulePlanning):
         }
     )
 
-    def arrange(self, mesh: Mesh) -> Mesh:
-        """Return the mesh with each replica's ranks side by side, since they are a site."""
+    def order_ranks(self, mesh: Mesh) -> Mesh:
+        """Return the mesh in which the ranks of a replica, which form a site, are neighbours."""
         return replace(mesh, sites=mesh.dp_replicate)
 
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
@@ -66,7 +66,7 @@ class LocalSgdPlanning(RulePlanning):
             yield LayoutError(
                 f"--update {update.kind} needs several sites, but layout {layout} has one.",
                 cause="sites are the replicas of dp_replicate",
-                hint=f"{_two_sites(mesh)} --update {update}",
+                hint=f"{_two_site_options(mesh)} --update {update}",
             )
         if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
             yield LayoutError(
@@ -74,13 +74,13 @@ class LocalSgdPlanning(RulePlanning):
                 cause=f"a site has {plural(mesh.dp_shard, 'replica')} of its own (dp_shard)",
                 hint=f"dp_shard={mesh.ep} with ep={mesh.ep}, or --update sync",
             )
-        for is_wrong, what, hint in (
+        for is_wrong, description, hint in (
             (update.fragments > update.every, f"{update.fragments} fragments", f"fragments={update.every}"),
             (update.delay >= update.every, f"a delay of {plural(update.delay, 'update')}", f"delay={update.every - 1}"),
         ):
             if is_wrong:
                 yield LayoutError(
-                    f"--update {update}: {what} in a round of {plural(update.every, 'update')}.",
+                    f"--update {update}: {description} in a round of {plural(update.every, 'update')}.",
                     cause="each fragment is sent once per round, and applied before it is sent again",
                     hint=f"--update {update.kind},every={update.every},{hint}",
                 )
@@ -100,27 +100,30 @@ class LocalSgdPlanning(RulePlanning):
         """Yield the line on local SGD."""
         ranks = mesh.ranks // mesh.dp_replicate
         sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
-        how = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
-        how = "their mean" if update.lr == 1.0 and not update.momentum else how
+        averaging = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
+        averaging = "their mean" if update.lr == 1.0 and not update.momentum else averaging
         parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
-        late = (
+        delay = (
             f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of its own"
             if update.delay
             else ""
         )
-        yield f"update: {update.kind}, {sites} synchronise every {plural(update.every, 'update')}: {how}{parts}{late}"
+        yield (
+            f"update: {update.kind}, {sites} synchronise every {plural(update.every, 'update')}: "
+            f"{averaging}{parts}{delay}"
+        )
 
     def length_notes(self, update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
         """Yield a warning if the run ends before its sites synchronize once."""
         if total_steps is not None and total_steps < update.every:
-            often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
+            shorter_rule = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
             yield (
                 f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have "
                 "synchronised: they do so every "
-                f"{update.every:,}; --update {often}"
+                f"{update.every:,}; --update {shorter_rule}"
             )
 
-    def shorten(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
-        """Return the rule with its shortest interval, and at least two of them: a check cannot wait for 500 updates."""
+    def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
+        """Return the rule with its shortest interval, and the steps of at least two intervals, for a short check."""
         update = replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
         return update, max(steps, 2 * update.every + 1)

@@ -1,4 +1,4 @@
-"""The mesh: the number of ranks on each axis, each rank's coordinates, and which products are legal."""
+"""The mesh: the number of ranks on each axis, the coordinates of each rank, and which products are legal."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,18 @@ from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError
 
-ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DATA = ("dp_replicate", "dp_shard")
-SUMMED = ("dp_replicate", "dp_shard", "cp")
-_MOST_NEAR = 3
+AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
+GRADIENT_AXES = ("dp_replicate", "dp_shard", "cp")
+_MAX_NEAREST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks per axis, outermost first; `ep` is carved out of the data axes and is no factor of its own.
+    """The ranks per axis, outermost first; `ep` uses the ranks of the data axes, so it adds no ranks.
 
-    `zero` is the ZeRO stage of `dp_shard`, 0 if nothing is sharded. `sites` is how many replicas train on their own for
-    a while, each on neighbouring ranks; 0 if all take the same step.
+    `zero` is the ZeRO stage of `dp_shard`, 0 if nothing is sharded. `sites` is the number of local SGD sites, each on
+    neighbouring ranks; 0 if all replicas take the same steps.
     """
 
     pp: int = 1
@@ -37,75 +37,77 @@ class Mesh:
     @property
     def ranks(self) -> int:
         """The total number of processes."""
-        return math.prod(self.size(axis) for axis in ORDER)
+        return math.prod(self.size(axis) for axis in AXIS_ORDER)
 
     @property
     def order(self) -> tuple[str, ...]:
         """The axes, outermost first."""
-        return ("dp_replicate", *(axis for axis in ORDER if axis != "dp_replicate")) if self.sites else ORDER
+        return ("dp_replicate", *(axis for axis in AXIS_ORDER if axis != "dp_replicate")) if self.sites else AXIS_ORDER
 
     @property
     def replicas(self) -> int:
-        """The number of coordinates of (`dp_replicate`, `dp_shard`): each gets other samples."""
+        """The number of replicas, `dp_replicate` × `dp_shard`, each with its own samples."""
         return self.dp_replicate * self.dp_shard
 
     @cached_property
-    def split(self) -> tuple[str, ...]:
+    def split_axes(self) -> tuple[str, ...]:
         """The axes that have more than one rank."""
         return tuple(axis for axis in AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
-        found: int = getattr(self, axis)
-        return found
+        size: int = getattr(self, axis)
+        return size
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate on each axis."""
-        found = {}
+        coordinates = {}
         for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, self.size(axis))
-        return found
+            rank, coordinates[axis] = divmod(rank, self.size(axis))
+        return coordinates
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from this one on these axes only, sorted."""
-        own, free = self.place(rank), [axis for axis in ORDER if axis in axes]
-        found = [rank - sum(self._strides[axis] * own[axis] for axis in free)]
-        for axis in free:
-            found = [first + step * self._strides[axis] for first in found for step in range(self.size(axis))]
-        return tuple(sorted(found))
+        """Return the sorted ranks whose coordinates differ from those of `rank` on these axes only."""
+        coordinates, free_axes = self.coordinates(rank), [axis for axis in AXIS_ORDER if axis in axes]
+        ranks = [rank - sum(self._strides[axis] * coordinates[axis] for axis in free_axes)]
+        for axis in free_axes:
+            ranks = [first + step * self._strides[axis] for first in ranks for step in range(self.size(axis))]
+        return tuple(sorted(ranks))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups of these axes: every rank is in exactly one."""
-        found, seen = list[tuple[int, ...]](), set[int]()
+        """Return all groups of these axes; every rank is in exactly one of them."""
+        groups, grouped = list[tuple[int, ...]](), set[int]()
         for rank in range(self.ranks):
-            if rank not in seen:
-                found.append(self.group(rank, axes=axes))
-                seen.update(found[-1])
-        return found
+            if rank not in grouped:
+                groups.append(self.group(rank, axes=axes))
+                grouped.update(groups[-1])
+        return groups
 
     @cached_property
     def _strides(self) -> dict[str, int]:
         """The distance between neighbouring ranks on each axis."""
-        found, stride = {}, 1
+        strides, stride = {}, 1
         for axis in reversed(self.order):
-            found[axis] = stride
+            strides[axis] = stride
             stride *= self.size(axis)
-        return found
+        return strides
 
     def __str__(self) -> str:
         """Return the axes that are split, e.g. `pp=2,dp_shard=2`."""
-        return ",".join(f"{axis}={self.size(axis)}" for axis in self.split) or "single"
+        return ",".join(f"{axis}={self.size(axis)}" for axis in self.split_axes) or "single"
 
     def as_json(self) -> dict[str, int]:
         """Return its fields, for plan.json."""
         return asdict(self)
 
 
-_SYNC = UpdateRule()
+_SYNCHRONOUS = UpdateRule()
 
 
-def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update: UpdateRule = _SYNC) -> Mesh:
-    """Return the mesh of a layout for this many ranks, without servers; misfits are added to `problems`."""
+def resolve_mesh(
+    layout: Layout, *, ranks: int, problems: list[PacelineError], update: UpdateRule = _SYNCHRONOUS
+) -> Mesh:
+    """Return the mesh of a layout on `ranks` ranks, without parameter servers; add errors to `problems`."""
     if layout.kind is LayoutKind.THREADS:
         if layout.threads not in (None, ranks):
             text = f"{layout} needs {plural(layout.threads or 0, 'rank')}, you have {ranks}."
@@ -117,75 +119,79 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update
         return Mesh()
     sizes = {axis: layout.sizes.get(axis, 1) for axis in AXES}
     if layout.kind is LayoutKind.HSDP and "dp_replicate" not in layout.sizes:
-        _hsdp(layout, sizes, ranks, problems)
-    known = math.prod(size for axis, size in sizes.items() if size != REST and axis != "ep")
+        _set_hsdp_sizes(layout, sizes, ranks, problems)
+    product = math.prod(size for axis, size in sizes.items() if size != REST and axis != "ep")
     open_axis = next((axis for axis, size in sizes.items() if size == REST), None)
     if open_axis == "ep":
         sizes["ep"] = sizes["dp_replicate"] * sizes["dp_shard"]
         if sizes["ep"] == 1:  # only `ep` was given: spread experts over replicas
             sizes["dp_replicate"] = sizes["ep"] = ranks
-            known = ranks
+            product = ranks
     elif open_axis is not None:
-        sizes[open_axis] = max(1, ranks // known)
-        known *= sizes[open_axis]
+        sizes[open_axis] = max(1, ranks // product)
+        product *= sizes[open_axis]
     mesh = Mesh(**sizes, zero=layout.zero if sizes["dp_shard"] > 1 else 0)
-    if known != ranks:
+    if product != ranks:
         problems.append(
-            _unserved(mesh, ranks, update) if update.servers else _does_not_fit(layout, mesh, ranks, open_axis)
+            _misfit_with_servers_error(mesh, ranks, update)
+            if update.servers
+            else _misfit_error(layout, mesh, ranks, open_axis)
         )
-    data = mesh.replicas
-    if data % mesh.ep:
+    replicas = mesh.replicas
+    if replicas % mesh.ep:
         hint = f"--layout dp_replicate={mesh.ep},ep={mesh.ep}"
         cause = "experts are split over ranks that see different samples"
-        problems.append(LayoutError(f"ep={mesh.ep} does not divide {plural(data, 'replica')}.", cause=cause, hint=hint))
+        problems.append(
+            LayoutError(f"ep={mesh.ep} does not divide {plural(replicas, 'replica')}.", cause=cause, hint=hint)
+        )
     return mesh
 
 
 def layout_label(layout: Layout, mesh: Mesh) -> str:
-    """Return a layout's name in plans and answers: its word or its axes, with options that differ from defaults."""
-    own = [axis for axis in layout.sizes if axis != "ep"]
-    if layout.kind is not LayoutKind.AXES and len(own) <= 1:
+    """Return the name of a layout in plans: its short name or its axes, with the options that differ from defaults."""
+    named_axes = [axis for axis in layout.sizes if axis != "ep"]
+    if layout.kind is not LayoutKind.AXES and len(named_axes) <= 1:
         return ",".join([str(layout.kind), *layout.options()])
-    words = {("dp_replicate",): "ddp", ("tp",): "tp", ("pp",): "pp", ("cp",): "cp", (): "single"}
-    zeros = {1: "zero1", 2: "zero2", 3: "fsdp"}
-    word = zeros[mesh.zero] if mesh.split == ("dp_shard",) else words.get(mesh.split, str(mesh))
-    options = [option for option in layout.options() if not option.startswith("zero=") or word == str(mesh)]
-    return ",".join([word, *options])
+    names = {("dp_replicate",): "ddp", ("tp",): "tp", ("pp",): "pp", ("cp",): "cp", (): "single"}
+    zero_names = {1: "zero1", 2: "zero2", 3: "fsdp"}
+    name = zero_names[mesh.zero] if mesh.split_axes == ("dp_shard",) else names.get(mesh.split_axes, str(mesh))
+    options = [option for option in layout.options() if not option.startswith("zero=") or name == str(mesh)]
+    return ",".join([name, *options])
 
 
 def nearest_meshes(mesh: Mesh, *, ranks: int) -> list[Mesh]:
-    """Return the legal meshes of this many ranks that are nearest to `mesh`, nearest first."""
-    free = [axis for axis in ORDER if mesh.size(axis) > 1] or ["dp_replicate"]
-    found = {str(other): other for other in _products(free, ranks, zero=mesh.zero)}
-    wider = list(dict.fromkeys([*free, "dp_shard"]))
-    found |= {str(other): other for other in _products(wider, ranks, zero=mesh.zero or 3)}
-    return sorted(found.values(), key=lambda other: (_distance(mesh, other), str(other)))[:_MOST_NEAR]
+    """Return the legal meshes with this many ranks that are nearest to `mesh`, nearest first."""
+    split_axes = [axis for axis in AXIS_ORDER if mesh.size(axis) > 1] or ["dp_replicate"]
+    meshes = {str(other): other for other in _meshes_of_axes(split_axes, ranks, zero=mesh.zero)}
+    wider_axes = list(dict.fromkeys([*split_axes, "dp_shard"]))
+    meshes |= {str(other): other for other in _meshes_of_axes(wider_axes, ranks, zero=mesh.zero or 3)}
+    return sorted(meshes.values(), key=lambda other: (_distance(mesh, other), str(other)))[:_MAX_NEAREST]
 
 
-def _products(axes: Sequence[str], ranks: int, *, zero: int) -> Iterator[Mesh]:
-    for sizes in _factors(len(axes), ranks):
-        found = dict(zip(axes, sizes, strict=True))
-        yield Mesh(**found, zero=zero if found.get("dp_shard", 1) > 1 else 0)
+def _meshes_of_axes(axes: Sequence[str], ranks: int, *, zero: int) -> Iterator[Mesh]:
+    for sizes in _factorizations(len(axes), ranks):
+        sizes_by_axis = dict(zip(axes, sizes, strict=True))
+        yield Mesh(**sizes_by_axis, zero=zero if sizes_by_axis.get("dp_shard", 1) > 1 else 0)
 
 
-def _factors(places: int, product: int) -> Iterator[tuple[int, ...]]:
-    if places == 1:
+def _factorizations(num_factors: int, product: int) -> Iterator[tuple[int, ...]]:
+    if num_factors == 1:
         yield (product,)
         return
     for first in (n for n in range(1, product + 1) if product % n == 0):
-        for rest in _factors(places - 1, product // first):
+        for rest in _factorizations(num_factors - 1, product // first):
             yield (first, *rest)
 
 
 def _distance(one: Mesh, other: Mesh) -> float:
     """Return the distance between two meshes; an axis that vanishes or appears counts twice."""
-    steps = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in ORDER]
-    flips = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in ORDER]
-    return sum(steps) + sum(flips)
+    steps = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in AXIS_ORDER]
+    changed_axes = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in AXIS_ORDER]
+    return sum(steps) + sum(changed_axes)
 
 
-def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None) -> PacelineError:
-    product = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.split if axis != "ep")
+def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None) -> PacelineError:
+    product = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.split_axes if axis != "ep")
     nearest = nearest_meshes(mesh, ranks=ranks)
     choice = " · ".join(map(str, nearest))
     if layout.kind is LayoutKind.SINGLE:
@@ -193,11 +199,11 @@ def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None)
             f"layout single is one process, you have {ranks} ranks.", hint=f"--layout ddp --ranks {ranks}"
         )
     if open_axis is not None:
-        others = math.prod(mesh.size(axis) for axis in ORDER if axis != open_axis)
+        other_ranks = math.prod(mesh.size(axis) for axis in AXIS_ORDER if axis != open_axis)
         return LayoutError(
-            f"{plural(ranks, 'rank')} do not divide by the {others} ranks of the other axes of {layout}.",
+            f"{plural(ranks, 'rank')} do not divide by the {other_ranks} ranks of the other axes of {layout}.",
             cause=f"nearest that fit: {choice}",
-            hint=f"--layout {nearest[0]}, or --ranks {others * max(1, round(ranks / others))}",
+            hint=f"--layout {nearest[0]}, or --ranks {other_ranks * max(1, round(ranks / other_ranks))}",
         )
     return LayoutError(
         f"{product or layout} needs {plural(mesh.ranks, 'rank')}, you have {ranks}.",
@@ -206,7 +212,7 @@ def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None)
     )
 
 
-def _unserved(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
+def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
     """Return the error for a mesh that does not fit because some of the ranks are servers."""
     servers = f"{update.servers} {'is a server' if update.servers == 1 else 'are servers'}"
     return LayoutError(
@@ -216,10 +222,10 @@ def _unserved(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
     )
 
 
-def _hsdp(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
-    """Set the sizes of hsdp: two replicas, each sharded over half the ranks, unless the layout says otherwise."""
-    others = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
-    data = ranks // max(others, 1)
+def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
+    """Set the sizes of hsdp: by default two replicas, each sharded over half the ranks."""
+    other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
+    data = ranks // max(other_ranks, 1)
     shard = layout.sizes.get("dp_shard", REST)
     sizes["dp_replicate"] = 2 if shard == REST else max(1, data // shard)
     if data < 4 and shard == REST:

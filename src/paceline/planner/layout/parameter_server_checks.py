@@ -1,4 +1,4 @@
-"""The parameter server: how ranks are divided into servers and workers, and what it can be combined with."""
+"""The parameter server: how ranks are divided into servers and workers, and which layouts and settings it supports."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -12,12 +12,12 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import RulePlanning
 
 
-def _first(servers: int) -> str:
+def _servers_text(servers: int) -> str:
     return "rank holds" if servers == 1 else f"{servers} ranks hold"
 
 
 class ParameterServerPlanning(RulePlanning):
-    """The answers of `--update ps`."""
+    """The planning rules of `--update ps`."""
 
     refused_settings = MappingProxyType(
         {
@@ -32,21 +32,21 @@ class ParameterServerPlanning(RulePlanning):
         }
     )
 
-    def workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-        """Return the number of ranks that are not servers; an impossible split is added to `problems`."""
+    def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
+        """Return the number of ranks that are not servers; add an error to `problems` if there are none."""
         workers = ranks - update.servers
         if workers < 1:
             problems.append(
                 LayoutError(
                     f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
-                    cause=f"the first {_first(update.servers)} the parameters, the others compute gradients",
+                    cause=f"the first {_servers_text(update.servers)} the parameters, the others compute gradients",
                     hint=f"--ranks {update.servers + 2}",
                 )
             )
         return max(1, workers)
 
     def refuse_launcher(self, update: UpdateRule, *, launcher: str) -> list[PacelineError]:
-        """Return an error: another launcher has no way to restart a lost worker."""
+        """Return an error, because another launcher cannot restart a single lost worker."""
         return [
             UsageError(
                 f"--update ps under {launcher} is not supported yet.",
@@ -57,31 +57,35 @@ class ParameterServerPlanning(RulePlanning):
 
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
         """Return the errors of a layout in which a worker would not have the whole model."""
-        found: list[PacelineError] = []
-        others = [axis for axis in mesh.split if axis != "dp_replicate"]
+        errors: list[PacelineError] = []
+        other_axes = [axis for axis in mesh.split_axes if axis != "dp_replicate"]
         ranks = mesh.ranks + update.servers
-        if others or layout.kind is LayoutKind.THREADS:
-            found.append(
+        if other_axes or layout.kind is LayoutKind.THREADS:
+            errors.append(
                 LayoutError(
                     f"--update ps needs ddp, not {layout}.",
                     cause="each worker computes the gradient of its share on a whole model",
                     hint=f"--layout ddp --ranks {ranks} --update {update}",
                 )
             )
-        return found
+        return errors
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the lines on the parameter server."""
-        who = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
-        bound = update.staleness
-        if bound == 0:
-            yield f"{who}; the shares of a batch form one update, as in ddp"
+        summary = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
+        max_staleness = update.staleness
+        if max_staleness == 0:
+            yield f"{summary}; the shares of a batch form one update, as in ddp"
             return
-        known = str(update).rpartition("=")[2]
-        late = "any number of updates late" if known == UNBOUNDED else f"at most {plural(int(bound), 'update')} late"
-        yield f"{who}; each share of a batch is a separate update, {late}"
-        if bound + 1 < mesh.replicas:
+        staleness_text = str(update).rpartition("=")[2]
+        lateness = (
+            "any number of updates late"
+            if staleness_text == UNBOUNDED
+            else f"at most {plural(int(max_staleness), 'update')} late"
+        )
+        yield f"{summary}; each share of a batch is a separate update, {lateness}"
+        if max_staleness + 1 < mesh.replicas:
             yield (
-                f"note: {int(bound) + 1} of {mesh.replicas} workers compute at a time: another gradient in flight "
-                f"would be more than {plural(int(bound), 'update')} late"
+                f"note: {int(max_staleness) + 1} of {mesh.replicas} workers compute at a time: another gradient in "
+                f"flight would be more than {plural(int(max_staleness), 'update')} late"
             )

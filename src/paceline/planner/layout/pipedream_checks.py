@@ -1,4 +1,4 @@
-"""Pipelines without flushes (PipeDream): what they can be combined with, and their weight versions."""
+"""Pipelines without flushes (PipeDream): the layouts and settings they support, and their weight versions."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -9,17 +9,17 @@ from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError
 from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import RulePlanning
-from paceline.schedule.weight_version_rules import Rule, VersionRule, continuous, weight_versions_used
+from paceline.schedule.weight_version_rules import Rule, VersionRule, build_continuous_program, weight_versions_used
 
 
-def stash_of(update: UpdateRule, mesh: Mesh) -> VersionRule:
+def build_version_rule(update: UpdateRule, mesh: Mesh) -> VersionRule:
     """Return the rule by which stages choose weight versions."""
     rule = Rule.DOUBLE if update.kind is UpdateKind.DOUBLE else Rule.ENTRY if update.vertical else Rule.NEWEST
     return VersionRule(stages=mesh.pp, rule=rule)
 
 
 class PipeDreamPlanning(RulePlanning):
-    """The answers of `--update pipedream` and `--update 2bw`."""
+    """The planning rules of `--update pipedream` and `--update 2bw`."""
 
     refused_settings = MappingProxyType(
         {
@@ -34,44 +34,44 @@ class PipeDreamPlanning(RulePlanning):
     flushes_pipeline = False
 
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
-        """Return an error for each feature of the layout that stages with several weight versions cannot have."""
-        found: list[PacelineError] = []
+        """Return an error for each feature of the layout that stages with several weight versions do not support."""
+        errors: list[PacelineError] = []
         if mesh.pp == 1:
-            found.append(
+            errors.append(
                 LayoutError(
                     f"--update {update} needs a pipeline, but layout {layout} has none.",
                     cause="it lets pipeline stages continue without waiting for each other",
                     hint=f"--layout pp --ranks {max(2, mesh.ranks)} --update {update}",
                 )
             )
-        others = [axis for axis in mesh.split if axis not in ("pp", "dp_replicate")]
-        if others:
-            found.append(
+        other_axes = [axis for axis in mesh.split_axes if axis not in ("pp", "dp_replicate")]
+        if other_axes:
+            errors.append(
                 LayoutError(
-                    f"--update {update} needs pp and dp_replicate only, not {', '.join(others)}.",
+                    f"--update {update} needs pp and dp_replicate only, not {', '.join(other_axes)}.",
                     cause="each stage keeps several versions of whole weights",
                     hint=f"--layout pp={max(2, mesh.pp)},dp_replicate=N --update {update}, or --update sync",
                 )
             )
         if mesh.pp > 1 and layout.schedule != "1f1b":
-            found.append(
+            errors.append(
                 LayoutError(
                     f"--update {update} has its own schedule: 1F1B that continues from batch to batch.",
                     cause=f"schedule={layout.schedule} flushes the pipeline after each batch",
                     hint=f"--layout pp={mesh.pp} --update {update}",
                 )
             )
-        return found
+        return errors
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the line on weight versions and staleness by stage, from the program of a few batches."""
-        stash = stash_of(update, mesh)
-        rounds = -(-num_micro // mesh.replicas)
-        sizes = [rounds] * (2 * mesh.pp + 4)
-        found = weight_versions_used(continuous(stash, sizes=sizes), stash)
-        versions = ", ".join(str(one.alive) for one in found)
-        late = ", ".join(str(max(one.staleness)) for one in found)
+        version_rule = build_version_rule(update, mesh)
+        num_rounds = -(-num_micro // mesh.replicas)
+        sizes = [num_rounds] * (2 * mesh.pp + 4)
+        usage = weight_versions_used(build_continuous_program(version_rule, sizes=sizes), version_rule)
+        versions = ", ".join(str(one.num_versions) for one in usage)
+        staleness = ", ".join(str(max(one.staleness)) for one in usage)
         yield (
-            f"update: {update}, never flushed; {plural(rounds, 'microbatch')} per update; by stage: "
-            f"{versions} versions of its weights, at most {late} updates late"
+            f"update: {update}, never flushed; {plural(num_rounds, 'microbatch')} per update; by stage: "
+            f"{versions} versions of its weights, at most {staleness} updates late"
         )

@@ -1,4 +1,4 @@
-"""The pipeline before it runs: its program, checks of its schedule, and its stages and bubble."""
+"""Planning of a pipeline: its program, checks of its schedule, and notes on its stages and its bubble."""
 
 from pathlib import Path
 
@@ -12,23 +12,23 @@ from paceline.schedule.program_simulation import simulate
 from paceline.schedule.registry import build
 from paceline.schedule.text_format import read
 
-_IDLE = 0.3
+_LARGE_BUBBLE = 0.3
 
 
-def is_file(schedule: str) -> bool:
-    """Return True if it is the path of a user's own schedule."""
+def is_schedule_file(schedule: str) -> bool:
+    """Return True if the value is the path of a schedule file, not the name of a schedule."""
     return "/" in schedule or "." in schedule
 
 
-def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
+def build_pipeline_program(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
     """Return the schedule's program for this many microbatches of one replica.
 
     Raises:
-        LayoutError, UsageError: there is no such schedule, or it does not fit.
+        LayoutError, UsageError: the schedule does not exist, or does not fit the mesh or the microbatches.
     """
-    if not is_file(layout.schedule):
+    if not is_schedule_file(layout.schedule):
         return build(layout.schedule, ranks=mesh.pp, micro=num_micro, virtual=layout.virtual)
-    program = _own(layout, mesh)
+    program = _read_schedule_file(layout, mesh)
     if program.num_micro != num_micro:
         raise LayoutError(
             f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}; "
@@ -44,8 +44,8 @@ def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
     if mesh.pp == 1:
         return []
     try:
-        if is_file(layout.schedule):
-            _own(layout, mesh)
+        if is_schedule_file(layout.schedule):
+            _read_schedule_file(layout, mesh)
         else:
             _check_size(layout, mesh)
             build(layout.schedule, ranks=mesh.pp, micro=1, virtual=layout.virtual)
@@ -65,7 +65,7 @@ def _check_size(layout: Layout, mesh: Mesh) -> None:
         )
 
 
-def _own(layout: Layout, mesh: Mesh) -> Program:
+def _read_schedule_file(layout: Layout, mesh: Mesh) -> Program:
     """Return the program of the user's own schedule file."""
     if not Path(layout.schedule).is_file():
         raise LayoutError(
@@ -88,19 +88,19 @@ def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_si
     """Return the banner lines on stages, microbatches and the bubble, from a simulation with equal stages."""
     if mesh.pp == 1:
         return ()
-    each = -(-num_micro // mesh.replicas)
-    program = program_of(layout, mesh, num_micro=each)
+    micro_per_replica = -(-num_micro // mesh.replicas)
+    program = build_pipeline_program(layout, mesh, num_micro=micro_per_replica)
     bubble = simulate(program).bubble
     text = (
         f"pipeline: {program.name}, {plural(program.num_stages, 'stage')} on {mesh.pp} ranks, "
-        f"{plural(each, 'microbatch')} per replica, each rank idle {bubble:.0%} of the time (the "
+        f"{plural(micro_per_replica, 'microbatch')} per replica, each rank idle {bubble:.0%} of the time (the "
         "bubble, of equal stages)"
     )
-    if bubble < _IDLE or micro_batch_size == 1:
+    if bubble < _LARGE_BUBBLE or micro_batch_size == 1:
         return (text,)
-    finer = max(1, micro_batch_size // 4)
+    smaller_size = max(1, micro_batch_size // 4)
     return (
         text,
         f"warning: few microbatches for {plural(program.num_stages, 'stage')}; "
-        f"--train.micro_batch_size {finer} would reduce the idle time",
+        f"--train.micro_batch_size {smaller_size} would reduce the idle time",
     )

@@ -1,4 +1,4 @@
-"""The table of what update rules answer before torch is imported, and the checks that use it."""
+"""The table of the planning rules of each update rule, and the checks that use it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -23,20 +23,20 @@ RULE_PLANNING: Mapping[UpdateKind, RulePlanning] = {
 
 
 def rule_planning(update: UpdateRule) -> RulePlanning:
-    """Return the object that answers for the requested rule."""
+    """Return the planning rules of an update rule."""
     return RULE_PLANNING[update.kind]
 
 
 def check_update_settings(update: UpdateRule, settings: Settings, *, device: str = "cpu") -> Iterator[PacelineError]:
-    """Yield an error for each setting that the update rule cannot have."""
-    why = rule_planning(update).refused_settings
-    for key, (is_on, name, hint) in _asked(settings, device=device).items():
-        if is_on and key in why:
-            yield UsageError(f"{name} with --update {update.kind} is not supported.", cause=why[key], hint=hint)
+    """Yield an error for each setting that the update rule does not support."""
+    reasons = rule_planning(update).refused_settings
+    for key, (is_on, name, hint) in _checked_settings(settings, device=device).items():
+        if is_on and key in reasons:
+            yield UsageError(f"{name} with --update {update.kind} is not supported.", cause=reasons[key], hint=hint)
 
 
-def _asked(settings: Settings, *, device: str) -> dict[str, tuple[bool, str, str]]:
-    """Return by key: if the setting is on, its name, and what to type instead."""
+def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[bool, str, str]]:
+    """Return, for each key of `refused_settings`: whether the setting is on, its name, and what to type instead."""
     train = settings.train
     skips = train.on_nonfinite == "skip"
     return {

@@ -1,15 +1,15 @@
-"""Profile of a decoder-only transformer from its sizes alone, for planning a model that is not built yet.
+"""Profile of a decoder-only transformer from its sizes, for planning a model that does not exist yet.
 
-Operations and activations are counted tensor by tensor, as Korthikanti et al. ("Reducing Activation Recomputation in
-Large Transformer Models", MLSys 2023) do: with GELU, dropout and everything in 16 bits a block keeps their 34·s·b·h +
-5·a·s²·b bytes. Grouped keys and values are those of Ainslie et al. (2023), the gated MLP is Shazeer's (2020); experts
-are routed as by Fedus et al. (2022) and cost what their active ones do.
+Operations and activations are counted tensor by tensor, as by Korthikanti et al. ("Reducing Activation Recomputation in
+Large Transformer Models", MLSys 2023): with GELU, dropout and 16-bit types, a block saves their 34·s·b·h + 5·a·s²·b
+bytes. Grouped-query attention is that of Ainslie et al. (2023), the gated MLP that of Shazeer (2020); experts are
+routed as by Fedus et al. (2022), and only active experts cost time.
 """
 
 from dataclasses import dataclass, replace
 
 from paceline.planner.model_costs.model_profile import (
-    NOTHING,
+    ZERO,
     BatchScaling,
     LayerProfile,
     ModelProfile,
@@ -23,7 +23,7 @@ ADAMW = OptimizerFootprint(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 class Decoder:
     """The sizes of a decoder: `width` of the residual stream, `hidden` of the MLP, `heads`, and `kv_heads`.
 
-    `experts` replace the MLP, `active` of them for each token. `is_gated`: SwiGLU, three matrices; else two.
+    `experts` replace the MLP; each token uses `active` of them. If `is_gated`, the MLP is SwiGLU with three matrices.
     """
 
     layers: int
@@ -49,7 +49,7 @@ class Decoder:
         return 3 if self.is_gated else 2
 
 
-def decoder_facts(
+def build_decoder_profile(
     sizes: Decoder,
     *,
     name: str,
@@ -62,23 +62,23 @@ def decoder_facts(
 ) -> ModelProfile:
     """Return the profile of a decoder with float32 parameters.
 
-    Under `bf16`, matmuls are in bfloat16 and the residual stream stays float32 (autocast), unless `residual_bytes`
-    gives other bytes per element. With `is_fused`, a compiler fuses elementwise operations, so that a norm or a
-    rotation reads and writes once; otherwise every operation does. Without `is_flash`, attention writes the scores of
-    all pairs and reads them again: scaled and masked, normalised, dropped out.
+    Under `bf16`, matmuls are in bfloat16 and the residual stream stays float32 (autocast), unless `residual_bytes` sets
+    other bytes per element. With `is_fused`, a compiler fuses elementwise operations, so that a norm or a rotation
+    reads and writes once; otherwise each of its operations does. Without `is_flash`, attention writes and reads the
+    scores of all pairs for each operation: scale and mask, softmax, dropout.
     """
-    short = 4 if precision == "fp32" else 2
-    wide = residual_bytes or 4
-    block = _block(sizes, short, wide, is_fused=is_fused)
+    short_bytes = 4 if precision == "fp32" else 2
+    wide_bytes = residual_bytes or 4
+    block = _block(sizes, short_bytes, wide_bytes, is_fused=is_fused)
     if not is_flash:
-        passes = (6 * short + (2 * short + 1 if sizes.has_dropout else 0)) * sizes.heads
+        passes = (6 * short_bytes + (2 * short_bytes + 1 if sizes.has_dropout else 0)) * sizes.heads
         block = replace(
             block,
             attention_flops=BatchScaling(pair=4.0 * sizes.width),
-            masked_flops=NOTHING,
+            masked_flops=ZERO,
             moved_bytes=block.moved_bytes + BatchScaling(pair=float(passes)),
             fused_bytes=block.fused_bytes + BatchScaling(pair=float(passes)),
-            attention_saved_bytes=NOTHING,
+            attention_saved_bytes=ZERO,
         )
     head = sizes.vocabulary * sizes.width
     first = LayerProfile(
@@ -86,86 +86,88 @@ def decoder_facts(
         split_parameters=head,
         lookup_parameters=0 if sizes.is_tied else head,
         tensors=(head,),
-        moved_bytes=BatchScaling(token=2.0 * wide * sizes.width),
+        moved_bytes=BatchScaling(token=2.0 * wide_bytes * sizes.width),
         saved_bytes=BatchScaling(token=8.0),
-        output_bytes=BatchScaling(token=float(wide * sizes.width)),
-        tp_bytes=BatchScaling(token=float(wide * sizes.width)),
+        output_bytes=BatchScaling(token=float(wide_bytes * sizes.width)),
+        tp_bytes=BatchScaling(token=float(wide_bytes * sizes.width)),
         tp_calls=1,
     )
-    most = min(64, length // 2)
+    max_cp = min(64, length // 2)
     return ModelProfile(
         name=name,
         first=first,
         blocks=tuple(replace(block, name=f"layers.{i}") for i in range(sizes.layers)),
-        last=_head(sizes, short, wide),
+        last=_head(sizes, short_bytes, wide_bytes),
         optimizer=ADAMW,
         global_batch_size=global_batch_size,
         length=length,
         tied=head if sizes.is_tied else 0,
         precision=precision,
         tp_sizes=tuple(n for n in range(2, 65) if not sizes.heads % n and not (sizes.kv_heads or sizes.heads) % n),
-        cp_sizes=tuple(n for n in (2, 4, 8, 16, 32, 64) if n <= most),
+        cp_sizes=tuple(n for n in (2, 4, 8, 16, 32, 64) if n <= max_cp),
         ep_sizes=tuple(n for n in range(2, sizes.experts + 1) if not sizes.experts % n),
     )
 
 
-def _moved(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> float:
-    """Return the bytes per token that norms, rotation, residual sums and the nonlinearity read and write.
+def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool) -> float:
+    """Return the bytes per token that norms, rotary embedding, residual sums and the nonlinearity read and write.
 
-    There are two norms, the rotation of queries and keys, and two sums. Unfused, a norm is a square, a mean, two
+    A block has two norms, the rotation of queries and keys, and two sums. Unfused, a norm is a square, a mean, two
     products and a cast; a rotation is two products, a swap of halves and a sum.
     """
     h, k, f = sizes.width, sizes.kv_width, sizes.hidden * max(1, sizes.active)
-    sums, passes = 2 * (2 * wide + short) * h, 5 if sizes.is_gated else 2
+    sums, passes = 2 * (2 * wide_bytes + short_bytes) * h, 5 if sizes.is_gated else 2
     if is_fused:
-        return float(2 * (wide + short) * h + 2 * short * (h + k) + sums + (passes - 2) * short * f)
-    return float(2 * (8 * wide + short) * h + 10 * short * (h + k) + sums + passes * short * f)
+        return float(
+            2 * (wide_bytes + short_bytes) * h + 2 * short_bytes * (h + k) + sums + (passes - 2) * short_bytes * f
+        )
+    return float(2 * (8 * wide_bytes + short_bytes) * h + 10 * short_bytes * (h + k) + sums + passes * short_bytes * f)
 
 
-def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> LayerProfile:
+def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool) -> LayerProfile:
     h, k, f = sizes.width, sizes.kv_width, sizes.hidden
     attention = 2 * h * h + 2 * h * k
     mlp = sizes.mlp_matrices * h * f
-    routed = sizes.experts > 0
-    runs = sizes.active if routed else 1
-    inner = (2 * f * (2 if sizes.is_gated else 1)) * runs  # input and output of the nonlinearity
+    is_routed = sizes.experts > 0
+    active_experts = sizes.active if is_routed else 1
+    inner = (2 * f * (2 if sizes.is_gated else 1)) * active_experts  # input and output of the nonlinearity
     norms = 2 * h if sizes.is_gated else 4 * h
     masks = 2 * h if sizes.has_dropout else 0
-    saved = 2 * (wide + short) * h + masks
-    split = short * (h + 2 * k + h + inner) + (short * h * runs if routed else 0)
-    scores = sizes.heads * (2 * short + (1 if sizes.has_dropout else 0))
-    products = short * (2 * h + 2 * k + h + (2 * f if sizes.is_gated else f) * runs + h)
+    saved = 2 * (wide_bytes + short_bytes) * h + masks
+    split = short_bytes * (h + 2 * k + h + inner) + (short_bytes * h * active_experts if is_routed else 0)
+    scores = sizes.heads * (2 * short_bytes + (1 if sizes.has_dropout else 0))
+    products = short_bytes * (2 * h + 2 * k + h + (2 * f if sizes.is_gated else f) * active_experts + h)
     return LayerProfile(
         name="layer",
         whole_parameters=norms + (h * sizes.experts),
-        split_parameters=attention + (0 if routed else mlp),
+        split_parameters=attention + (0 if is_routed else mlp),
         expert_parameters=mlp * sizes.experts,
         tensors=(h * h, h * h, h * k, h * k, *(h * f,) * sizes.mlp_matrices * max(1, sizes.experts)),
-        matmul_flops=BatchScaling(token=2.0 * (attention + h * sizes.experts + mlp * runs)),
-        expert_flops=BatchScaling(token=2.0 * mlp * runs) if routed else BatchScaling(),
+        matmul_flops=BatchScaling(token=2.0 * (attention + h * sizes.experts + mlp * active_experts)),
+        expert_flops=BatchScaling(token=2.0 * mlp * active_experts) if is_routed else BatchScaling(),
         attention_flops=BatchScaling(pair=2.0 * h),  # two products of 2·h each, half of the pairs masked
         masked_flops=BatchScaling(pair=2.0 * h),
-        moved_bytes=BatchScaling(token=_moved(sizes, short, wide, is_fused=is_fused)),
-        fused_bytes=BatchScaling(token=_moved(sizes, short, wide, is_fused=True)),
+        moved_bytes=BatchScaling(token=_moved_bytes(sizes, short_bytes, wide_bytes, is_fused=is_fused)),
+        fused_bytes=BatchScaling(token=_moved_bytes(sizes, short_bytes, wide_bytes, is_fused=True)),
         saved_bytes=BatchScaling(token=float(saved)),
         split_saved_bytes=BatchScaling(
-            fixed=float(short * (attention + (0 if routed else mlp)) if short < 4 else 0),
+            fixed=float(short_bytes * (attention + (0 if is_routed else mlp)) if short_bytes < 4 else 0),
             token=float(split),
             pair=float(scores),
         ),
         attention_saved_bytes=BatchScaling(pair=float(scores)),
         selective_saved_bytes=BatchScaling(token=float(products)),
-        output_bytes=BatchScaling(token=float(wide * h)),
-        peak_bytes=BatchScaling(token=float(short * inner + wide * h)),
-        tp_bytes=BatchScaling(token=2.0 * short * h),
+        output_bytes=BatchScaling(token=float(wide_bytes * h)),
+        peak_bytes=BatchScaling(token=float(short_bytes * inner + wide_bytes * h)),
+        tp_bytes=BatchScaling(token=2.0 * short_bytes * h),
         tp_calls=2,
-        ep_bytes=BatchScaling(token=2.0 * short * h * runs) if routed else BatchScaling(),
-        cp_bytes=BatchScaling(token=2.0 * short * k),
+        ep_bytes=BatchScaling(token=2.0 * short_bytes * h * active_experts) if is_routed else BatchScaling(),
+        cp_bytes=BatchScaling(token=2.0 * short_bytes * k),
     )
 
 
-def _head(sizes: Decoder, short: int, wide: int) -> LayerProfile:
-    """Return the last norm, the head and the loss, whose logits are kept in the matmul type and in float32."""
+def _head(sizes: Decoder, short_bytes: int, wide_bytes: int) -> LayerProfile:
+    """Return the last norm, the head and the loss; the logits exist in the matmul type and in float32."""
     h, v = sizes.width, sizes.vocabulary
     return LayerProfile(
         name="head",
@@ -173,11 +175,11 @@ def _head(sizes: Decoder, short: int, wide: int) -> LayerProfile:
         split_parameters=v * h,
         tensors=(h, v * h),
         matmul_flops=BatchScaling(token=2.0 * h * v),
-        moved_bytes=BatchScaling(token=float((2 * wide + short) * h + (short + 4 + 4) * v)),
-        saved_bytes=BatchScaling(token=float((wide + short) * h)),
-        split_saved_bytes=BatchScaling(fixed=float(short * v * h if short < 4 else 0), token=float(4 * v)),
+        moved_bytes=BatchScaling(token=float((2 * wide_bytes + short_bytes) * h + (short_bytes + 4 + 4) * v)),
+        saved_bytes=BatchScaling(token=float((wide_bytes + short_bytes) * h)),
+        split_saved_bytes=BatchScaling(fixed=float(short_bytes * v * h if short_bytes < 4 else 0), token=float(4 * v)),
         output_bytes=BatchScaling(token=4.0),
-        peak_bytes=BatchScaling(token=float((4 + short) * v)),
+        peak_bytes=BatchScaling(token=float((4 + short_bytes) * v)),
         tp_bytes=BatchScaling(token=12.0),
         tp_calls=3,
     )

@@ -1,4 +1,4 @@
-"""The profile of a model in numbers: `measured_planning/profile` measures it, the planner reads nothing else."""
+"""The profile of a model, which `measured_planning/profile` measures; the planner needs nothing else of the model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from paceline.config.from_json import as_written
 class BatchScaling:
     """A number that scales with the microbatch: `samples`, each of `length` positions.
 
-    `pair` counts per pair of positions of a sample, as attention scores do. Data without a length has it all in
+    `pair` is per pair of positions of a sample, as for attention scores. Data without a length only uses `fixed` and
     `sample`.
     """
 
@@ -20,8 +20,8 @@ class BatchScaling:
     token: float = 0.0
     pair: float = 0.0
 
-    def at(self, *, samples: float, length: float = 1, cp: int = 1) -> float:
-        """Return the value on one rank, which has `1 / cp` of every sample's positions and attends to all."""
+    def evaluate(self, *, samples: float, length: float = 1, cp: int = 1) -> float:
+        """Return the value on one rank, which has `1 / cp` of the positions of every sample and attends to all."""
         return self.fixed + samples * (self.sample + length / cp * (self.token + length * self.pair))
 
     def __add__(self, other: "BatchScaling") -> "BatchScaling":
@@ -32,40 +32,40 @@ class BatchScaling:
             pair=self.pair + other.pair,
         )
 
-    def times(self, factor: float) -> "BatchScaling":
+    def scaled_by(self, factor: float) -> "BatchScaling":
         """Return a copy with every coefficient multiplied by `factor`."""
         return BatchScaling(
             fixed=factor * self.fixed, sample=factor * self.sample, token=factor * self.token, pair=factor * self.pair
         )
 
 
-NOTHING = BatchScaling()
+ZERO = BatchScaling()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
     """The bytes that a part holds on a rank.
 
-    Over tp, the fraction `cut` is divided among the ranks and `whole` is on each; the two need not add up to 1. With
-    sequence parallelism, `sequence_cut` and `sequence_whole` apply instead.
+    With tp, the fraction `cut` is divided among the ranks and the fraction `whole` is on each; their sum may differ
+    from 1. With sequence parallelism, `sequence_cut` and `sequence_whole` apply instead.
     """
 
-    amount: BatchScaling = NOTHING
+    amount: BatchScaling = ZERO
     whole: float = 0.0
     cut: float = 1.0
     sequence_whole: float = 0.0
     sequence_cut: float = 1.0
 
-    def at(self, *, samples: float, length: float, cp: int, tp: int, sequence: bool) -> float:
+    def evaluate(self, *, samples: float, length: float, cp: int, tp: int, sequence: bool) -> float:
         """Return the bytes on one rank."""
-        every = max(0.0, self.amount.at(samples=samples, length=length, cp=cp))
+        total = max(0.0, self.amount.evaluate(samples=samples, length=length, cp=cp))
         whole, cut = (self.sequence_whole, self.sequence_cut) if sequence else (self.whole, self.cut)
-        return every if tp == 1 else every * max(0.0, whole + cut / tp)
+        return total if tp == 1 else total * max(0.0, whole + cut / tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeProfile:
-    """The measured bytes of a part under one `remat`: `kept` from forward to backward, and transient (`moment`)."""
+    """The measured bytes of a part under one `remat`: `kept` are saved for backward, `moment` are transient."""
 
     kept: ActivationBytes
     moment: ActivationBytes
@@ -73,25 +73,25 @@ class RecomputeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """A part of the model that is never divided among stages: the part before the blocks, a block, or the part after.
+    """A part of the model that no pipeline divides: the part before the blocks, a block, or the part after them.
 
     Parameters are numbers of elements: `whole_parameters` are on every tp rank, `split_parameters` are divided among
     them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient, and
-    `lookup_parameters` are embedding tables that take part in no matmul. Amounts are those of one microbatch: FLOPs (a
-    multiply-add is two) and bytes of one forward, undivided by tp. `masked_flops` are those of the pairs that a causal
-    mask keeps out of `attention_flops`.
+    `lookup_parameters` are embedding tables, which take part in no matmul. FLOPs (a multiply-add is two) and bytes are
+    those of one forward of one microbatch, before tp divides them. `masked_flops` are those of the pairs of positions
+    that a causal mask excludes from `attention_flops`.
 
-    `saved_bytes` are kept for backward on each tp rank, `split_saved_bytes` are divided among them;
-    `attention_saved_bytes` are the part of both that fused attention does not keep. `output_bytes` go to the next part.
-    `moved_bytes` is what everything but matmuls reads and writes, `fused_bytes` what remains of it if a compiler fuses
-    operations. `peak_bytes` is the most that forward or backward needs for a moment, in addition to what is saved.
-    `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are exchanged over ep,
-    there and back; `expert_flops` are those of `matmul_flops` in experts. `cp_bytes` are keys and values, which pass
-    round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps in addition to the input, undivided.
-    `large_parameters` are the elements of tensors above 16 MiB, which are sent without a bucket: set only if `tensors`,
-    the elements of each, are unknown. `tp_parameters` are the elements per rank for measured sizes of tp, since not all
-    of `split_parameters` may divide. `ways` are measurements of its memory, by `remat`: they replace the saved bytes
-    and the peak stated here.
+    `saved_bytes` are saved for backward on each tp rank, `split_saved_bytes` are divided among them;
+    `attention_saved_bytes` are the part of both that fused attention does not save. `output_bytes` go to the next part.
+    `moved_bytes` are read and written by everything but matmuls, `fused_bytes` if a compiler fuses operations.
+    `peak_bytes` is the transient memory that forward or backward needs in addition to what is saved. `tp_bytes` are
+    all-reduced over tp in `tp_calls` calls in forward, and the same in backward; `ep_bytes` are exchanged over ep and
+    back; `expert_flops` are the part of `matmul_flops` in experts. `cp_bytes` are keys and values, which a ring over cp
+    exchanges. `selective_saved_bytes` are saved by `remat=selective` in addition to the input, before tp divides them.
+    `large_parameters` are the elements of tensors above 16 MiB, which are sent without a bucket; it is set only if
+    `tensors`, the elements of each tensor, are unknown. `tp_parameters` are pairs of a size of tp and the measured
+    elements per rank, since tp may not divide all of `split_parameters`. `ways` are measurements of the memory by
+    `remat`, which replace the saved bytes and the peak.
     """
 
     name: str
@@ -101,22 +101,22 @@ class LayerProfile:
     frozen_parameters: int = 0
     lookup_parameters: int = 0
     buffer_bytes: int = 0
-    matmul_flops: BatchScaling = NOTHING
-    attention_flops: BatchScaling = NOTHING
-    masked_flops: BatchScaling = NOTHING
-    moved_bytes: BatchScaling = NOTHING
-    fused_bytes: BatchScaling = NOTHING
-    saved_bytes: BatchScaling = NOTHING
-    split_saved_bytes: BatchScaling = NOTHING
-    attention_saved_bytes: BatchScaling = NOTHING
-    output_bytes: BatchScaling = NOTHING
-    peak_bytes: BatchScaling = NOTHING
-    tp_bytes: BatchScaling = NOTHING
+    matmul_flops: BatchScaling = ZERO
+    attention_flops: BatchScaling = ZERO
+    masked_flops: BatchScaling = ZERO
+    moved_bytes: BatchScaling = ZERO
+    fused_bytes: BatchScaling = ZERO
+    saved_bytes: BatchScaling = ZERO
+    split_saved_bytes: BatchScaling = ZERO
+    attention_saved_bytes: BatchScaling = ZERO
+    output_bytes: BatchScaling = ZERO
+    peak_bytes: BatchScaling = ZERO
+    tp_bytes: BatchScaling = ZERO
     tp_calls: int = 0
-    ep_bytes: BatchScaling = NOTHING
-    expert_flops: BatchScaling = NOTHING
-    cp_bytes: BatchScaling = NOTHING
-    selective_saved_bytes: BatchScaling = NOTHING
+    ep_bytes: BatchScaling = ZERO
+    expert_flops: BatchScaling = ZERO
+    cp_bytes: BatchScaling = ZERO
+    selective_saved_bytes: BatchScaling = ZERO
     large_parameters: int = 0
     tensors: tuple[int, ...] = ()
     tp_parameters: tuple[tuple[int, int], ...] = ()
@@ -127,11 +127,11 @@ class LayerProfile:
         """The number of elements, undivided."""
         return self.whole_parameters + self.split_parameters + self.expert_parameters
 
-    def held_parameters(self, *, tp: int, ep: int) -> float:
-        """Return the elements on one of `tp` × `ep` ranks, without experts that ep divides."""
-        for size, held in self.tp_parameters:
+    def rank_parameters(self, *, tp: int, ep: int) -> float:
+        """Return the elements on one of `tp` × `ep` ranks, without the experts if ep divides them."""
+        for size, elements in self.tp_parameters:
             if size == tp and ep == 1:
-                return held
+                return elements
         return self.whole_parameters + (self.split_parameters + (self.expert_parameters if ep == 1 else 0)) / tp
 
     @property
@@ -142,9 +142,9 @@ class LayerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFootprint:
-    """The optimizer's memory in bytes per trainable element: its state, and temporaries of a step.
+    """The optimizer's memory in bytes per trainable element: its state, and the temporaries of a step (`moment_bytes`).
 
-    `moment_bytes` are the temporaries. `whole_tensors`: its rule needs whole tensors.
+    If `whole_tensors`, its update needs full tensors, not shards.
     """
 
     name: str
@@ -155,11 +155,12 @@ class OptimizerFootprint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model and how it is trained, as the planner sees it.
+    """The costs of a model and of its training, as the planner needs them.
 
-    `blocks` are the chain that may be cut into stages; `tied` are elements of `last` that are shared with `first`.
-    `tp_sizes`, `cp_sizes`, `ep_sizes` are the sizes that the model can have besides 1; `refused` says of an axis or an
-    option why the model cannot have it. The amounts hold for `precision`; with `compiles`, blocks are compiled.
+    `blocks` are the chain that may be cut into stages; `tied` are the elements of `last` that are shared with `first`.
+    `tp_sizes`, `cp_sizes`, `ep_sizes` are the supported sizes besides 1; `refused` has the reason for each axis, option
+    or layout that the model does not support. The amounts are those in `precision`; with `compiles`, blocks are
+    compiled.
     """
 
     name: str
@@ -187,18 +188,18 @@ class ModelProfile:
 
     @property
     def parameters(self) -> int:
-        """The number of elements, tied ones once."""
+        """The number of elements; tied elements count once."""
         return sum(part.parameters for part in self.parts) - self.tied
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields, for plan.json; `read_facts` reads them back."""
+        """Return the fields, for plan.json; `model_profile_from_json` reads them."""
         return asdict(self)
 
 
-def read_facts(found: Mapping[str, Any]) -> ModelProfile:
+def model_profile_from_json(stored: Mapping[str, Any]) -> ModelProfile:
     """Return the profile that `ModelProfile.as_json` wrote.
 
     Raises:
         UsageError: a value is missing or has the wrong type.
     """
-    return as_written(found, ModelProfile)
+    return as_written(stored, ModelProfile)

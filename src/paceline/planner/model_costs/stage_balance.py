@@ -1,4 +1,4 @@
-"""Balanced stages of a chain of blocks, with the slowest as fast as possible, by dynamic programming.
+"""Division of a chain of blocks into stages with the smallest possible maximum time, by dynamic programming.
 
 This is the chain-partition problem that PipeDream's optimizer solves for one machine per stage (Harlap et al., 2018).
 """
@@ -12,18 +12,18 @@ from paceline.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """The stages as `[start, stop)` of the blocks, and the seconds of each."""
+    """The stages, as ranges `[start, stop)` of blocks, and the seconds of each."""
 
     bounds: tuple[tuple[int, int], ...]
     seconds: tuple[float, ...]
 
     @property
     def slowest(self) -> float:
-        """The seconds of the slowest stage: the time per microbatch in the steady state."""
+        """The seconds of the slowest stage, which is the time per microbatch in the steady state."""
         return max(self.seconds)
 
 
-def balance(
+def balance_stages(
     *,
     num_stages: int,
     seconds: Sequence[float],
@@ -32,10 +32,10 @@ def balance(
     bytes_each: Sequence[float] | None = None,
     limit_bytes: Sequence[float] | float | None = None,
 ) -> Balance:
-    """Return the cut with the fastest slowest stage; of equally good cuts, the one with the most even times.
+    """Return the stages whose maximum time is smallest; of equally good ones, those with the most even times.
 
-    `first` and `last` are the seconds of the parts before the first block and after the last. `limit_bytes` is the most
-    that a stage may hold, one number for all or one for each. O(num_stages × num_blocks²).
+    `first` and `last` are the seconds of the parts before the first block and after the last. `limit_bytes` is the
+    memory limit of a stage, one number for all stages or one for each. The cost is O(num_stages × num_blocks²).
 
     Raises:
         LayoutError: there are fewer blocks than stages, or no cut stays within the limit.
@@ -43,10 +43,10 @@ def balance(
     num = len(seconds)
     if num_stages < 1 or num < num_stages:
         raise LayoutError(f"{num_stages} stages can't be cut from {num} blocks.", hint=f"pp between 1 and {num}")
-    cost = _Cost(num_stages, seconds, first, last, bytes_each, limit_bytes)
+    cost = _StageCost(num_stages, seconds, first, last, bytes_each, limit_bytes)
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
     for stage in range(num_stages):
-        best.append(dict(_row(stage, best[-1], cost, num, num_stages)))
+        best.append(dict(_best_ends(stage, best[-1], cost, num, num_stages)))
     if num not in best[-1]:
         raise LayoutError(
             "no cut keeps every stage within its memory.",
@@ -57,18 +57,22 @@ def balance(
     for stage in reversed(range(num_stages)):
         ends.append(best[stage + 1][ends[-1]][2])
     bounds = tuple(pairwise(reversed(ends)))
-    return Balance(bounds=bounds, seconds=tuple(cost.of(stage, *bound) for stage, bound in enumerate(bounds)))
+    return Balance(
+        bounds=bounds, seconds=tuple(cost.stage_seconds(stage, *bound) for stage, bound in enumerate(bounds))
+    )
 
 
-def by_trying_all(*, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0) -> float:
+def slowest_by_exhaustive_search(
+    *, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0
+) -> float:
     """Return the seconds of the slowest stage in the best of all cuts: the naive version of `balance`."""
-    cost = _Cost(num_stages, seconds, first, last, None, None)
+    cost = _StageCost(num_stages, seconds, first, last, None, None)
     inner = combinations(range(1, len(seconds)), num_stages - 1)
     cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner)
-    return min(max(cost.of(stage, *bound) for stage, bound in enumerate(cut)) for cut in cuts)
+    return min(max(cost.stage_seconds(stage, *bound) for stage, bound in enumerate(cut)) for cut in cuts)
 
 
-class _Cost:
+class _StageCost:
     def __init__(
         self,
         num_stages: int,
@@ -80,27 +84,31 @@ class _Cost:
     ) -> None:
         self._times = [0.0, *accumulate(seconds)]
         self._bytes = [0.0, *accumulate(bytes_each or [0.0] * len(seconds))]
-        self._ends = {0: first, num_stages - 1: last} if num_stages > 1 else {0: first + last}
+        self._end_seconds = {0: first, num_stages - 1: last} if num_stages > 1 else {0: first + last}
         each = limit if limit is None or isinstance(limit, Sequence) else [limit] * num_stages
         self._limit = each
 
-    def of(self, stage: int, start: int, stop: int) -> float:
-        return self._times[stop] - self._times[start] + self._ends.get(stage, 0.0)
+    def stage_seconds(self, stage: int, start: int, stop: int) -> float:
+        return self._times[stop] - self._times[start] + self._end_seconds.get(stage, 0.0)
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         return self._limit is None or self._bytes[stop] - self._bytes[start] <= self._limit[stage]
 
 
-def _row(
-    stage: int, before: dict[int, tuple[float, float, int]], cost: _Cost, num: int, num_stages: int
+def _best_ends(
+    stage: int, previous: dict[int, tuple[float, float, int]], cost: _StageCost, num: int, num_stages: int
 ) -> Iterator[tuple[int, tuple[float, float, int]]]:
-    """Yield the best ways for `stage` to end, by its end: (slowest, sum of squares, its start)."""
+    """Yield, for each possible end of `stage`, the best (slowest time, sum of squared times, start of the stage)."""
     for stop in range(stage + 1, num - (num_stages - stage - 1) + 1):
-        found = [
-            (max(slowest, cost.of(stage, start, stop)), squares + cost.of(stage, start, stop) ** 2, -start)
-            for start, (slowest, squares, _) in before.items()
+        options = [
+            (
+                max(slowest, cost.stage_seconds(stage, start, stop)),
+                squares + cost.stage_seconds(stage, start, stop) ** 2,
+                -start,
+            )
+            for start, (slowest, squares, _) in previous.items()
             if start < stop and cost.fits(stage, start, stop)
         ]
-        if found:
-            slowest, squares, start = min(found)
+        if options:
+            slowest, squares, start = min(options)
             yield stop, (slowest, squares, -start)

@@ -1,139 +1,155 @@
-"""Lower bounds, provable, on the seconds and bytes of every candidate below a node of the search.
+"""Provable lower bounds on the seconds and bytes of every candidate below a node of the search.
 
-Seconds of a bough: all samples of a replica form one microbatch, spread evenly over the stages. Every cost of a part is
-a constant plus a multiple of the samples, or the larger of two such, so more and smaller microbatches cost no less; and
-the busiest stage does no less than the mean. A branch uses its own microbatches. A twig uses its own stages, without
-data-parallel communication, which makes no stage faster and no form of `makespan` shorter. A leaf adds the end of the
-step on one of its ranks.
+Seconds of a recompute node: all samples of a replica form one microbatch, spread evenly over the stages. The cost of a
+part is affine in the samples, or the maximum of two such functions, so several smaller microbatches cost at least as
+much; and the busiest stage does at least the mean work. A microbatch node uses its own microbatches. A schedule node
+uses its own stages, without data-parallel communication, which can only add to a stage and to its makespan. A leaf adds
+the end of the step on one of its ranks.
 
-Bytes of a bough: the activations of the first rank, under the schedule that holds least there. A twig uses its own
-activations, with the smallest state that each ZeRO stage leaves there: all replicas as shards, and everything offloaded
-that may be.
+Bytes of a recompute node: the activations of the first rank, under the schedule that holds the fewest there. A schedule
+node uses its own activations, with the smallest state of each ZeRO stage: all replicas are shards, and everything that
+may be offloaded is offloaded.
 """
 
 from collections.abc import Iterator
 
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.cost.memory import memory_of
-from paceline.planner.cost.pipeline_formulas import SPLITS
-from paceline.planner.cost.step_time import end_of, pipeline_seconds
+from paceline.planner.cost.memory import estimate_memory
+from paceline.planner.cost.pipeline_formulas import SPLIT_BACKWARD_SCHEDULES
+from paceline.planner.cost.step_time import estimate_step_end, pipeline_seconds
 from paceline.planner.search.search_space import SearchSpace
 
 
 class Bounds:
     """Lower bounds for the nodes of one grid under one cost model."""
 
-    def __init__(self, *, forecast: CostModel, grid: SearchSpace) -> None:
-        self._forecast = forecast
+    def __init__(self, *, cost_model: CostModel, grid: SearchSpace) -> None:
+        self._cost_model = cost_model
         self._grid = grid
-        facts = forecast.facts
-        self._start = forecast.efficiency.step_seconds
-        self._batch = facts.global_batch_size
+        profile = cost_model.profile
+        self._step_start_seconds = cost_model.efficiency.step_seconds
+        self._global_batch_size = profile.global_batch_size
 
-    def bough_seconds(self, bough: Candidate) -> float:
+    def recompute_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the seconds, for any microbatch size and schedule."""
-        return self._whole_seconds(self._whole(bough)) / bough.pp + self._start
+        return self._model_seconds(self._with_one_microbatch(node)) / node.pp + self._step_start_seconds
 
-    def branch_seconds(self, branch: Candidate) -> float:
+    def microbatch_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the seconds, for any schedule.
 
-        The mean stage works all the time, and the first microbatch passes through all stages. Deferred weight gradients
-        fill that gap; with several stages per rank, the first microbatch arrives sooner by that factor.
+        The mean stage always computes, and the last stage waits until the first microbatch has passed all others.
+        Deferred weight gradients can fill that wait; several stages per rank shorten it by their number.
         """
-        p, micro = branch.pp, branch.num_micro(self._batch)
-        each = self._whole_seconds(branch)
-        loops = max(self._grid.virtual, default=1)
-        fill = (1 - 1 / p) / max(2, loops)
-        if branch.remat == "none" and branch.tp == 1 and set(SPLITS) & set(self._grid.schedules):
-            fill = 0.0
-        return each * (micro / p + fill) + self._start
+        p, num_micro = node.pp, node.num_micro(self._global_batch_size)
+        microbatch_seconds = self._model_seconds(node)
+        max_virtual = max(self._grid.virtual, default=1)
+        fill_fraction = (1 - 1 / p) / max(2, max_virtual)
+        if node.remat == "none" and node.tp == 1 and set(SPLIT_BACKWARD_SCHEDULES) & set(self._grid.schedules):
+            fill_fraction = 0.0
+        return microbatch_seconds * (num_micro / p + fill_fraction) + self._step_start_seconds
 
-    def bough_bytes(self, bough: Candidate) -> float:
+    def recompute_node_bytes(self, node: Candidate) -> float:
         """Return a lower bound on the bytes, for any microbatch size, schedule and sharding.
 
-        The first rank holds one microbatch for each pipeline rank.
+        The first rank holds the activations of one microbatch for each pipeline rank.
         """
-        forecast, whole = self._forecast, self._whole(bough)
-        works, share = forecast.works(whole), whole.micro_batch_size
-        held: float = 1 if "naive" in self._grid.schedules else min(share, bough.pp)
-        if "zbv" in self._grid.schedules and bough.pp > 1:
-            held = min(held, bough.pp - 0.5)  # with the fewest microbatches it holds half a microbatch less
-        least = min(
+        cost_model, one_microbatch = self._cost_model, self._with_one_microbatch(node)
+        layer_costs, samples = cost_model.layer_costs(one_microbatch), one_microbatch.micro_batch_size
+        num_in_flight: float = 1 if "naive" in self._grid.schedules else min(samples, node.pp)
+        if "zbv" in self._grid.schedules and node.pp > 1:
+            num_in_flight = min(
+                num_in_flight, node.pp - 0.5
+            )  # zbv holds half a microbatch less if there are few microbatches
+        least_bytes = min(
             sum(
                 number * work.kept_bytes
-                for stage in forecast.ranks(one)[0][1]
-                for number, work in zip(stage, works, strict=True)
+                for stage in cost_model.distinct_ranks(one)[0][1]
+                for number, work in zip(stage, layer_costs, strict=True)
             )
-            for one in self._looped(bough)
+            for one in self._stage_placements(node)
         )
-        return self._beside(least / share * held)
+        return self._with_slack_and_reserve(least_bytes / samples * num_in_flight)
 
-    def twig_seconds(self, twig: Candidate) -> float:
+    def schedule_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the seconds, however data parallelism shards the rest."""
-        forecast = self._forecast
-        hop, micro = forecast.hop_seconds(twig), forecast.num_micro(twig)
-        return pipeline_seconds(twig, forecast.stages(twig), micro=micro, hop=hop) + self._start
+        cost_model = self._cost_model
+        hop, num_micro = cost_model.hop_seconds(node), cost_model.num_micro(node)
+        return (
+            pipeline_seconds(node, cost_model.stages_without_sharding(node), micro=num_micro, hop=hop)
+            + self._step_start_seconds
+        )
 
-    def twig_bytes(self, twig: Candidate) -> float:
+    def schedule_node_bytes(self, node: Candidate) -> float:
         """Return a lower bound on the bytes, however data parallelism shards the rest."""
-        return min(self._each_bytes(twig))
+        return min(self._leaf_bytes(node))
 
-    def may_fit(self, twig: Candidate, limit_bytes: float) -> bool:
-        """Return True if `twig_bytes` is at most `limit_bytes`; usually the first candidate tried decides."""
-        return any(each <= limit_bytes for each in self._each_bytes(twig))
+    def may_fit(self, node: Candidate, limit_bytes: float) -> bool:
+        """Return True if some leaf may fit into `limit_bytes`. It stops at the first one, usually at once."""
+        return any(each <= limit_bytes for each in self._leaf_bytes(node))
 
-    def _each_bytes(self, twig: Candidate) -> Iterator[float]:
-        forecast = self._forecast
-        rank, stages = forecast.ranks(twig)[0]
-        alive, elements = forecast.alive_on(twig, rank, stages), forecast.elements(twig, stages)
-        least = self._beside(alive.narrow_bytes)
-        if least > forecast.fleet.device.memory_bytes:
-            yield least
+    def _leaf_bytes(self, node: Candidate) -> Iterator[float]:
+        cost_model = self._cost_model
+        rank, stages = cost_model.distinct_ranks(node)[0]
+        activations, elements = (
+            cost_model.activation_peak_on_rank(node, rank, stages),
+            cost_model.elements(node, stages),
+        )
+        least_bytes = self._with_slack_and_reserve(activations.narrow_bytes)
+        if least_bytes > cost_model.cluster.device.memory_bytes:
+            yield least_bytes
             return
-        for frugal in self._frugal(twig):
-            yield memory_of(
-                frugal, forecast.facts, elements, alive, device=forecast.fleet.device, efficiency=forecast.efficiency
+        for leaf in self._least_memory_leaves(node):
+            yield estimate_memory(
+                leaf,
+                cost_model.profile,
+                elements,
+                activations,
+                device=cost_model.cluster.device,
+                efficiency=cost_model.efficiency,
             ).peak_bytes
 
-    def _frugal(self, twig: Candidate) -> Iterator[Candidate]:
-        """Yield the leaf that needs least memory for each ZeRO stage, the last stage first, then the twig itself.
+    def _least_memory_leaves(self, node: Candidate) -> Iterator[Candidate]:
+        """Yield the leaf that needs least memory for each ZeRO stage, the highest stage first, then the node itself.
 
-        These leaves may be illegal; no legal one needs less.
+        These leaves may be illegal, but no legal one needs less.
         """
-        if twig.replicas > 1:
+        if node.replicas > 1:
             for zero in reversed(self._grid.zero):
-                own = [o for o in self._grid.offload if zero == 3 or "parameters" not in o]
-                offload = max(own, key=len, default=()) if self._forecast.fleet.device.is_accelerator else ()
+                offload_choices = [o for o in self._grid.offload if zero == 3 or "parameters" not in o]
+                offload = (
+                    max(offload_choices, key=len, default=()) if self._cost_model.cluster.device.is_accelerator else ()
+                )
                 params = "bf16" if zero == 3 and "bf16" in self._grid.params else "fp32"
-                yield twig.but(dp_replicate=1, dp_shard=twig.replicas, zero=zero, offload=offload, params=params)
-        yield twig
+                yield node.replace(dp_replicate=1, dp_shard=node.replicas, zero=zero, offload=offload, params=params)
+        yield node
 
-    def leaf_seconds(self, leaf: Candidate, *, twig_seconds: float) -> float:
-        """Return a lower bound on the seconds: all but the sharding communication of every microbatch."""
-        forecast = self._forecast
-        stages = forecast.ranks(leaf)[0][1]
-        end = end_of(
-            leaf, forecast.stages(leaf)[0], forecast.elements(leaf, stages), facts=forecast.facts,
-            device=forecast.fleet.device, groups=forecast.groups(leaf), efficiency=forecast.efficiency,
+    def leaf_seconds(self, leaf: Candidate, *, node_seconds: float) -> float:
+        """Return a lower bound on the seconds, which omits only the sharding communication of the microbatches."""
+        cost_model = self._cost_model
+        stages = cost_model.distinct_ranks(leaf)[0][1]
+        end_seconds = estimate_step_end(
+            leaf, cost_model.stages_without_sharding(leaf)[0], cost_model.elements(leaf, stages),
+            profile=cost_model.profile, device=cost_model.cluster.device, groups=cost_model.groups(leaf),
+            efficiency=cost_model.efficiency,
         )  # fmt: skip
-        return twig_seconds + sum(end.values()) - self._start
+        return node_seconds + sum(end_seconds.values()) - self._step_start_seconds
 
-    def _whole_seconds(self, branch: Candidate) -> float:
+    def _model_seconds(self, node: Candidate) -> float:
         """Return the seconds of one microbatch through the whole model, on one rank of each stage."""
-        works = zip(self._forecast.chain.whole, self._forecast.works(branch), strict=True)
-        return sum(number * work.seconds for number, work in works)
+        counted_costs = zip(self._cost_model.chain.full_counts, self._cost_model.layer_costs(node), strict=True)
+        return sum(number * work.seconds for number, work in counted_costs)
 
-    def _whole(self, bough: Candidate) -> Candidate:
-        return bough.but(micro_batch_size=-(-self._batch // bough.replicas))
+    def _with_one_microbatch(self, node: Candidate) -> Candidate:
+        return node.replace(micro_batch_size=-(-self._global_batch_size // node.replicas))
 
-    def _looped(self, bough: Candidate) -> list[Candidate]:
-        """Return one candidate for each way to place stages on the ranks."""
-        if bough.pp == 1:
-            return [bough]
-        virtual = [n for n in {1, 2, *self._grid.virtual} if bough.pp * n <= self._forecast.chain.num_blocks]
-        made = [bough.but(virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual]
-        return [*made, *(one.but(schedule="zbv") for one in made if one.virtual == 2)]
+    def _stage_placements(self, node: Candidate) -> list[Candidate]:
+        """Return one candidate for each placement of stages on the ranks."""
+        if node.pp == 1:
+            return [node]
+        virtual = [n for n in {1, 2, *self._grid.virtual} if node.pp * n <= self._cost_model.chain.num_blocks]
+        looped = [node.replace(virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual]
+        return [*looped, *(one.replace(schedule="zbv") for one in looped if one.virtual == 2)]
 
-    def _beside(self, alive: float) -> float:
-        return alive * (1 + self._forecast.efficiency.slack) + self._forecast.fleet.device.reserve_bytes
+    def _with_slack_and_reserve(self, num_bytes: float) -> float:
+        return num_bytes * (1 + self._cost_model.efficiency.slack) + self._cost_model.cluster.device.reserve_bytes

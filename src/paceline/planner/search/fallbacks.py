@@ -1,66 +1,68 @@
-"""Fallback layouts of a run: each is the fastest that needs clearly less memory than the one before."""
+"""Fallback layouts of a run, for use when it is out of memory: each needs clearly less memory than the previous one."""
 
 from collections.abc import Iterator, Mapping
 
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
-from paceline.planner.hardware.cluster import of_family
+from paceline.planner.hardware.cluster import family_ratio
 from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
 from paceline.planner.search.search_space import SearchSpace
 
-_LESS = 0.85
-_MOST = 5
+_MEMORY_RATIO = 0.85
+_MAX_FALLBACKS = 5
 
 
-def fallback_layouts(forecast: CostModel, first: Estimate, *, grid: SearchSpace | None = None) -> Iterator[Estimate]:
-    """Yield the fallbacks below `first`, the fullest first, until no layout needs less memory."""
-    reserve, last = forecast.fleet.device.reserve_bytes, first
-    for _ in range(_MOST):
-        found = search(forecast.below(reserve + _LESS * (last.peak_bytes - reserve)), grid=grid).first
-        if found is None:
+def fallback_layouts(cost_model: CostModel, first: Estimate, *, grid: SearchSpace | None = None) -> Iterator[Estimate]:
+    """Yield the fallbacks of `first`, each the fastest that needs less memory, until no layout needs less."""
+    reserve, previous = cost_model.cluster.device.reserve_bytes, first
+    for _ in range(_MAX_FALLBACKS):
+        fallback = search(
+            cost_model.with_memory_limit(reserve + _MEMORY_RATIO * (previous.peak_bytes - reserve)), grid=grid
+        ).fastest
+        if fallback is None:
             return
-        yield found
-        last = found
+        yield fallback
+        previous = fallback
 
 
-def rung_of(
-    estimate: Estimate, *, longer: float = 1.0, fuller: float = 1.0, source: str = "",
+def build_fallback(
+    estimate: Estimate, *, time_ratio: float = 1.0, memory_ratio: float = 1.0, source: str = "",
     replayed: tuple[int, Mapping[str, int]] | None = None,
 ) -> FallbackLayout:  # fmt: skip
-    """Return the fallback layout of an estimate; `replayed` are the bytes counted by a replay, and their parts."""
+    """Return the fallback layout of an estimate; `replayed` are the peak bytes counted by a replay, and their parts."""
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
-    counted, own = replayed or (round(estimate.peak_bytes - reserve), parts)
+    peak_bytes, counted_parts = replayed or (round(estimate.peak_bytes - reserve), parts)
     return FallbackLayout(
         layout=estimate.layout,
         family=estimate.candidate.family,
         ranks=estimate.candidate.ranks,
         settings=estimate.settings,
-        peak_bytes=counted,
-        parts={name: num_bytes for name, num_bytes in own.items() if num_bytes and name != "total"},
+        peak_bytes=peak_bytes,
+        parts={name: num_bytes for name, num_bytes in counted_parts.items() if num_bytes and name != "total"},
         step_seconds=estimate.step_seconds,
         replayed=replayed is not None,
-        longer=longer,
-        fuller=1.0 if replayed else fuller,
+        longer=time_ratio,
+        fuller=1.0 if replayed else memory_ratio,
         source=source,
         seconds={name: value for name, value in estimate.seconds.parts.items() if value},
     )
 
 
-def rung_here(
-    estimate: Estimate, forecast: CostModel, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
+def build_calibrated_fallback(
+    estimate: Estimate, cost_model: CostModel, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
 ) -> FallbackLayout:
-    """Return the fallback layout with its corrections.
+    """Return the fallback layout of an estimate, corrected by earlier runs on this cluster and by timed steps.
 
-    The corrections come from earlier runs here and from timed steps; if steps were timed, they are its source.
+    If steps were timed, they are its `source`.
     """
-    fleet, family = forecast.fleet, estimate.candidate.family
-    reckoned = forecast.estimate(estimate.candidate).step_seconds
-    return rung_of(
+    cluster, family = cost_model.cluster, estimate.candidate.family
+    forecast_seconds = cost_model.estimate(estimate.candidate).step_seconds
+    return build_fallback(
         estimate,
         replayed=replayed,
-        longer=of_family(fleet.longer, family) * (estimate.step_seconds / reckoned),
-        fuller=of_family(fleet.fuller, family),
-        source=source if estimate.timed is None else TIMED,
+        time_ratio=family_ratio(cluster.longer, family) * (estimate.step_seconds / forecast_seconds),
+        memory_ratio=family_ratio(cluster.fuller, family),
+        source=source if estimate.measured_time is None else TIMED,
     )

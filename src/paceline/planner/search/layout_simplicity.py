@@ -9,7 +9,7 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.cost.forecast_margins import is_tie
 from paceline.planner.cost.layout_candidate import FAMILIES, MODEL_AXES, Candidate
-from paceline.planner.search.branch_and_bound import key_of
+from paceline.planner.search.branch_and_bound import sort_key
 from paceline.planner.search.search_space import (
     SearchSpace,
     data_parallel_choices,
@@ -20,44 +20,48 @@ from paceline.planner.search.search_space import (
 )
 
 _AXES = (*MODEL_AXES, "dp_replicate", "dp_shard")
-_NO_OPTION = {*_AXES, "zero", "virtual", "micro_batch_size", "precision"}
-_OPTIONS = {field.name: field.default for field in fields(Candidate) if field.name not in _NO_OPTION}
+_NOT_OPTIONS = {*_AXES, "zero", "virtual", "micro_batch_size", "precision"}
+_OPTIONS = {field.name: field.default for field in fields(Candidate) if field.name not in _NOT_OPTIONS}
 Simplicity = tuple[int, int, int, int, int]
 
 
-def simplicity(candidate: Candidate) -> Simplicity:
-    """Return a sort key, smaller for simpler: axes, model axes, options, the family's place, the ZeRO stage."""
-    options = sum(getattr(candidate, name) != usual for name, usual in _OPTIONS.items())
-    cuts = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)
-    return len(candidate.mesh.split), cuts, options, FAMILIES.index(candidate.family), candidate.zero
+def simplicity_key(candidate: Candidate) -> Simplicity:
+    """Return a sort key, smaller for simpler: number of axes, model axes and options, then family and ZeRO stage."""
+    num_options = sum(getattr(candidate, name) != usual for name, usual in _OPTIONS.items())
+    num_model_axes = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)
+    return len(candidate.mesh.split_axes), num_model_axes, num_options, FAMILIES.index(candidate.family), candidate.zero
 
 
-def simplest(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the simplest of the estimates that tie with the fastest; of equally simple ones the fastest."""
-    quickest = min(estimates, key=key_of)
-    alike = [one for one in estimates if one is quickest or is_tie(one, quickest)]
-    return min(alike, key=lambda one: (simplicity(one.candidate), key_of(one)))
+def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the simplest of the estimates that tie with the fastest; of equally simple ones, the fastest."""
+    fastest = min(estimates, key=sort_key)
+    ties = [one for one in estimates if one is fastest or is_tie(one, fastest)]
+    return min(ties, key=lambda one: (simplicity_key(one.candidate), sort_key(one)))
 
 
-def simpler(forecast: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
-    """Return the simplest candidate of the same family that fits and ties with `best`, None if none is simpler.
+def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
+    """Return the simplest candidate of the same family that fits and ties with `best`; None if `best` is the simplest.
 
-    The result has fewer options than `best`, or one axis fewer, whose ranks moved to another axis.
+    The result has fewer options than `best`, or one axis fewer, whose ranks another axis gets.
     """
-    own, family = simplicity(best.candidate), best.candidate.family
-    plainer = {leaf for leaf in _plainer(forecast, best.candidate, grid) if simplicity(leaf) < own}
-    ordered = sorted((leaf for leaf in plainer if leaf.family == family), key=simplicity)
-    for _, group in groupby(ordered, key=simplicity):
-        found = [one for one in map(forecast.estimate, group) if one.fits and is_tie(one, best)]
-        if found:
-            return min(found, key=key_of)
+    best_simplicity, family = simplicity_key(best.candidate), best.candidate.family
+    simpler_leaves = {
+        leaf
+        for leaf in _leaves_without_extras(cost_model, best.candidate, grid)
+        if simplicity_key(leaf) < best_simplicity
+    }
+    same_family = sorted((leaf for leaf in simpler_leaves if leaf.family == family), key=simplicity_key)
+    for _, group in groupby(same_family, key=simplicity_key):
+        ties = [one for one in map(cost_model.estimate, group) if one.fits and is_tie(one, best)]
+        if ties:
+            return min(ties, key=sort_key)
     return None
 
 
-def _plainer(forecast: CostModel, best: Candidate, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield all leaves of the grid with no option and no axis that `best` lacks."""
-    facts, fleet = forecast.facts, forecast.fleet
-    less = replace(
+def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchSpace) -> Iterator[Candidate]:
+    """Yield all leaves of the search space whose options and axes `best` has too."""
+    profile, cluster = cost_model.profile, cost_model.cluster
+    smaller_grid = replace(
         grid,
         schedules=tuple(name for name in grid.schedules if name in ("1f1b", best.schedule)),
         remat=tuple(name for name in grid.remat if name in ("none", best.remat)),
@@ -65,29 +69,31 @@ def _plainer(forecast: CostModel, best: Candidate, grid: SearchSpace) -> Iterato
         sequence=tuple(one for one in grid.sequence if one in (False, best.sequence)),
         zero=tuple(stage for stage in grid.zero if stage <= max(1, best.zero)),
     )
-    for trunk in model_parallel_choices(facts, fleet, less):
-        if not _is_moved(trunk, best):
+    for model_parallel_node in model_parallel_choices(profile, cluster, smaller_grid):
+        if not _has_axes_moved(model_parallel_node, best):
             continue
-        for bough in recompute_choices(trunk, facts, less):
-            for branch in microbatch_choices(bough, facts, less):
-                for twig in schedule_choices(branch, facts, less):
+        for recompute_node in recompute_choices(model_parallel_node, profile, smaller_grid):
+            for microbatch_node in microbatch_choices(recompute_node, profile, smaller_grid):
+                for schedule_node in schedule_choices(microbatch_node, profile, smaller_grid):
                     yield from (
-                        leaf for leaf in data_parallel_choices(twig, facts, fleet, less) if _has_no_more(leaf, best)
+                        leaf
+                        for leaf in data_parallel_choices(schedule_node, profile, cluster, smaller_grid)
+                        if _has_no_extra_option(leaf, best)
                     )
 
 
-def _is_moved(trunk: Candidate, best: Candidate) -> bool:
-    """Return True if `trunk` has the model axes of `best`, or lacks some, and one other axis has their ranks."""
-    sizes = [(getattr(trunk, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
-    sizes.append((trunk.replicas, best.replicas))
-    if any(own > 1 and other == 1 for own, other in sizes) or trunk.ep not in (1, best.ep):
+def _has_axes_moved(node: Candidate, best: Candidate) -> bool:
+    """Return True if the node has the axes of `best`, or lacks some of them and one other axis has their ranks."""
+    sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
+    sizes.append((node.replicas, best.replicas))
+    if any(own > 1 and other == 1 for own, other in sizes) or node.ep not in (1, best.ep):
         return False
-    gone = prod(other for own, other in sizes if own == 1)
-    changed = [own // other for own, other in sizes if own not in (1, other)]
-    return not changed if gone == 1 else changed == [gone]
+    freed_ranks = prod(other for own, other in sizes if own == 1)
+    growth_factors = [own // other for own, other in sizes if own not in (1, other)]
+    return not growth_factors if freed_ranks == 1 else growth_factors == [freed_ranks]
 
 
-def _has_no_more(leaf: Candidate, best: Candidate) -> bool:
+def _has_no_extra_option(leaf: Candidate, best: Candidate) -> bool:
     if best.dp_shard == 1 and leaf.dp_shard > 1:
         return False
     return all(getattr(leaf, name) in (usual, getattr(best, name)) for name, usual in _OPTIONS.items())

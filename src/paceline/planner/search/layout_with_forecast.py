@@ -10,9 +10,10 @@ TIMED = "timed"
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackLayout:
-    """A layout with its forecast. Bytes are those of the fullest rank, without a process's own reserve.
+    """A layout with its forecast. Bytes are those of the fullest rank, without the reserve of a process.
 
-    `longer` and `fuller` are the corrections of the forecast from earlier runs here; `source` says what made it.
+    `longer` and `fuller` are the ratios of measured to forecast step time and memory in earlier runs on this machine;
+    `source` names what made the forecast.
     """
 
     layout: str

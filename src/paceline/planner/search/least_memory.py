@@ -1,4 +1,4 @@
-"""Search for the candidate of a family that needs the least memory: how close a misfit comes to fitting."""
+"""Search for the candidate of a family that needs the least memory, to show by how much the family does not fit."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -17,47 +17,51 @@ from paceline.planner.search.search_space import (
     schedule_choices,
 )
 
-_DATA = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
+_DATA_PARALLEL_FAMILIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 
-def least_memory(forecast: CostModel, *, grid: SearchSpace, family: str = "") -> Estimate | None:
-    """Return the candidate that needs least memory, by branch and bound over bytes.
+def find_least_memory(cost_model: CostModel, *, grid: SearchSpace, family: str = "") -> Estimate | None:
+    """Return the candidate of a `family` (of any family by default) that needs least memory, by branch and bound.
 
-    It is of one `family`, or of any if that is empty; None if the grid has no such candidate.
+    Return None if the search space has no such candidate.
     """
-    bounds = Bounds(forecast=forecast, grid=grid)
-    turn = count()
+    bounds = Bounds(cost_model=cost_model, grid=grid)
+    tie_breaker = count()
     heap: list[tuple[float, int, int, Candidate]] = []
-    for bough in _boughs(forecast, grid, family):
-        heappush(heap, (bounds.bough_bytes(bough), 0, next(turn), bough))
+    for root in _recompute_nodes(cost_model, grid, family):
+        heappush(heap, (bounds.recompute_node_bytes(root), 0, next(tie_breaker), root))
     while heap:
         _, level, _, node = heappop(heap)
         if level == 2:
-            return forecast.estimate(node)
-        for grown in _grown(node, level, forecast, grid):
+            return cost_model.estimate(node)
+        for child in _expand_node(node, level, cost_model, grid):
             if level == 0:
-                heappush(heap, (bounds.twig_bytes(grown), 1, next(turn), grown))
-            elif not family or grown.family == family:
-                heappush(heap, (_needed(forecast, grown), 2, next(turn), grown))
+                heappush(heap, (bounds.schedule_node_bytes(child), 1, next(tie_breaker), child))
+            elif not family or child.family == family:
+                heappush(heap, (_needed_bytes(cost_model, child), 2, next(tie_breaker), child))
     return None
 
 
-def _needed(forecast: CostModel, candidate: Candidate) -> float:
-    """Return the bytes on the device, plus those that its host has no room for."""
-    memory, host = forecast.memory(candidate), forecast.host_limit_bytes
+def _needed_bytes(cost_model: CostModel, candidate: Candidate) -> float:
+    """Return the peak bytes on the device, plus the offloaded bytes for which the host has no room."""
+    memory, host = cost_model.memory(candidate), cost_model.host_limit_bytes
     return memory.peak_bytes + (0.0 if host is None else max(0.0, memory.host_bytes - host))
 
 
-def _boughs(forecast: CostModel, grid: SearchSpace, family: str) -> Iterator[Candidate]:
-    for trunk in model_parallel_choices(forecast.facts, forecast.fleet, grid):
-        if not family or trunk.family == family or (trunk.family in _DATA and family in _DATA):
-            yield from recompute_choices(trunk, forecast.facts, grid)
+def _recompute_nodes(cost_model: CostModel, grid: SearchSpace, family: str) -> Iterator[Candidate]:
+    for node in model_parallel_choices(cost_model.profile, cost_model.cluster, grid):
+        if (
+            not family
+            or node.family == family
+            or (node.family in _DATA_PARALLEL_FAMILIES and family in _DATA_PARALLEL_FAMILIES)
+        ):
+            yield from recompute_choices(node, cost_model.profile, grid)
 
 
-def _grown(node: Candidate, level: int, forecast: CostModel, grid: SearchSpace) -> Iterator[Candidate]:
-    facts = forecast.facts
+def _expand_node(node: Candidate, level: int, cost_model: CostModel, grid: SearchSpace) -> Iterator[Candidate]:
+    profile = cost_model.profile
     if level == 0:
-        for branch in microbatch_choices(node, facts, grid):
-            yield from schedule_choices(branch, facts, grid)
+        for child in microbatch_choices(node, profile, grid):
+            yield from schedule_choices(child, profile, grid)
     else:
-        yield from data_parallel_choices(node, facts, forecast.fleet, grid)
+        yield from data_parallel_choices(node, profile, cost_model.cluster, grid)

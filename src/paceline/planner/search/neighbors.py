@@ -1,4 +1,4 @@
-"""Changes that would make a candidate fit: its neighbours on the grid, with what each costs in time."""
+"""Changes of one or two options that make a candidate fit into memory, each with its cost in time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,18 +7,18 @@ from paceline.console.formatting import format_change, format_precise_duration, 
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.search.search_space import SearchSpace, is_on, micro_batch_sizes
+from paceline.planner.search.search_space import SearchSpace, is_in_search_space, micro_batch_sizes
 
 _AXES = ("pp", "tp", "cp")
-_MOST = 3
-_DEEP = 2
+_MAX_CHANGES = 3
+_MAX_DEPTH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change, the estimate after it, and the seconds that it adds to the step (negative if it saves time)."""
+    """A change of a candidate, the new estimate, and the `seconds` that it adds to the step (negative if faster)."""
 
-    says: str
+    description: str
     estimate: Estimate
     seconds: float
 
@@ -28,80 +28,82 @@ class Change:
         sign = "+" if self.seconds >= 0 else "-"
         peak = format_size(round(self.estimate.peak_bytes))
         seconds, share = format_precise_duration(abs(self.seconds)), format_change(self.seconds / before)
-        return f"{self.says}: {peak}, {sign}{seconds} per step ({share})"
+        return f"{self.description}: {peak}, {sign}{seconds} per step ({share})"
 
 
-def cheapest_changes(forecast: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
-    """Return the three fastest candidates that fit, one change away; two changes away if none is; else none."""
-    seen = {estimate.candidate}
-    edge: list[tuple[str, Candidate]] = [("", estimate.candidate)]
-    for _ in range(_DEEP):
-        edge = [
+def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
+    """Return the three fastest candidates that fit after one change or, if there are none, after two changes."""
+    visited = {estimate.candidate}
+    frontier: list[tuple[str, Candidate]] = [("", estimate.candidate)]
+    for _ in range(_MAX_DEPTH):
+        frontier = [
             (f"{said}, {says}" if said else says, other)
-            for said, candidate in edge
-            for says, other in neighbours(candidate, forecast, grid)
-            if other not in seen and not seen.add(other)  # type: ignore[func-returns-value]
+            for said, candidate in frontier
+            for says, other in neighbors(candidate, cost_model, grid)
+            if other not in visited and not visited.add(other)  # type: ignore[func-returns-value]
         ]
-        found = [(says, forecast.estimate(other)) for says, other in edge]
-        fit = sorted(((says, one) for says, one in found if one.fits), key=lambda pair: pair[1].step_seconds)
-        if fit:
+        estimates = [(says, cost_model.estimate(other)) for says, other in frontier]
+        fitting = sorted(((says, one) for says, one in estimates if one.fits), key=lambda pair: pair[1].step_seconds)
+        if fitting:
             return tuple(
-                Change(says=says, estimate=one, seconds=one.step_seconds - estimate.step_seconds)
-                for says, one in fit[:_MOST]
+                Change(description=says, estimate=one, seconds=one.step_seconds - estimate.step_seconds)
+                for says, one in fitting[:_MAX_CHANGES]
             )
     return ()
 
 
-def neighbours(candidate: Candidate, forecast: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
-    """Yield the description and the candidate of each change on the grid that may need less memory.
+def neighbors(candidate: Candidate, cost_model: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
+    """Yield the description and the candidate of each change in the search space that may need less memory.
 
-    The ranks and the training stay the same.
+    The number of ranks and the training stay the same.
     """
-    for says, other in _all(candidate, forecast, grid):
-        if is_on(other, forecast.facts, forecast.fleet, grid):
-            yield says, other
+    for description, neighbor in _candidate_changes(candidate, cost_model, grid):
+        if is_in_search_space(neighbor, cost_model.profile, cost_model.cluster, grid):
+            yield description, neighbor
 
 
-def _all(candidate: Candidate, forecast: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
+def _candidate_changes(
+    candidate: Candidate, cost_model: CostModel, grid: SearchSpace
+) -> Iterator[tuple[str, Candidate]]:
     c = candidate
     for remat in grid.remat[grid.remat.index(c.remat) + 1 :] if c.remat in grid.remat else ():
         yield f"remat={remat}", replace(c, remat=remat)
-    sizes = micro_batch_sizes(forecast.facts.global_batch_size, c.replicas, grid)
-    for smaller in sorted((n for n in sizes if n < c.micro_batch_size), reverse=True):
-        yield f"micro_batch_size {c.micro_batch_size} -> {smaller}", replace(c, micro_batch_size=smaller)
+    sizes = micro_batch_sizes(cost_model.profile.global_batch_size, c.replicas, grid)
+    for size in sorted((n for n in sizes if n < c.micro_batch_size), reverse=True):
+        yield f"micro_batch_size {c.micro_batch_size} -> {size}", replace(c, micro_batch_size=size)
     if not c.sequence and c.tp > 1:
         yield "sequence=true", replace(c, sequence=True)
     if c.schedule != "1f1b":
         yield "schedule=1f1b", replace(c, schedule="1f1b", virtual=1)
-    yield from _shared(c, grid)
+    yield from _with_more_sharding(c, grid)
     for axis in _AXES:
-        yield from _split(c, axis)
+        yield from _with_larger_axis(c, axis)
 
 
-def _shared(c: Candidate, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
+def _with_more_sharding(c: Candidate, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
     """Yield candidates that shard more of the state among the replicas, or offload more to the host."""
     for zero in grid.zero:
         if c.replicas > 1 and (zero > c.zero or c.dp_replicate > 1):
-            shards = replace(c, dp_replicate=1, dp_shard=c.replicas, zero=zero)
-            yield f"dp_shard={c.replicas}{'' if zero == 3 else f',zero={zero}'}", shards
+            sharded = replace(c, dp_replicate=1, dp_shard=c.replicas, zero=zero)
+            yield f"dp_shard={c.replicas}{'' if zero == 3 else f',zero={zero}'}", sharded
     for offload in grid.offload:
         if len(offload) > len(c.offload):
             yield f"offload={'+'.join(offload)}", replace(c, offload=offload)
 
 
-def _split(c: Candidate, axis: str) -> Iterator[tuple[str, Candidate]]:
+def _with_larger_axis(c: Candidate, axis: str) -> Iterator[tuple[str, Candidate]]:
     """Yield candidates with twice as many ranks on a model axis and half as many replicas."""
-    twice = 2 * int(getattr(c, axis))
+    doubled = 2 * int(getattr(c, axis))
     for data in ("dp_replicate", "dp_shard"):
-        own = int(getattr(c, data))
-        if own % 2 == 0:
-            zero = 0 if data == "dp_shard" and own == 2 else c.zero
-            made = {axis: twice, data: own // 2, "zero": zero}
-            yield f"{axis}={twice} ({data}={own // 2})", _replaced(c, made)
+        size = int(getattr(c, data))
+        if size % 2 == 0:
+            zero = 0 if data == "dp_shard" and size == 2 else c.zero
+            sizes = {axis: doubled, data: size // 2, "zero": zero}
+            yield f"{axis}={doubled} ({data}={size // 2})", _replace_sizes(c, sizes)
 
 
-def _replaced(c: Candidate, made: dict[str, int]) -> Candidate:
-    own = {name: getattr(c, name) for name in c.__dataclass_fields__} | made
-    if not own["zero"]:
-        own |= {"offload": (), "params": "fp32"}
-    return Candidate(**own)
+def _replace_sizes(c: Candidate, sizes: dict[str, int]) -> Candidate:
+    values = {name: getattr(c, name) for name in c.__dataclass_fields__} | sizes
+    if not values["zero"]:
+        values |= {"offload": (), "params": "fp32"}
+    return Candidate(**values)

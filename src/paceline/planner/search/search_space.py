@@ -1,14 +1,15 @@
 """The search space: all candidates for a model on a number of ranks, as a tree that a search can prune.
 
-A trunk is the axes that split the model; a bough adds activation checkpointing; a branch adds the microbatch size, a
-twig the schedule; a leaf says how data parallelism shards the rest. The grid omits impossible candidates.
+Each level of the tree decides more of a candidate: first the axes that split the model, then activation checkpointing,
+the microbatch size and the schedule. A leaf also decides how data parallelism shards the rest. Impossible candidates
+are not generated.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.planner.cost.layout_candidate import MICRO, Candidate
-from paceline.planner.cost.pipeline_formulas import SPLITS, is_sure
+from paceline.planner.cost.layout_candidate import MICRO_BATCH_KEY, Candidate
+from paceline.planner.cost.pipeline_formulas import SPLIT_BACKWARD_SCHEDULES, has_reliable_makespan
 from paceline.planner.hardware.cluster import Cluster
 from paceline.planner.model_costs.model_profile import ModelProfile
 
@@ -21,8 +22,8 @@ class SearchSpace:
     """The options that a search tries.
 
     `virtual` applies to schedules that can have any number of stages per rank; `micro_batch_size` None tries all sizes
-    that divide evenly. `params` stays at its default: with bfloat16, fsdp would round where one process does not, which
-    is the user's choice.
+    that divide evenly. `params` is float32 by default: bfloat16 parameters round where a single process does not, so
+    only the user can choose them.
     """
 
     pp: tuple[int, ...] | None = None
@@ -36,119 +37,128 @@ class SearchSpace:
     sequence: tuple[bool, ...] = (False, True)
 
 
-def model_parallel_choices(facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield trunks: sizes of pp, tp, cp and ep. The remaining ranks are replicas, not yet sharded."""
-    for pp in _divisors(fleet.ranks):
-        if pp > max(1, len(facts.blocks)) or (grid.pp and pp not in grid.pp):
+def model_parallel_choices(profile: ModelProfile, cluster: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
+    """Yield the sizes of pp, tp, cp and ep. The remaining ranks are replicas that are not sharded yet."""
+    for pp in _divisors(cluster.ranks):
+        if pp > max(1, len(profile.blocks)) or (grid.pp and pp not in grid.pp):
             continue
-        for tp in _had(facts.tp_sizes, fleet.ranks // pp):
-            for cp in _had(facts.cp_sizes, fleet.ranks // pp // tp):
-                dp = fleet.ranks // pp // tp // cp
-                if dp > facts.global_batch_size or 2 * cp > max(2, facts.length):
+        for tp in _allowed_sizes(profile.tp_sizes, cluster.ranks // pp):
+            for cp in _allowed_sizes(profile.cp_sizes, cluster.ranks // pp // tp):
+                dp = cluster.ranks // pp // tp // cp
+                if dp > profile.global_batch_size or 2 * cp > max(2, profile.length):
                     continue
-                for ep in _had(facts.ep_sizes, dp):
-                    found = Candidate(
-                        pp=pp, tp=tp, cp=cp, ep=ep, dp_replicate=dp, precision=facts.precision, compiles=facts.compiles
+                for ep in _allowed_sizes(profile.ep_sizes, dp):
+                    node = Candidate(
+                        pp=pp,
+                        tp=tp,
+                        cp=cp,
+                        ep=ep,
+                        dp_replicate=dp,
+                        precision=profile.precision,
+                        compiles=profile.compiles,
                     )
-                    if not (tp > 1 and facts.optimizer.whole_tensors) and not is_refused(found, facts):
-                        yield found
+                    if not (tp > 1 and profile.optimizer.whole_tensors) and not has_refused_option(node, profile):
+                        yield node
 
 
-def recompute_choices(trunk: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield boughs: what is recomputed in backward, which needs blocks, and `sequence`, which needs tp."""
-    for remat in grid.remat if facts.blocks else ("none",):
-        for sequence in grid.sequence if trunk.tp > 1 else (False,):
-            found = trunk.but(remat=remat, sequence=sequence)
-            if not is_refused(found, facts):
-                yield found
+def recompute_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
+    """Yield the choices of activation checkpointing (needs blocks) and of sequence parallelism (needs tp)."""
+    for remat in grid.remat if profile.blocks else ("none",):
+        for sequence in grid.sequence if node.tp > 1 else (False,):
+            child = node.replace(remat=remat, sequence=sequence)
+            if not has_refused_option(child, profile):
+                yield child
 
 
-def microbatch_choices(bough: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield branches: the microbatch sizes."""
-    for size in micro_batch_sizes(facts.global_batch_size, bough.replicas, grid):
-        if f"{MICRO}={size}" not in facts.refused:
-            yield bough.but(micro_batch_size=size)
+def microbatch_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
+    """Yield the microbatch sizes."""
+    for size in micro_batch_sizes(profile.global_batch_size, node.replicas, grid):
+        if f"{MICRO_BATCH_KEY}={size}" not in profile.refused:
+            yield node.replace(micro_batch_size=size)
 
 
-def schedule_choices(branch: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield twigs: the schedules, without those that gain nothing over 1f1b or lack a reliable forecast."""
-    if branch.pp == 1:
-        yield branch
+def schedule_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
+    """Yield the schedules, without those that gain nothing over 1f1b or whose forecast is not reliable."""
+    if node.pp == 1:
+        yield node
         return
-    micro = branch.num_micro(facts.global_batch_size)
-    for schedule, virtual in _schedules(branch, facts, grid):
-        if is_sure(schedule, ranks=branch.pp, micro=micro):
-            found = branch.but(schedule=schedule, virtual=virtual)
-            if not is_refused(found, facts):
-                yield found
+    num_micro = node.num_micro(profile.global_batch_size)
+    for schedule, virtual in _schedules(node, profile, grid):
+        if has_reliable_makespan(schedule, ranks=node.pp, micro=num_micro):
+            child = node.replace(schedule=schedule, virtual=virtual)
+            if not has_refused_option(child, profile):
+                yield child
 
 
 def data_parallel_choices(
-    twig: Candidate, facts: ModelProfile, fleet: Cluster, grid: SearchSpace
+    node: Candidate, profile: ModelProfile, cluster: Cluster, grid: SearchSpace
 ) -> Iterator[Candidate]:
-    """Yield leaves: replicas or shards, the ZeRO stage, and what is offloaded."""
-    for shard in _divisors(twig.replicas):
+    """Yield complete candidates: replicas or shards, the ZeRO stage, and what is offloaded."""
+    for shard in _divisors(node.replicas):
         if shard == 1:
-            if not is_lost(twig, facts):
-                yield twig
+            if not is_layout_refused(node, profile):
+                yield node
             continue
-        replicate = twig.replicas // shard
+        replicate = node.replicas // shard
         for zero in grid.zero:
-            if zero == 3 and (facts.optimizer.whole_tensors or twig.schedule in SPLITS):
+            if zero == 3 and (profile.optimizer.whole_tensors or node.schedule in SPLIT_BACKWARD_SCHEDULES):
                 continue
-            for offload in grid.offload if fleet.device.is_accelerator else ((),):
+            for offload in grid.offload if cluster.device.is_accelerator else ((),):
                 if "parameters" in offload and zero < 3:
                     continue
                 for params in grid.params if zero == 3 else ("fp32",):
-                    found = twig.but(dp_shard=shard, dp_replicate=replicate, zero=zero, offload=offload, params=params)
-                    if not is_refused(found, facts) and not is_lost(found, facts):
-                        yield found
+                    leaf = node.replace(
+                        dp_shard=shard, dp_replicate=replicate, zero=zero, offload=offload, params=params
+                    )
+                    if not has_refused_option(leaf, profile) and not is_layout_refused(leaf, profile):
+                        yield leaf
 
 
-def candidates(facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
+def candidates(profile: ModelProfile, cluster: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
     """Yield all candidates."""
-    for trunk in model_parallel_choices(facts, fleet, grid):
-        for bough in recompute_choices(trunk, facts, grid):
-            for branch in microbatch_choices(bough, facts, grid):
-                for twig in schedule_choices(branch, facts, grid):
-                    yield from data_parallel_choices(twig, facts, fleet, grid)
+    for model_parallel_node in model_parallel_choices(profile, cluster, grid):
+        for recompute_node in recompute_choices(model_parallel_node, profile, grid):
+            for microbatch_node in microbatch_choices(recompute_node, profile, grid):
+                for schedule_node in schedule_choices(microbatch_node, profile, grid):
+                    yield from data_parallel_choices(schedule_node, profile, cluster, grid)
 
 
-def is_on(candidate: Candidate, facts: ModelProfile, fleet: Cluster, grid: SearchSpace) -> bool:
-    """Return True if it is one of the candidates."""
+def is_in_search_space(candidate: Candidate, profile: ModelProfile, cluster: Cluster, grid: SearchSpace) -> bool:
+    """Return True if the search space contains the candidate."""
     c = candidate
     return any(
         leaf == c
-        for trunk in model_parallel_choices(facts, fleet, grid)
-        if (trunk.pp, trunk.tp, trunk.cp, trunk.ep) == (c.pp, c.tp, c.cp, c.ep)
-        for bough in recompute_choices(trunk, facts, grid)
-        if (bough.remat, bough.sequence) == (c.remat, c.sequence)
-        for branch in microbatch_choices(bough, facts, grid)
-        if branch.micro_batch_size == c.micro_batch_size
-        for twig in schedule_choices(branch, facts, grid)
-        if (twig.schedule, twig.virtual) == (c.schedule, c.virtual)
-        for leaf in data_parallel_choices(twig, facts, fleet, grid)
+        for model_parallel_node in model_parallel_choices(profile, cluster, grid)
+        if (model_parallel_node.pp, model_parallel_node.tp, model_parallel_node.cp, model_parallel_node.ep)
+        == (c.pp, c.tp, c.cp, c.ep)
+        for recompute_node in recompute_choices(model_parallel_node, profile, grid)
+        if (recompute_node.remat, recompute_node.sequence) == (c.remat, c.sequence)
+        for microbatch_node in microbatch_choices(recompute_node, profile, grid)
+        if microbatch_node.micro_batch_size == c.micro_batch_size
+        for schedule_node in schedule_choices(microbatch_node, profile, grid)
+        if (schedule_node.schedule, schedule_node.virtual) == (c.schedule, c.virtual)
+        for leaf in data_parallel_choices(schedule_node, profile, cluster, grid)
     )
 
 
-def is_refused(candidate: Candidate, facts: ModelProfile) -> bool:
+def has_refused_option(candidate: Candidate, profile: ModelProfile) -> bool:
     """Return True if the model refuses one of the candidate's axes or options."""
-    return any(word in facts.refused for word in words_of(candidate)) if facts.refused else False
+    return any(word in profile.refused for word in option_keys(candidate)) if profile.refused else False
 
 
-def is_lost(candidate: Candidate, facts: ModelProfile) -> bool:
-    """Return True if this layout was refused, with this microbatch size or any, or its whole family was."""
-    if not facts.refused:
+def is_layout_refused(candidate: Candidate, profile: ModelProfile) -> bool:
+    """Return True if the model refuses this layout (with this microbatch size or with any), or its family."""
+    if not profile.refused:
         return False
-    return any(word in facts.refused for word in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
+    return any(word in profile.refused for word in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
 
 
-def words_of(candidate: Candidate) -> Iterator[str]:
-    """Yield the words by which a model can refuse a candidate, besides `micro_batch_size=1`.
+def option_keys(candidate: Candidate) -> Iterator[str]:
+    """Yield the keys of `ModelProfile.refused` that apply to a candidate, besides `micro_batch_size=1`.
 
-    These are `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload`, `sequence`, and so on.
+    Examples are `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload` and `sequence`.
     """
-    for axis in candidate.mesh.split:
+    for axis in candidate.mesh.split_axes:
         yield from (axis, f"{axis}={candidate.mesh.size(axis)}")
     if candidate.remat != "none":
         yield from ("remat", f"remat={candidate.remat}")
@@ -163,34 +173,39 @@ def words_of(candidate: Candidate) -> Iterator[str]:
 
 
 def micro_batch_sizes(global_batch_size: int, replicas: int, grid: SearchSpace) -> list[int]:
-    """Return the sizes that give every replica equal samples.
+    """Return the microbatch sizes that divide a replica's samples evenly.
 
-    If the replicas do not divide the batch, return one size for each number of microbatches.
+    If the number of replicas does not divide the batch, return one size for each number of microbatches.
     """
-    share = -(-global_batch_size // replicas)
+    samples_per_replica = -(-global_batch_size // replicas)
     if grid.micro_batch_size is not None:
-        return [grid.micro_batch_size] if grid.micro_batch_size <= share else []
+        return [grid.micro_batch_size] if grid.micro_batch_size <= samples_per_replica else []
     if global_batch_size % replicas == 0:
-        return _divisors(share)
-    return sorted({-(-share // rounds) for rounds in range(1, share + 1)})
+        return _divisors(samples_per_replica)
+    return sorted({-(-samples_per_replica // rounds) for rounds in range(1, samples_per_replica + 1)})
 
 
-def _schedules(bough: Candidate, facts: ModelProfile, grid: SearchSpace) -> Iterator[tuple[str, int]]:
-    """Yield schedules with their stages per rank.
+def _schedules(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[tuple[str, int]]:
+    """Yield schedules with their number of stages per rank.
 
-    Blocks that are recomputed or tensor parallel run backward in one piece, so schedules that defer weight gradients
+    Blocks that are recomputed or tensor parallel cannot split their backward, so schedules that defer weight gradients
     are left out for them.
     """
     for name in grid.schedules:
-        if name in SPLITS and (bough.remat != "none" or bough.tp > 1):
+        if name in SPLIT_BACKWARD_SCHEDULES and (node.remat != "none" or node.tp > 1):
             continue
-        many = {"zbv": (2,), "interleaved": grid.virtual, "breadth_first": grid.virtual, "zb_interleaved": grid.virtual}
-        for virtual in many.get(name, (1,)):
-            if bough.pp * virtual <= len(facts.blocks):
+        virtual_choices = {
+            "zbv": (2,),
+            "interleaved": grid.virtual,
+            "breadth_first": grid.virtual,
+            "zb_interleaved": grid.virtual,
+        }
+        for virtual in virtual_choices.get(name, (1,)):
+            if node.pp * virtual <= len(profile.blocks):
                 yield name, virtual
 
 
-def _had(sizes: tuple[int, ...], ranks: int) -> list[int]:
+def _allowed_sizes(sizes: tuple[int, ...], ranks: int) -> list[int]:
     """Return 1 and the sizes that divide the ranks."""
     return [1, *(size for size in sizes if size > 1 and ranks % size == 0)]
 

@@ -1,4 +1,4 @@
-"""Choice of the candidates of a plan to time on the target cluster, and estimates with the measured seconds."""
+"""The candidates of a plan that are timed on the target cluster, and the estimates with their measured seconds."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,15 +10,15 @@ from typing import Any
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.search.branch_and_bound import key_of
+from paceline.planner.search.branch_and_bound import sort_key
 from paceline.planner.search.search_space import SearchSpace, candidates
 
-MOST = 9
-_EACH = 3  # at most, of one family
-_NEAR = 1.6  # times the fastest forecast: closed forms may be wrong by this much
-_MOST_LOOKED_AT = 20_000
-_LEAST_SECONDS = 1e-6
-_PAIRS = ("blocks", "between")
+MAX_TRIALS = 9
+_MAX_PER_FAMILY = 3
+_NEAR_RATIO = 1.6  # relative to the fastest forecast: closed forms may be wrong by this factor
+_MAX_CANDIDATES = 20_000
+_MIN_SECONDS = 1e-6
+_TUPLE_FIELDS = ("blocks", "between")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,61 +45,73 @@ class TimingTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedLayout:
-    """The reason why a layout could not be timed: its own refusal, or an error of the job's code (`is_jobs`)."""
+    """The reason why a layout could not be timed: Paceline refused it, or the job's code failed (`is_job_error`)."""
 
-    why: str
-    is_jobs: bool = False
+    reason: str
+    is_job_error: bool = False
 
 
 def shortlist(
-    forecast: CostModel, *, grid: SearchSpace | None = None, most: int = MOST, also: Collection[str] = ()
+    cost_model: CostModel,
+    *,
+    grid: SearchSpace | None = None,
+    max_trials: int = MAX_TRIALS,
+    extra_candidates: Collection[str] = (),
 ) -> list[Estimate]:
-    """Return the best fitting candidate of each family and those forecast to be nearly as fast; fastest first.
+    """Return the best fitting candidate of each family and others that are nearly as fast, the fastest first.
 
-    Candidates whose names are in `also` are included if they fit.
+    The candidates named in `extra_candidates` are included if they fit.
     """
     grid = grid or SearchSpace()
-    every = islice(candidates(forecast.facts, forecast.fleet, grid), _MOST_LOOKED_AT)
-    found = sorted((one for one in map(forecast.estimate, every) if one.fits), key=key_of)
-    plain = {one.candidate for one in found}
-    found = [one for one in found if one.candidate == _kept(one.candidate) or _kept(one.candidate) not in plain]
+    considered = islice(candidates(cost_model.profile, cost_model.cluster, grid), _MAX_CANDIDATES)
+    fitting = sorted((one for one in map(cost_model.estimate, considered) if one.fits), key=sort_key)
+    fitting_candidates = {one.candidate for one in fitting}
+    fitting = [
+        one
+        for one in fitting
+        if one.candidate == _without_remat(one.candidate) or _without_remat(one.candidate) not in fitting_candidates
+    ]
     families: dict[str, list[Estimate]] = {}
-    for estimate in found:
+    for estimate in fitting:
         families.setdefault(estimate.candidate.family, []).append(estimate)
     chosen = [own[0] for own in families.values()]
-    near = [one for one in found if one.step_seconds <= _NEAR * found[0].step_seconds]
-    for estimate in near:
-        own = families[estimate.candidate.family]
-        if len(chosen) < most and estimate is not own[0] and _place(estimate, own, chosen) < _EACH:
+    nearly_as_fast = [one for one in fitting if one.step_seconds <= _NEAR_RATIO * fitting[0].step_seconds]
+    for estimate in nearly_as_fast:
+        family_estimates = families[estimate.candidate.family]
+        if (
+            len(chosen) < max_trials
+            and estimate is not family_estimates[0]
+            and _num_chosen_of_family(estimate, family_estimates, chosen) < _MAX_PER_FAMILY
+        ):
             chosen.append(estimate)
-    chosen += [one for one in found if str(one.candidate) in also and one not in chosen]
-    return sorted(chosen, key=key_of)
+    chosen += [one for one in fitting if str(one.candidate) in extra_candidates and one not in chosen]
+    return sorted(chosen, key=sort_key)
 
 
-def in_turn(options: Sequence[Estimate]) -> list[Estimate]:
-    """Return the order in which to time them, as time may run out: the best of each promising family first."""
-    ordered = sorted(options, key=key_of)
-    near = [one for one in ordered if one.step_seconds <= _NEAR * ordered[0].step_seconds]
-    best = {one.candidate.family: one for one in reversed(near)}
-    return sorted(ordered, key=lambda one: best.get(one.candidate.family) is not one)
+def timing_order(options: Sequence[Estimate]) -> list[Estimate]:
+    """Return the order in which to time candidates: the best of each promising family first, as time may run out."""
+    ordered = sorted(options, key=sort_key)
+    nearly_as_fast = [one for one in ordered if one.step_seconds <= _NEAR_RATIO * ordered[0].step_seconds]
+    best_of_family = {one.candidate.family: one for one in reversed(nearly_as_fast)}
+    return sorted(ordered, key=lambda one: best_of_family.get(one.candidate.family) is not one)
 
 
-def _kept(candidate: Candidate) -> Candidate:
-    """Return the candidate without activation checkpointing: if that fits too, it is the faster one."""
+def _without_remat(candidate: Candidate) -> Candidate:
+    """Return the candidate without activation checkpointing. It is faster, so it is preferred if it fits."""
     return replace(candidate, remat="none")
 
 
-def _place(estimate: Estimate, own: Sequence[Estimate], chosen: Sequence[Estimate]) -> int:
-    """Return how many of its family are chosen already."""
-    return sum(one in own for one in chosen if one.candidate.family == estimate.candidate.family)
+def _num_chosen_of_family(estimate: Estimate, family_estimates: Sequence[Estimate], chosen: Sequence[Estimate]) -> int:
+    """Return how many candidates of the estimate's family are chosen already."""
+    return sum(one in family_estimates for one in chosen if one.candidate.family == estimate.candidate.family)
 
 
-def try_of(estimate: Estimate) -> TimingTrial:
-    """Return what the ranks need to time a layout. Each stage needs two blocks, so that a block has a neighbour."""
+def timing_trial(estimate: Estimate) -> TimingTrial:
+    """Return what the ranks need to time a layout. Each stage has at least two blocks, so that each has a neighbour."""
     candidate = estimate.candidate
     return TimingTrial(
         candidate=str(candidate),
-        layout=str(candidate.asked),
+        layout=str(candidate.layout_spec),
         micro_batch_size=candidate.micro_batch_size,
         least_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
         share=estimate.peak_bytes / estimate.limit_bytes,
@@ -109,34 +121,45 @@ def try_of(estimate: Estimate) -> TimingTrial:
     )
 
 
-def read_kept(kept: Mapping[str, Any]) -> dict[str, MeasuredTime]:
+def parse_measured_times(stored: Mapping[str, Any]) -> dict[str, MeasuredTime]:
     """Return the measured times by candidate, read from their JSON.
 
     Raises:
         ValueError, KeyError, TypeError: the content is not valid.
     """
-    found = {name: MeasuredTime(**{**own, **{pair: tuple(own[pair]) for pair in _PAIRS}}) for name, own in kept.items()}
+    measured_times = {
+        name: MeasuredTime(**{**own, **{pair: tuple(own[pair]) for pair in _TUPLE_FIELDS}})
+        for name, own in stored.items()
+    }
     if not all(
-        _LEAST_SECONDS < one.seconds < inf and 0 <= one.spread < inf and one.steps > 0 for one in found.values()
+        _MIN_SECONDS < one.seconds < inf and 0 <= one.spread < inf and one.steps > 0 for one in measured_times.values()
     ):
         raise ValueError("no step takes that long")
-    return found
+    return measured_times
 
 
-def retimed(estimates: Sequence[Estimate], timed: Mapping[str, MeasuredTime]) -> list[Estimate]:
-    """Return the estimates with measured seconds, sorted; untimed forecasts are scaled by the usual ratio."""
-    usual = usual_ratio(estimates, timed)
-    return sorted((as_timed(one, timed, usual=usual) for one in estimates), key=key_of)
+def apply_measured_times(estimates: Sequence[Estimate], measured_times: Mapping[str, MeasuredTime]) -> list[Estimate]:
+    """Return the estimates with measured seconds, sorted. Untimed forecasts are scaled by the median time ratio."""
+    default_ratio = median_time_ratio(estimates, measured_times)
+    return sorted(
+        (apply_measured_time(one, measured_times, default_ratio=default_ratio) for one in estimates), key=sort_key
+    )
 
 
-def usual_ratio(estimates: Sequence[Estimate], timed: Mapping[str, MeasuredTime]) -> float:
+def median_time_ratio(estimates: Sequence[Estimate], measured_times: Mapping[str, MeasuredTime]) -> float:
     """Return the median ratio of measured to forecast seconds, 1 if nothing was timed."""
-    ratios = [timed[key].seconds / one.step_seconds for one in estimates if (key := str(one.candidate)) in timed]
+    ratios = [
+        measured_times[key].seconds / one.step_seconds
+        for one in estimates
+        if (key := str(one.candidate)) in measured_times
+    ]
     return median(ratios) if ratios else 1.0
 
 
-def as_timed(estimate: Estimate, timed: Mapping[str, MeasuredTime], *, usual: float) -> Estimate:
-    """Return the estimate with its own measured seconds, or its forecast scaled by the `usual` ratio."""
-    own = timed.get(str(estimate.candidate))
-    ratio = usual if own is None else own.seconds / estimate.step_seconds
-    return replace(estimate, seconds=estimate.seconds.times(ratio), timed=own)
+def apply_measured_time(
+    estimate: Estimate, measured_times: Mapping[str, MeasuredTime], *, default_ratio: float
+) -> Estimate:
+    """Return the estimate with its measured seconds or, if it was not timed, with its forecast × `default_ratio`."""
+    measured_time = measured_times.get(str(estimate.candidate))
+    ratio = default_ratio if measured_time is None else measured_time.seconds / estimate.step_seconds
+    return replace(estimate, seconds=estimate.seconds.scaled_by(ratio), measured_time=measured_time)

@@ -1,7 +1,7 @@
 """Simulation of a planned step in virtual time, for any number of ranks, with collectives and slow ranks.
 
-One replica's pipeline is simulated action by action. Replicas are alike, so others are only counted; one that has a
-slow rank is simulated as well.
+The pipeline of one replica is simulated action by action. The other replicas behave the same and are only counted;
+replicas with slow ranks are simulated as well.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from paceline.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank of one replica's pipeline whose computes, and so its whole stage's, take `factor` times as long."""
+    """A rank of one replica's pipeline whose stages take `factor` times as long to compute."""
 
     rank: int
     factor: float
@@ -36,10 +36,11 @@ class SlowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A step of `ranks` ranks in seconds, as four parts of a mean rank's time that sum to `step_seconds`.
+    """A step of `ranks` ranks. The four parts are those of the mean rank and sum to `step_seconds`.
 
-    `compute_seconds`: its own work. `bubble_seconds`: the waiting that remains if communication takes no time.
-    `exposed_seconds`: what communication adds to that step. `slow_seconds`: what the slow ranks add.
+    `compute_seconds` is its own work, `bubble_seconds` the idle time if communication takes no time, `exposed_seconds`
+    the time that communication adds to that step, and `slow_seconds` the time that slow ranks add. `walks` has the
+    simulated pipeline of each replica with slow ranks, and of all others under -1.
     """
 
     ranks: int
@@ -47,7 +48,7 @@ class SimulatedStep:
     bubble_seconds: float
     exposed_seconds: float
     slow_seconds: float
-    followed: Mapping[int, WalkResult]
+    walks: Mapping[int, WalkResult]
 
     @property
     def step_seconds(self) -> float:
@@ -67,17 +68,17 @@ class SimulatedStep:
     @cached_property
     def timeline(self) -> Timeline:
         """The timeline of the first replica's pipeline, for `draw`; computes include exposed collectives."""
-        return self.timeline_of(0)
+        return self.replica_timeline(0)
 
-    def timeline_of(self, replica: int) -> Timeline:
+    def replica_timeline(self, replica: int) -> Timeline:
         """Return the timeline of a replica's pipeline."""
-        found = self.followed.get(replica, self.followed[-1])
-        return Timeline(name=found.program.name, num_ranks=found.program.num_ranks, spans=found.spans)
+        walk = self.walks.get(replica, self.walks[-1])
+        return Timeline(name=walk.program.name, num_ranks=walk.program.num_ranks, spans=walk.spans)
 
-    def a_day(self, *, each_step: float, goodput: Goodput | None = None) -> float:
-        """Return how many samples or tokens a day are trained and kept, with `each_step` of them per step."""
-        kept = 1.0 if goodput is None else goodput.useful
-        return each_step * kept * DAY_SECONDS / self.step_seconds
+    def amount_per_day(self, *, amount_per_step: float, goodput: Goodput | None = None) -> float:
+        """Return the samples or tokens per day that no failure discards, with `amount_per_step` of them per step."""
+        useful_fraction = 1.0 if goodput is None else goodput.useful
+        return amount_per_step * useful_fraction * DAY_SECONDS / self.step_seconds
 
 
 def simulate_step(
@@ -86,105 +87,122 @@ def simulate_step(
     costs: Costs,
     collectives: Sequence[Collective] = (),
     replicas: int = 1,
-    ranks_a_stage: int = 1,
-    slow: Sequence[SlowRank] = (),
+    ranks_per_stage: int = 1,
+    slow_ranks: Sequence[SlowRank] = (),
     update_seconds: float = 0.0,
 ) -> SimulatedStep:
-    """Simulate one step of a valid program on replicas × pipeline × `ranks_a_stage` ranks.
+    """Simulate one step of a valid program, which `build` or `check` returns, on `replicas` replicas of its pipeline.
 
-    The program is as `build` or `check` returns it. `costs` are those of computes alone and of the messages between
-    stages. A collective at the end joins all replicas: it begins when the slowest has its gradients. Then every rank
-    takes `update_seconds`, and the step ends with the last.
+    Each stage has `ranks_per_stage` ranks. `costs` are those of computes without collectives, and of the messages
+    between stages. A collective at the end joins all replicas: it begins when the slowest replica has its gradients.
+    Then every rank takes `update_seconds`, and the step ends with the last rank.
 
     Raises:
         UsageError: a time, a count or a slow rank is invalid.
         ScheduleError: the program does not run to its end.
     """
     refuse_bad_numbers(program, costs=costs, collectives=collectives)
-    _refuse_bad_ranks(program, replicas=replicas, each=ranks_a_stage, slow=slow, update_seconds=update_seconds)
+    _refuse_bad_ranks(
+        program,
+        replicas=replicas,
+        ranks_per_stage=ranks_per_stage,
+        slow_ranks=slow_ranks,
+        update_seconds=update_seconds,
+    )
 
-    def walk(own: Costs) -> WalkResult:
-        found = walk_actions(program, costs=own)
-        if not found.is_whole:
+    def run_walk(step_costs: Costs) -> WalkResult:
+        result = walk_actions(program, costs=step_costs)
+        if not result.is_complete:
             check(program)
-        return found
+        return result
 
-    def with_slow(own: Iterable[SlowRank]) -> WalkResult:
+    def walk_with_slow_ranks(group: Iterable[SlowRank]) -> WalkResult:
         slower = costs
-        for one in own:
+        for one in group:
             slower = slow_down_rank(program, costs=slower, rank=one.rank, factor=one.factor)
-        return walk(with_collectives(program, costs=slower, collectives=collectives))
+        return run_walk(with_collectives(program, costs=slower, collectives=collectives))
 
-    alone = walk(replace(costs, transfer=0.0, latency=0.0, ready=0.0))
-    kinds = _kinds(slow)
-    alike = with_slow(())
-    followed = {key: with_slow(key) for key in set(kinds.values())}
-    by_replica = {replica: followed[key] for replica, key in kinds.items()} | {-1: alike}
-    free_step = max(alone.ends) + update_seconds
-    alike_step = last_done([alike], collectives) + update_seconds
+    free_walk = run_walk(replace(costs, transfer=0.0, latency=0.0, ready=0.0))
+    slow_ranks_by_replica = _group_by_replica(slow_ranks)
+    typical_walk = walk_with_slow_ranks(())
+    walks_by_slow_ranks = {key: walk_with_slow_ranks(key) for key in set(slow_ranks_by_replica.values())}
+    walks = {replica: walks_by_slow_ranks[key] for replica, key in slow_ranks_by_replica.items()} | {-1: typical_walk}
+    free_step = max(free_walk.end_times) + update_seconds
+    typical_step = finish_time([typical_walk], collectives) + update_seconds
     compute = _compute_seconds(program, costs) + update_seconds
     return SimulatedStep(
-        ranks=replicas * program.num_ranks * ranks_a_stage,
+        ranks=replicas * program.num_ranks * ranks_per_stage,
         compute_seconds=compute,
         bubble_seconds=free_step - compute,
-        exposed_seconds=alike_step - free_step,
-        slow_seconds=last_done([*followed.values()] or [alike], collectives) + update_seconds - alike_step,
-        followed=by_replica,
+        exposed_seconds=typical_step - free_step,
+        slow_seconds=finish_time([*walks_by_slow_ranks.values()] or [typical_walk], collectives)
+        + update_seconds
+        - typical_step,
+        walks=walks,
     )
 
 
-def _kinds(slow: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
-    """Return each replica's slow ranks in a normal form, so that replicas with equal ones share a key."""
-    found: dict[int, set[SlowRank]] = {}
-    for one in slow:
-        found.setdefault(one.replica, set()).add(replace(one, replica=0))
-    return {replica: tuple(sorted(own, key=lambda one: (one.rank, one.factor))) for replica, own in found.items()}
+def _group_by_replica(slow_ranks: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
+    """Return the slow ranks of each replica in a normal form, so that replicas with equal slow ranks share a key."""
+    by_replica: dict[int, set[SlowRank]] = {}
+    for one in slow_ranks:
+        by_replica.setdefault(one.replica, set()).add(replace(one, replica=0))
+    return {replica: tuple(sorted(own, key=lambda one: (one.rank, one.factor))) for replica, own in by_replica.items()}
 
 
-def last_done(followed: Sequence[WalkResult], collectives: Sequence[Collective]) -> float:
-    """Return when the last rank is done, including gradient collectives, if these are the slowest replicas."""
-    program = followed[0].program
-    last = [_last_computes(found) for found in followed]
-    done = max(max(found.ends) for found in followed)
+def finish_time(walks: Sequence[WalkResult], collectives: Sequence[Collective]) -> float:
+    """Return the time at which the last rank has finished, with gradient collectives over these replicas."""
+    program = walks[0].program
+    last_computes = [_last_computes(found) for found in walks]
+    finish = max(max(found.end_times) for found in walks)
     for rank in range(program.num_ranks):
-        free = 0.0
-        times = [(max(one[s][1] for one in last), max(one[s][0] for one in last), s) for s in program.stages_of(rank)]
+        link_free_time = 0.0
+        times = [
+            (max(one[s][1] for one in last_computes), max(one[s][0] for one in last_computes), s)
+            for s in program.stages_of(rank)
+        ]
         for stop, start, stage in sorted(times):
-            free = gradient_ready_time(collectives, stage=stage, start=start, stop=stop, free=free)
-        done = max(done, free)
-    return done
+            link_free_time = gradient_ready_time(
+                collectives, stage=stage, start=start, stop=stop, link_free_time=link_free_time
+            )
+        finish = max(finish, link_free_time)
+    return finish
 
 
-def _last_computes(followed: WalkResult) -> dict[int, tuple[float, float]]:
+def _last_computes(walk: WalkResult) -> dict[int, tuple[float, float]]:
     """Return the start and stop of each stage's last compute."""
-    wanted: dict[tuple[int, int], int] = {}
-    for rank, row in enumerate(followed.program.actions):
-        missing = set(followed.program.stages_of(rank))
-        place = len(row)
-        while missing and place:
-            place -= 1
-            if row[place].op.is_compute and row[place].stage in missing:
-                missing.remove(row[place].stage)
-                wanted[rank, place] = row[place].stage
-    return {wanted[rank, place]: (start, stop) for rank, place, start, stop in followed.done if (rank, place) in wanted}
+    last_actions: dict[tuple[int, int], int] = {}
+    for rank, row in enumerate(walk.program.actions):
+        missing = set(walk.program.stages_of(rank))
+        position = len(row)
+        while missing and position:
+            position -= 1
+            if row[position].op.is_compute and row[position].stage in missing:
+                missing.remove(row[position].stage)
+                last_actions[rank, position] = row[position].stage
+    return {
+        last_actions[rank, place]: (start, stop)
+        for rank, place, start, stop in walk.finished
+        if (rank, place) in last_actions
+    }
 
 
 def _compute_seconds(program: Program, costs: Costs) -> float:
     """Return the compute seconds of a mean rank."""
     counts = Counter((action.op, action.stage) for row in program for action in row)
-    kinds = (Action(op=op, stage=stage, microbatch=0) for op, stage in counts if op.is_compute)
-    return sum(counts[kind.op, kind.stage] * costs.seconds(kind) for kind in kinds) / program.num_ranks
+    distinct_actions = (Action(op=op, stage=stage, microbatch=0) for op, stage in counts if op.is_compute)
+    return sum(counts[kind.op, kind.stage] * costs.seconds(kind) for kind in distinct_actions) / program.num_ranks
 
 
 def _refuse_bad_ranks(
-    program: Program, *, replicas: int, each: int, slow: Iterable[SlowRank], update_seconds: float
+    program: Program, *, replicas: int, ranks_per_stage: int, slow_ranks: Iterable[SlowRank], update_seconds: float
 ) -> None:
-    for word, value in (("replicas", replicas), ("ranks a stage", each)):
+    for word, value in (("replicas", replicas), ("ranks a stage", ranks_per_stage)):
         if value < 1:
             raise UsageError(f"{value} {word}: at least 1 is needed.")
     if not (isfinite(update_seconds) and update_seconds >= 0):
         raise UsageError(f"update_seconds={update_seconds:g}: a time of 0 seconds or more is needed.")
-    for one in slow:
+    for one in slow_ranks:
         if not (0 <= one.rank < program.num_ranks and 0 <= one.replica < replicas):
             raise UsageError(
                 f"there is no rank {one.rank} of replica {one.replica}.",

@@ -3,28 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.planner.simulation.event_simulator import last_done
-from paceline.planner.simulation.overlap import Collective, When, with_collectives
+from paceline.planner.simulation.event_simulator import finish_time
+from paceline.planner.simulation.overlap import Collective, StepPoint, with_collectives
 from paceline.schedule.action_walk import Costs, walk_actions
 from paceline.schedule.program import Program
 
-BORDERS = "borders"
+STAGE_MESSAGES = "borders"
 
 
-def exposed_by_name(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> dict[str, float]:
-    """Return the seconds each adds to the step: messages between stages (`borders`), then each name in turn.
+def exposed_seconds_by_name(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> dict[str, float]:
+    """Return the seconds that messages between stages (`borders`) and each collective, by name, add to the step.
 
-    They sum to the time that the step would save if communication were free. The program must run to its end, which
+    They sum to the time that the step would save if communication took no time. The program must run to its end, which
     `simulate_step` ensures.
     """
-    free = replace(costs, transfer=0.0, latency=0.0, ready=0.0)
-    followed = walk_actions(program, costs=free)
-    before, found, known = last_done([followed], ()), dict[str, float](), list[Collective]()
-    for name in dict.fromkeys([BORDERS, *(one.name for one in collectives)]):
-        own = [one for one in collectives if one.name == name]
-        known += own
-        if name == BORDERS or any(one.when is not When.END for one in own):
-            followed = walk_actions(program, costs=with_collectives(program, costs=costs, collectives=known))
-        now = last_done([followed], known)
-        found[name], before = now - before, now
-    return found
+    free_costs = replace(costs, transfer=0.0, latency=0.0, ready=0.0)
+    walk = walk_actions(program, costs=free_costs)
+    previous, exposed, included = finish_time([walk], ()), dict[str, float](), list[Collective]()
+    for name in dict.fromkeys([STAGE_MESSAGES, *(one.name for one in collectives)]):
+        same_name = [one for one in collectives if one.name == name]
+        included += same_name
+        if name == STAGE_MESSAGES or any(one.point is not StepPoint.END for one in same_name):
+            walk = walk_actions(program, costs=with_collectives(program, costs=costs, collectives=included))
+        finish = finish_time([walk], included)
+        exposed[name], previous = finish - previous, finish
+    return exposed

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.console.formatting import long_duration, plural
 from paceline.errors import UsageError
-from paceline.planner.simulation.checkpoint_interval import in_steps
+from paceline.planner.simulation.checkpoint_interval import best_interval_in_steps
 from paceline.planner.simulation.goodput import (
     DAY_SECONDS,
     FailureModel,
@@ -18,12 +18,11 @@ from paceline.planner.simulation.goodput import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
-    """The costs of a checkpoint, and how often one is saved.
+class CheckpointCosts:
+    """The costs of a checkpoint, and the steps between two checkpoints (`every`; None for the best interval only).
 
-    Training stops for `stall_seconds`, and the checkpoint is safe `write_seconds` later; after a failure, training
-    resumes `restart_seconds` later from the newest safe one. One is saved after `every` steps; None: at the best
-    interval.
+    Training stops for `stall_seconds`, and the checkpoint is written `write_seconds` later. After a failure, training
+    resumes `restart_seconds` later from the newest written checkpoint.
     """
 
     stall_seconds: float = 60.0
@@ -34,7 +33,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureForecast:
-    """The goodput of a run: `best` with a checkpoint every `best_every` steps, `asked` with one every `every` steps."""
+    """The goodput of a run: `best` with a checkpoint every `best_every` steps, `requested` with one every `every`."""
 
     ranks: int
     device_mean_seconds: float
@@ -43,48 +42,50 @@ class FailureForecast:
     best_every: int
     best: Goodput
     every: int | None
-    asked: Goodput | None
+    requested: Goodput | None
 
     @property
-    def wins(self) -> float:
-        """The gain in useful time, as a fraction of 1, of the best interval over the one asked for."""
-        return 0.0 if self.asked is None else self.best.useful - self.asked.useful
+    def gain(self) -> float:
+        """The useful fraction at the best interval minus that at the requested one."""
+        return 0.0 if self.requested is None else self.best.useful - self.requested.useful
 
     def steps_a_day(self, found: Goodput) -> float:
-        """Return the number of steps per day that are kept."""
+        """Return the number of steps per day that no failure discards."""
         return found.useful * DAY_SECONDS / self.step_seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values by name; parts of time are fractions of 1."""
-        found: dict[str, Any] = {
+        """Return the values by name; parts of time are fractions."""
+        values: dict[str, Any] = {
             "mean_seconds": self.hazard.mean_seconds,
             "device_mean_seconds": self.device_mean_seconds,
             **{name: getattr(self.hazard, name) for name in ("stall_seconds", "write_seconds", "restart_seconds")},
             "best": self._as_json(self.best_every, self.best),
         }
-        if self.asked is not None and self.every is not None:
-            found |= {"asked": self._as_json(self.every, self.asked), "wins": self.wins}
-        return found
+        if self.requested is not None and self.every is not None:
+            values |= {"asked": self._as_json(self.every, self.requested), "wins": self.gain}
+        return values
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for the screen."""
-        one, each = long_duration(self.hazard.mean_seconds), long_duration(self.device_mean_seconds)
-        yield f"one failure every {one}: each of {plural(self.ranks, 'device')} fails once in {each}"
+        mean, device_mean = long_duration(self.hazard.mean_seconds), long_duration(self.device_mean_seconds)
+        yield f"one failure every {mean}: each of {plural(self.ranks, 'device')} fails once in {device_mean}"
         hazard = self.hazard
-        later = f", and is safe {hazard.write_seconds:g} s later" if hazard.write_seconds else ""
+        write_note = f", and is safe {hazard.write_seconds:g} s later" if hazard.write_seconds else ""
         yield (
-            f"  a checkpoint stops training for {hazard.stall_seconds:g} s{later}; "
+            f"  a checkpoint stops training for {hazard.stall_seconds:g} s{write_note}; "
             f"a failure stops it for {hazard.restart_seconds:g} s"
         )
-        if self.asked is not None and self.every is not None:
-            yield f"  {self._said(self.every, self.asked)}"
-        more = f"; {self.wins:.1%} more useful time than every {self.every:,}" if self.asked is not None else ""
-        yield f"  best: {self._said(self.best_every, self.best)}{more}"
+        if self.requested is not None and self.every is not None:
+            yield f"  {self._goodput_text(self.every, self.requested)}"
+        gain_note = (
+            f"; {self.gain:.1%} more useful time than every {self.every:,}" if self.requested is not None else ""
+        )
+        yield f"  best: {self._goodput_text(self.best_every, self.best)}{gain_note}"
 
     def _as_json(self, every: int, found: Goodput) -> dict[str, Any]:
         return {"every": every, **asdict(found), "steps_a_day": self.steps_a_day(found)}
 
-    def _said(self, every: int, found: Goodput) -> str:
+    def _goodput_text(self, every: int, found: Goodput) -> str:
         return (
             f"every {plural(every, 'step')} ({long_duration(found.interval_seconds)}): {found.useful:.1%} useful; "
             f"saving {found.saving:.1%}, restarting {found.restarting:.1%}, repeated {found.redone:.1%}; "
@@ -93,13 +94,13 @@ class FailureForecast:
 
 
 def forecast_failures(
-    *, step_seconds: float, ranks: int, device_mean_seconds: float, checkpoints: Checkpoints
+    *, step_seconds: float, ranks: int, device_mean_seconds: float, checkpoints: CheckpointCosts
 ) -> FailureForecast:
     """Return the goodput of a run in which each of `ranks` devices fails once in `device_mean_seconds`.
 
     Raises:
-        UsageError: a time is invalid, a checkpoint is not safe before the next begins, or failures are so frequent
-            that nothing useful is left.
+        UsageError: a time is invalid, a checkpoint is not written before the next begins, or failures are so frequent
+            that no useful time is left.
     """
     mean = combined_failure_interval([FailureSource(name="device", count=ranks, mean_seconds=device_mean_seconds)])
     hazard = FailureModel(
@@ -108,9 +109,9 @@ def forecast_failures(
         restart_seconds=checkpoints.restart_seconds,
         write_seconds=checkpoints.write_seconds,
     )
-    best_every, every = in_steps(hazard=hazard, step_seconds=step_seconds), checkpoints.every
+    best_every, every = best_interval_in_steps(hazard=hazard, step_seconds=step_seconds), checkpoints.every
     best = goodput(hazard=hazard, interval_seconds=best_every * step_seconds)
-    if not best.useful > _LEAST:
+    if not best.useful > _MIN_USEFUL:
         raise UsageError(
             f"one failure every {long_duration(mean)} leaves no useful time.",
             cause=f"{plural(ranks, 'device')} that fail once in {long_duration(device_mean_seconds)} each, and "
@@ -119,11 +120,11 @@ def forecast_failures(
         )
     if every is not None and every < 1:
         raise UsageError(f"--every {every}: the shortest interval is 1 step.", hint="--every 1000")
-    asked = None if every is None else goodput(hazard=hazard, interval_seconds=every * step_seconds)
+    requested = None if every is None else goodput(hazard=hazard, interval_seconds=every * step_seconds)
     return FailureForecast(
         ranks=ranks, device_mean_seconds=device_mean_seconds, hazard=hazard, step_seconds=step_seconds,
-        best_every=best_every, best=best, every=every, asked=asked,
+        best_every=best_every, best=best, every=every, requested=requested,
     )  # fmt: skip
 
 
-_LEAST = 1e-3
+_MIN_USEFUL = 1e-3

@@ -1,8 +1,7 @@
-"""Goodput of a long run with failures: its useful fraction of time for a checkpoint interval.
+"""Goodput of a long run with failures: the useful fraction of its time for a checkpoint interval.
 
-Failures are memoryless (exponentially distributed), also while a checkpoint is written and while the run restarts.
-After a failure, the run restarts from the newest finished checkpoint; if the newest one is not finished, from the one
-before.
+The times between failures are exponentially distributed, also while a checkpoint is written and while the run restarts.
+After a failure, the run restarts from the newest checkpoint that is completely written.
 """
 
 from collections.abc import Iterable
@@ -34,8 +33,8 @@ class FailureModel:
     """The failure and checkpoint times of a run, in seconds.
 
     `mean_seconds` is the mean time between two failures of the whole run (`combined_failure_interval` computes it from
-    parts). A checkpoint stops training for `stall_seconds` and is safe `write_seconds` after training resumed. From a
-    failure until training resumes, `restart_seconds` pass: detecting, starting, loading.
+    parts). A checkpoint stops training for `stall_seconds`, and is completely written `write_seconds` later. A failure
+    stops training for `restart_seconds`: detection, start of the processes, loading.
 
     Raises:
         UsageError: `mean_seconds` is not above 0, or another time is negative or not finite.
@@ -65,10 +64,10 @@ class FailureModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The division of a long run's time into four parts that sum to 1, with `failures_a_day` on average.
+    """The four parts of a long run's time, which sum to 1, with `failures_a_day` on average.
 
-    `useful` is training that is kept, `saving` the stalls of the checkpoints that are kept, `restarting` the time until
-    training resumes, `redone` what was trained or saved and lost.
+    `useful` is training that no failure discards, `saving` the stalls of its checkpoints, `restarting` the time from
+    failures until training resumes, `redone` the training and saving that failures discard.
     """
 
     interval_seconds: float
@@ -80,7 +79,7 @@ class Goodput:
 
 
 def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
-    """Return the mean seconds between two failures of any part: their rates add up.
+    """Return the mean seconds between two failures of any part; the failure rates add up.
 
     Raises:
         UsageError: a count is below 0, or a mean is not above 0.
@@ -88,9 +87,9 @@ def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
     rate = 0.0
     for part in parts:
         if part.count < 0 or not part.mean_seconds > 0:
-            what = f"{part.count} × {part.name!r} that fail once in {part.mean_seconds:g} seconds"
+            description = f"{part.count} × {part.name!r} that fail once in {part.mean_seconds:g} seconds"
             raise UsageError(
-                f"{what}: a count of 0 or more and a time above 0 are needed.",
+                f"{description}: a count of 0 or more and a time above 0 are needed.",
                 hint="mean_seconds is for one part; 50,000 hours are 180_000_000",
             )
         rate += part.count / part.mean_seconds
@@ -100,16 +99,16 @@ def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
 def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
     """Return the goodput with a checkpoint after every `interval_seconds` of training; exact for a long run.
 
-    A segment is an interval i and a stall s; the next begins while this one's checkpoint is still being written, for w
-    seconds. Let λ be the failures per second, R the restart, x the mean time of a segment that begins on a finished
-    checkpoint and y of one that begins on an unfinished one. Each failure costs a restart and begins the segment again;
-    one of the second kind that fails within w must also repeat the segment before:
+    A segment is an interval i and a stall s. The next segment begins while the checkpoint is still written, which takes
+    w seconds. Let λ be the failures per second, R the restart time, x the mean time of a segment that begins after its
+    checkpoint is written, and y that of one that begins before. A failure costs a restart and repeats the segment; in
+    the second case, a failure within w also repeats the previous segment:
 
         x = (e^(λ(i+s)) - 1) e^(λR) / λ,    y = e^(λw) x
 
-    A restart falls back on a finished checkpoint, so every segment that ends is followed by one of the second kind, and
-    i / y is useful. With w = 0 this is the model of Daly 2006 ("A higher order estimate of the optimum checkpoint
-    interval for restart dumps"): a write costs what a longer restart would.
+    Every finished segment is followed by one of the second kind, so the useful fraction is i / y. With w = 0 this is
+    the model of Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps"); w has the
+    same effect as a longer restart.
 
     Raises:
         UsageError: the interval is not above 0, or shorter than the time to write a checkpoint.
@@ -118,7 +117,7 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
     rate = hazard.rate
     segment = interval_seconds + hazard.stall_seconds
     try:
-        mean = exp(rate * (hazard.write_seconds + hazard.restart_seconds)) * _over_rate(rate, segment)
+        mean = exp(rate * (hazard.write_seconds + hazard.restart_seconds)) * _growth_over_rate(rate, segment)
     except OverflowError:
         mean = inf
     useful, saving = interval_seconds / mean, hazard.stall_seconds / mean
@@ -133,32 +132,32 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
     )
 
 
-def by_chance(*, hazard: FailureModel, interval_seconds: float, segments: int, seed: int) -> float:
-    """Return `Goodput.useful` of one random run of `segments` kept segments: the naive version, failure by failure.
+def useful_fraction_by_simulation(*, hazard: FailureModel, interval_seconds: float, segments: int, seed: int) -> float:
+    """Return `Goodput.useful` of one random run until `segments` segments are safe: the naive version of `goodput`.
 
-    It takes long if little time is useful.
+    It is slow if little time is useful.
     """
     _refuse_bad_interval(hazard, interval_seconds)
-    chance = Random(seed)
-    now, fails = 0.0, _wait(chance, hazard)
-    done = safe = 0  # segments ended; segments whose checkpoint is finished
-    began = -inf  # when the newest checkpoint began to be written
-    while safe < segments:
-        written, end = began + hazard.write_seconds, now + interval_seconds + hazard.stall_seconds
-        if fails >= end:
-            now, done, safe, began = end, done + 1, done, end
+    rng = Random(seed)
+    now, next_failure = 0.0, _time_to_failure(rng, hazard)
+    num_done = num_safe = 0  # finished segments; segments whose checkpoint is written
+    write_start = -inf  # the time at which the write of the newest checkpoint began
+    while num_safe < segments:
+        write_end, end = write_start + hazard.write_seconds, now + interval_seconds + hazard.stall_seconds
+        if next_failure >= end:
+            now, num_done, num_safe, write_start = end, num_done + 1, num_done, end
             continue
-        if fails >= written:
-            safe = done
-        now = fails
-        while (fails := now + _wait(chance, hazard)) < now + hazard.restart_seconds:
-            now = fails
-        now, done, began = now + hazard.restart_seconds, safe, -inf
+        if next_failure >= write_end:
+            num_safe = num_done
+        now = next_failure
+        while (next_failure := now + _time_to_failure(rng, hazard)) < now + hazard.restart_seconds:
+            now = next_failure
+        now, num_done, write_start = now + hazard.restart_seconds, num_safe, -inf
     return segments * interval_seconds / now
 
 
-def _wait(chance: Random, hazard: FailureModel) -> float:
-    return chance.expovariate(hazard.rate) if hazard.rate else inf
+def _time_to_failure(rng: Random, hazard: FailureModel) -> float:
+    return rng.expovariate(hazard.rate) if hazard.rate else inf
 
 
 def _refuse_bad_interval(hazard: FailureModel, interval_seconds: float) -> None:
@@ -175,6 +174,6 @@ def _refuse_bad_interval(hazard: FailureModel, interval_seconds: float) -> None:
         )
 
 
-def _over_rate(rate: float, seconds: float) -> float:
-    """Return (e^(λt) - 1) / λ; t if nothing fails."""
+def _growth_over_rate(rate: float, seconds: float) -> float:
+    """Return (e^(λt) - 1) / λ, or t if λ is 0."""
     return expm1(rate * seconds) / rate if rate else seconds

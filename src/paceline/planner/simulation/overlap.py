@@ -1,4 +1,4 @@
-"""Collectives of a step outside its pipeline: when they run, and how much of them compute can hide."""
+"""Collectives of a step besides pipeline messages: when they run, and how much of them compute can hide."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,93 +7,97 @@ from math import isfinite
 
 from paceline.console.formatting import plural
 from paceline.errors import UsageError
-from paceline.schedule.action_walk import Costs, PerStage, of_stage
+from paceline.schedule.action_walk import Costs, PerStage, value_for_stage
 from paceline.schedule.program import Program
 
 
-class When(StrEnum):
+class StepPoint(StrEnum):
     """The point of a step at which a collective runs in each stage."""
 
-    START = "start"  # once a step, before the stage's first forward: parameters that stay gathered
-    FORWARD = "forward"  # with each forward: tensor parallel sums, parameters gathered for use, a ring of keys
+    START = "start"  # once per step, before the stage's first forward: parameters that stay gathered
+    FORWARD = "forward"  # with each forward: tensor-parallel sums, gathered parameters, ring attention
     BACKWARD = "backward"  # with each backward
-    END = "end"  # once a step, after the stage's last backward: gradients
+    END = "end"  # once per step, after the stage's last backward: gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The seconds that a stage's ranks communicate on axes other than pp, one number for all stages or one for each.
+    """The seconds that the ranks of a stage communicate on axes other than pp: one for all stages or one for each.
 
-    `overlap` is the fraction that can run in parallel with its compute, 0 to 1; the rest comes before or after it.
+    `overlap` is the fraction, 0 to 1, that can overlap the stage's compute; the rest runs before or after it.
     """
 
     name: str
-    when: When
+    point: StepPoint
     seconds: PerStage
     overlap: float = 0.0
 
 
 def with_collectives(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> Costs:
-    """Return costs whose computes include their collectives, and whose stages wait for those at the start."""
+    """Return costs whose computes include their collectives, and whose stages wait for the collectives at the start."""
     stages = range(program.num_stages)
 
-    def beside(seconds: Sequence[float], when: When) -> list[float]:
-        own = [c for c in collectives if c.when is when]
-        return [_beside(own, seconds[stage], stage=stage) for stage in stages]
+    def add_collectives(seconds: Sequence[float], point: StepPoint) -> list[float]:
+        matching = [c for c in collectives if c.point is point]
+        return [_seconds_with_collectives(matching, seconds[stage], stage=stage) for stage in stages]
 
-    def each(value: PerStage) -> list[float]:
-        return [of_stage(value, stage) for stage in stages]
+    def per_stage(value: PerStage) -> list[float]:
+        return [value_for_stage(value, stage) for stage in stages]
 
-    weight, inputs = each(costs.weight), each(costs.input)
-    both = [i + w for i, w in zip(inputs, weight, strict=True)] if costs.backward is None else each(costs.backward)
-    longer = replace(
-        costs,
-        forward=beside(each(costs.forward), When.FORWARD),
-        input=beside(inputs, When.BACKWARD),
-        weight=weight,
-        backward=beside(both, When.BACKWARD),
+    weight_seconds, input_seconds = per_stage(costs.weight), per_stage(costs.input)
+    backward = (
+        [i + w for i, w in zip(input_seconds, weight_seconds, strict=True)]
+        if costs.backward is None
+        else per_stage(costs.backward)
     )
-    return replace(longer, ready=_ready(program, costs=longer, collectives=collectives))
+    with_communication = replace(
+        costs,
+        forward=add_collectives(per_stage(costs.forward), StepPoint.FORWARD),
+        input=add_collectives(input_seconds, StepPoint.BACKWARD),
+        weight=weight_seconds,
+        backward=add_collectives(backward, StepPoint.BACKWARD),
+    )
+    return replace(with_communication, ready=_ready_times(program, costs=with_communication, collectives=collectives))
 
 
 def slow_down_rank(program: Program, *, costs: Costs, rank: int, factor: float) -> Costs:
     """Return the costs with one rank's computes taking `factor` times as long."""
 
-    def on_rank(value: PerStage) -> list[float]:
-        own = program.rank_of_stage
-        return [of_stage(value, stage) * (factor if owner == rank else 1) for stage, owner in enumerate(own)]
+    def slowed(value: PerStage) -> list[float]:
+        owners = program.rank_of_stage
+        return [value_for_stage(value, stage) * (factor if owner == rank else 1) for stage, owner in enumerate(owners)]
 
     return replace(
         costs,
-        forward=on_rank(costs.forward),
-        input=on_rank(costs.input),
-        weight=on_rank(costs.weight),
-        backward=None if costs.backward is None else on_rank(costs.backward),
-        update=on_rank(costs.update),
+        forward=slowed(costs.forward),
+        input=slowed(costs.input),
+        weight=slowed(costs.weight),
+        backward=None if costs.backward is None else slowed(costs.backward),
+        update=slowed(costs.update),
     )
 
 
 def gradient_ready_time(
-    collectives: Iterable[Collective], *, stage: int, start: float, stop: float, free: float
+    collectives: Iterable[Collective], *, stage: int, start: float, stop: float, link_free_time: float
 ) -> float:
-    """Return when a stage's gradients are reduced, if its last backward runs from `start` to `stop`.
+    """Return the time at which a stage's gradients are reduced, if its last backward runs from `start` to `stop`.
 
-    The link is available from `free` on. Gradients become ready while that backward runs: what may overlap runs in
-    parallel with it, the rest after it.
+    The link is busy until `link_free_time`. The `overlap` fraction of each collective overlaps that backward; the rest
+    runs after it.
     """
-    done = free
+    finish = link_free_time
     for collective in collectives:
-        if collective.when is When.END:
-            seconds = of_stage(collective.seconds, stage)
-            done = max(max(done, start) + seconds, stop + (1 - collective.overlap) * seconds)
-    return max(done, stop)
+        if collective.point is StepPoint.END:
+            seconds = value_for_stage(collective.seconds, stage)
+            finish = max(max(finish, start) + seconds, stop + (1 - collective.overlap) * seconds)
+    return max(finish, stop)
 
 
 def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> None:
-    """Raise UsageError if a time is negative or not finite, a stage lacks one, or an overlap is not in 0 to 1.
+    """Check the times of all stages and the overlaps.
 
     Raises:
-        UsageError: the first number that is invalid.
+        UsageError: a time is negative, not finite or missing, or an overlap is not between 0 and 1.
     """
     for name, value, count in _values(program, costs, collectives):
         if isinstance(value, Sequence) and len(value) < count:
@@ -124,27 +128,27 @@ def _values(program: Program, costs: Costs, collectives: Iterable[Collective]) -
         yield collective.name, collective.seconds, stages
 
 
-def _beside(collectives: Iterable[Collective], seconds: float, *, stage: int) -> float:
-    hidden = shown = 0.0
+def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float, *, stage: int) -> float:
+    hidden = exposed = 0.0
     for collective in collectives:
-        whole = of_stage(collective.seconds, stage)
-        hidden += collective.overlap * whole
-        shown += (1 - collective.overlap) * whole
-    return max(seconds, hidden) + shown
+        full_seconds = value_for_stage(collective.seconds, stage)
+        hidden += collective.overlap * full_seconds
+        exposed += (1 - collective.overlap) * full_seconds
+    return max(seconds, hidden) + exposed
 
 
-def _ready(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
-    """Return when each stage may begin.
+def _ready_times(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
+    """Return the time at which each stage may begin.
 
-    A rank gathers for its stages in turn; a forward may begin while the part that may overlap is still being gathered.
+    A rank gathers the parameters of its stages in turn; a forward may begin during the part that may overlap.
     """
-    own = [c for c in collectives if c.when is When.START]
-    found = [of_stage(costs.ready, stage) for stage in range(program.num_stages)]
+    start_collectives = [c for c in collectives if c.point is StepPoint.START]
+    ready_times = [value_for_stage(costs.ready, stage) for stage in range(program.num_stages)]
     for rank in range(program.num_ranks):
         now = 0.0
         for stage in program.stages_of(rank):
-            now += sum(of_stage(c.seconds, stage) for c in own)
-            beside = sum(c.overlap * of_stage(c.seconds, stage) for c in own)
-            begins = max(now - beside, now - of_stage(costs.forward, stage))
-            found[stage] = max(found[stage], begins)
-    return found
+            now += sum(value_for_stage(c.seconds, stage) for c in start_collectives)
+            overlapped = sum(c.overlap * value_for_stage(c.seconds, stage) for c in start_collectives)
+            first_forward = max(now - overlapped, now - value_for_stage(costs.forward, stage))
+            ready_times[stage] = max(ready_times[stage], first_forward)
+    return ready_times

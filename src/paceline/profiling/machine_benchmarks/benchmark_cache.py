@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
-from paceline.planner.layout.execution_plan import Resources, settle_threads
+from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_cores
 
 
@@ -29,7 +29,7 @@ def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -
         kernels=kernel_fingerprint(),
         device=device,
         ranks=ranks,
-        threads=settle_threads(cluster=cluster, one=False, asked=None),
+        threads=choose_threads(cluster=cluster, one_thread=False, requested=None),
     )
 
 

@@ -13,7 +13,7 @@ from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import PacelineError, raise_all
 from paceline.filesystem.atomic_files import write_json
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, Rates
-from paceline.planner.layout.execution_plan import JobFacts, Resources, settle_backend, settle_threads
+from paceline.planner.layout.execution_plan import JobFacts, Resources, choose_backend, choose_threads
 from paceline.profiling.backends import available_backends
 from paceline.profiling.cpu_contention import CpuTimes, most_of_others, read_cpu_times
 from paceline.profiling.machine_benchmarks.collective_benchmarks import measure_links
@@ -53,15 +53,15 @@ def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]
     else:
         numbers = {2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks}
     return [
-        (number, settle_threads(cluster=Resources(ranks=number, cores=cores), one=False, asked=None))
+        (number, choose_threads(cluster=Resources(ranks=number, cores=cores), one_thread=False, requested=None))
         for number in sorted(numbers)
     ]
 
 
 def _join(mark: Fingerprint) -> World:
     problems: list[PacelineError] = []
-    facts = JobFacts(global_batch_size=1, built_in=available_backends())
-    backend, _ = settle_backend(Resources(ranks=mark.ranks, device=mark.device), facts, problems)
+    facts = JobFacts(global_batch_size=1, built_in_backends=available_backends())
+    backend, _ = choose_backend(Resources(ranks=mark.ranks, device=mark.device), facts, problems)
     raise_all(problems)
     place = LaunchInfo.read(os.environ)
     return World.join(place=place, device_type=mark.device, backend=backend, timeout_seconds=TIMEOUT_SECONDS)

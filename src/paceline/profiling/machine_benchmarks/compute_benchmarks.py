@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.planner.hardware.benchmark_results import ATTENTION_WORK, HEAD_WIDTH, TRAINED_WORK, MatmulTimings, Rates
+from paceline.planner.hardware.benchmark_results import (
+    ATTENTION_FLOPS,
+    HEAD_WIDTH,
+    TRAINED_ATTENTION_FLOPS,
+    MatmulTimings,
+    Rates,
+)
 from paceline.planner.hardware.timing_curve import TimingCurve
 from paceline.profiling.machine_benchmarks.interleaved_timer import Call, Family, Key, Size, time_all
 
@@ -91,7 +97,7 @@ def _families(device: torch.device) -> Iterator[Family]:
             yield Family(
                 key=("narrow", name, str(least)), sizes=[Size(amount=2.0 * least * wide**2, make=make, times=3)]
             )
-        for kind, work in (("attention", ATTENTION_WORK), ("trained", TRAINED_WORK)):
+        for kind, work in (("attention", ATTENTION_FLOPS), ("trained", TRAINED_ATTENTION_FLOPS)):
             heads = 128 if big else 4
             sizes = [
                 Size(

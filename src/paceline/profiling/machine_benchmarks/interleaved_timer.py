@@ -107,7 +107,7 @@ def time_all(
     for at, trial in enumerate(trials):
         rounds = [join(one) for one in zip(*(rank[at] for rank in everybody), strict=True)]
         points.setdefault(trial.key, []).append(_point(trial.size, rounds))
-    return {key: TimingCurve.of(own) for key, own in points.items()}
+    return {key: TimingCurve.from_points(own) for key, own in points.items()}
 
 
 def _grown(family: Family, together: SynchronizedRanks, *, limit: float, ends: float) -> list[Trial]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.local_cluster import fleet_here, node_memory
+from paceline.planner.hardware.local_cluster import measured_cluster, node_memory
 from paceline.profiling.calibration_store import forecast_ratios
 from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached
 from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
@@ -41,4 +41,4 @@ def kept_here(*, ranks: int, device: str) -> Cluster | None:
 
 def _fleet(probe: HardwareBenchmark, ranks: int, device: str) -> Cluster:
     longer, fuller = forecast_ratios(probe.fingerprint)
-    return replace(fleet_here(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)
+    return replace(measured_cluster(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)

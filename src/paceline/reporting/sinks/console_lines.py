@@ -23,7 +23,7 @@ from paceline.events import (
 
 VERBOSE = "PACELINE_VERBOSE"  # set by `-v`: the ranks inherit it
 BANNER_LINES = 5
-_ROUTINE = (
+_ROUTINE_TOPICS = (
     "run",
     "layout",
     "resumed",
@@ -33,26 +33,26 @@ _ROUTINE = (
     "steps",
     "batch",
     "model",
-)  # first: kept first
-_DETAILS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")
+)  # by importance
+_DETAIL_TOPICS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")
 
 
-def line_of(event: Event, *, total: int | None = None) -> str:
-    """Format one event as text. `total` is the run's number of steps, for the remaining time of a step's line."""
+def format_event(event: Event, *, total: int | None = None) -> str:
+    """Format one event as text. `total` is the number of steps of the run, for the remaining time in a step's line."""
     if isinstance(event, StepDone):
-        return _step(event, total=total)
+        return _format_step(event, total=total)
     if isinstance(event, EvalDone):
         numbers = " | ".join(f"{name} {format_metric(value)}" for name, value in event.metrics.items())
         extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
-        of = " | averaged weights" if event.average else ""
+        average_note = " | averaged weights" if event.average else ""
         samples = f"{plural(event.samples, 'sample')}, each once, in {format_duration(event.seconds)}"
-        return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
+        return f"eval {event.step} | {numbers}{average_note} | {samples}{extra}"
     if isinstance(event, Staleness) and all("waited_seconds" in told for told in event.told):
-        return f"sites {event.step} | {' | '.join(map(_met, event.told))}"
+        return f"sites {event.step} | {' | '.join(map(_format_site, event.told))}"
     if isinstance(event, Staleness):
-        return f"late {event.step} | {' | '.join([*map(_late, event.told), *_lost(event.told)])}"
+        return f"late {event.step} | {' | '.join([*map(_format_lateness, event.told), *_format_lost_additions(event.told)])}"
     if isinstance(event, ForecastChecked):
-        return _foretold(event)
+        return _format_forecast(event)
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
         return (
@@ -69,35 +69,37 @@ def line_of(event: Event, *, total: int | None = None) -> str:
     return ""
 
 
-def _met(told: Mapping[str, Any]) -> str:
-    return f"{told['who']}: {format_size(told['sent_bytes'])} sent, {format_duration(told['waited_seconds'])} waited"
+def _format_site(participant: Mapping[str, Any]) -> str:
+    return f"{participant['who']}: {format_size(participant['sent_bytes'])} sent, {format_duration(participant['waited_seconds'])} waited"
 
 
-def _late(told: Mapping[str, Any]) -> str:
-    most = max((late for late, _ in told["late"]), default=0)
-    held = f", {plural(told['versions'], 'version')}" if "versions" in told else ""
-    return f"{told['who']}: at most {plural(most, 'update')}{held}"
+def _format_lateness(participant: Mapping[str, Any]) -> str:
+    max_lateness = max((late for late, _ in participant["late"]), default=0)
+    versions = f", {plural(participant['versions'], 'version')}" if "versions" in participant else ""
+    return f"{participant['who']}: at most {plural(max_lateness, 'update')}{versions}"
 
 
-def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _format_lost_additions(participants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the counts of lost additions; every rank reports the same counts."""
-    if told and "lost" in told[0]:
-        yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters were lost"
+    if participants and "lost" in participants[0]:
+        yield f"{participants[0]['lost']:,} of {participants[0]['made']:,} additions to the shadow counters were lost"
 
 
-def _foretold(event: ForecastChecked) -> str:
-    by = "on the device" if event.measured_by == "allocator" else "of resident memory, from before the model was built"
-    times = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
-    memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {by}{times}, "
-    others = f" while other programs used {event.others:.0%} of the cores" if event.others else ""
+def _format_forecast(event: ForecastChecked) -> str:
+    method = (
+        "on the device" if event.measured_by == "allocator" else "of resident memory, from before the model was built"
+    )
+    ratio = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
+    memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {method}{ratio}, "
+    load = f" while other programs used {event.others:.0%} of the cores" if event.others else ""
     return (
         f"forecast | {format_size(event.peak_bytes)} on the fullest rank, {format_duration(event.step_seconds)} per step | "
-        f"measured {memory}{format_duration(event.measured_seconds)} per step ({event.time_ratio:.2f} times){others}"
+        f"measured {memory}{format_duration(event.measured_seconds)} per step ({event.time_ratio:.2f} times){load}"
     )
 
 
-def _step(event: StepDone, *, total: int | None) -> str:
-    """Format a logged step in columns of constant width, with the time to the last step at this step's pace."""
+def _format_step(event: StepDone, *, total: int | None) -> str:
+    """Format a logged step in columns of constant width, with the remaining time at the pace of this step."""
     parts = [f"step {event.step:<{len(str(total or 0))}}", f"epoch {event.epoch:5.2f}"]
     parts.append(f"loss {format_metric(event.loss):>7}")
     if event.grad_norm is not None:
@@ -106,22 +108,22 @@ def _step(event: StepDone, *, total: int | None) -> str:
     parts.append(f"{event.samples_per_second:6.0f} samples/s")
     if event.tokens_per_second is not None:
         parts.append(f"{event.tokens_per_second / 1e3:6.1f}k tokens/s")
-    whole = event.step_seconds or 1.0
-    split = f"data {event.data_seconds / whole:3.0%} comm {event.communication_seconds / whole:3.0%}"
-    parts.append(f"{event.step_seconds * 1e3:6.1f} ms ({split})")
+    step_seconds = event.step_seconds or 1.0
+    time_split = f"data {event.data_seconds / step_seconds:3.0%} comm {event.communication_seconds / step_seconds:3.0%}"
+    parts.append(f"{event.step_seconds * 1e3:6.1f} ms ({time_split})")
     if total and event.step <= total:
         parts.append(f"ETA {long_duration((total - event.step) * event.step_seconds)}")
     return " | ".join(parts)
 
 
 def short_banner(lines: Sequence[str]) -> list[str]:
-    """Return the start banner's most important lines, at most `BANNER_LINES`, and in addition every warning and note.
+    """Return the most important lines of the start banner, at most `BANNER_LINES`, plus every warning and note.
 
-    A line that is neither routine nor a detail is a note: it says that something is unusual in this run.
+    A line that is neither routine nor a detail is a note on something unusual in this run.
     """
-    routine = [line for line in lines if _topic(line) in _ROUTINE]
-    kept = sorted(routine, key=lambda line: _ROUTINE.index(_topic(line)))[:BANNER_LINES]
-    return [line for line in lines if line in kept or not (_topic(line) in _ROUTINE or _is_detail(line))]
+    routine = [line for line in lines if _topic(line) in _ROUTINE_TOPICS]
+    shown = sorted(routine, key=lambda line: _ROUTINE_TOPICS.index(_topic(line)))[:BANNER_LINES]
+    return [line for line in lines if line in shown or not (_topic(line) in _ROUTINE_TOPICS or _is_detail(line))]
 
 
 def _topic(line: str) -> str:
@@ -129,7 +131,7 @@ def _topic(line: str) -> str:
 
 
 def _is_detail(line: str) -> bool:
-    return _topic(line) in _DETAILS or (_topic(line) == "data" and line.endswith("per epoch"))
+    return _topic(line) in _DETAIL_TOPICS or (_topic(line) == "data" and line.endswith("per epoch"))
 
 
 def _print_or_raise(text: str) -> None:
@@ -139,7 +141,7 @@ def _print_or_raise(text: str) -> None:
 
 
 class ConsoleSink:
-    """A sink that prints one line per event. It raises once the console can't be written, so the events record it."""
+    """A sink that prints one line per event. It raises if the console can't be written, so that the run records it."""
 
     def __init__(self, write: Callable[[str], object] | None = None, *, is_verbose: bool | None = None) -> None:
         self._write = write or _print_or_raise
@@ -151,7 +153,7 @@ class ConsoleSink:
         if isinstance(event, RunStarted):
             self._total = event.total_steps
             event = event if self._is_verbose else replace(event, banner=tuple(short_banner(event.banner)))
-        line = line_of(event, total=self._total)
+        line = format_event(event, total=self._total)
         if line:
             self._write(f"{line}\n")
 

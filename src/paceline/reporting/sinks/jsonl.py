@@ -1,4 +1,4 @@
-"""The run folder's record: every event and every logged number, one JSON object per line."""
+"""The record in the run folder: every event and every logged number, one JSON object per line."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 30
 
 
 class JsonlSink:
-    """A sink that appends each event with one write, so that a kill never leaves two events in one line."""
+    """A sink that appends each event with one write, so that a kill can truncate a line but not merge two events."""
 
     def __init__(self, run: RunFolder) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -42,11 +42,11 @@ class JsonlSink:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL file; a line that a kill cut off is skipped."""
-    yield from read_counted(path)[0]
+    """Yield the records of a JSONL file, without lines that a kill truncated."""
+    yield from read_records(path)[0]
 
 
-def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a JSONL file, and the number of lines that could not be read."""
     try:
         text = read_regular(path, max_bytes=_MOST_BYTES).decode(errors="replace")
@@ -54,7 +54,7 @@ def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
         return [], 0
     except ValueError:  # a pipe, a device, or a file larger than any run writes
         return [], 1
-    records, torn = [], 0
+    records, num_unreadable = [], 0
     for line in text.split("\n"):
         if not line.strip():
             continue
@@ -65,12 +65,12 @@ def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
         if isinstance(record, dict):
             records.append(record)
         else:
-            torn += 1
-    return records, torn
+            num_unreadable += 1
+    return records, num_unreadable
 
 
 def _open(path: Path) -> int:
-    """Open a file to append. A line that was cut off is ended first; otherwise the next record would join it."""
+    """Open a file to append. If its last line is truncated, end that line, so that the next record starts a new one."""
     handle = open_no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
@@ -79,17 +79,17 @@ def _open(path: Path) -> int:
 
 
 def _append(handle: int, record: Mapping[str, Any]) -> None:
-    line = (json.dumps(_plain(record), default=str) + "\n").encode()
+    line = (json.dumps(_json_value(record), default=str) + "\n").encode()
     if os.write(handle, line) != len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return the value with non-finite numbers as text, because JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     return value

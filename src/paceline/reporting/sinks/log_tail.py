@@ -1,4 +1,4 @@
-"""The live output of the terminal that started a run: one rank's lines, and a progress bar from its pulse file."""
+"""The live output of a run in the terminal that started it: one rank's log lines, and a progress bar."""
 
 import re
 import sys
@@ -17,27 +17,27 @@ from paceline.launch.failures.failure_record import TRACEBACK_MARKER
 from paceline.reporting.sinks.jsonl import JsonlSink
 from paceline.run_folder.run_folder import RunFolder
 
-_CHATTER = re.compile(
-    r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ [^]]*(torch/|c10d|\.cpp:|ProcessGroup)[^]]*\]  # of torch's own places
+_LIBRARY_DIAGNOSTICS = re.compile(
+    r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ [^]]*(torch/|c10d|\.cpp:|ProcessGroup)[^]]*\]  # from torch's sources
     |\[Gloo\]\ Rank\ \d+\ is\ connected
     |terminate\ called\ after\ throwing\ an\ instance\ of\ 'gloo::|\ +what\(\):\ +\[enforce\ fail\ at\ \S*gloo
     |NCCL\ version\ |\S+:\d+:\d+\ \[\d+\]\ NCCL\ INFO\ """,
     re.VERBOSE,
 )
-"""Diagnostics that libraries print for their own developers. The terminal omits them; the rank's log keeps them.
+"""Diagnostics that libraries print for their developers. The terminal omits them; they are in the rank's log.
 
-It matches no errors except gloo's last words, which the failure screen replaces by a sentence."""
+It matches no errors except the last message of gloo, which the failure screen replaces by a sentence."""
 
 
-class Tail:
+class LogTail:
     """A follower of one rank's log and pulse file."""
 
     def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
         self._log = folder / f"rank-{rank}.log"
         self._pulse = folder / f"pulse-{rank}"
-        self._place = 0
-        self._rest = b""
-        self._silent = False
+        self._offset = 0
+        self._partial_line = b""
+        self._is_silenced = False
         self._note = ""
         self._out = out or sys.stdout
         self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR: a file is no terminal
@@ -45,12 +45,12 @@ class Tail:
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 
     def __call__(self) -> None:
-        """Print what is new. If nobody reads it (`| head -1`, a closed terminal, a full disk), the run continues."""
+        """Print the new lines. If the output can't be written (`| head -1`, a closed terminal), the run continues."""
         with_no_reader(self._print_new, self._out)
         self._record_dropped_output()
 
     def _record_dropped_output(self) -> None:
-        """Append a note to the run's events once they exist, also if an earlier print of this process failed."""
+        """Append a note on lost output to the run's events, as soon as the file of events exists."""
         self._note = take_dropped_note() or self._note
         run = RunFolder(self._log.parents[2])
         if self._note and run.events.exists():
@@ -67,13 +67,13 @@ class Tail:
             else:
                 self._out.write(fitting_print(line, self._out) + "\n")
         self._out.flush()
-        self._move_bar()
+        self._update_bar()
 
     def close(self) -> None:
         """Restore the terminal."""
         self()
-        if self._rest:
-            rest = fitting_print(self._rest.decode(errors="replace"), self._out)
+        if self._partial_line:
+            rest = fitting_print(self._partial_line.decode(errors="replace"), self._out)
             with_no_reader(lambda: print(rest, file=self._out, flush=True), self._out)
         if self._bar is not None:
             self._bar.stop()
@@ -81,19 +81,19 @@ class Tail:
     def _new_lines(self) -> list[str]:
         try:
             with self._log.open("rb") as file:
-                file.seek(self._place)
+                file.seek(self._offset)
                 data = file.read()
         except OSError:
             return []
-        self._place += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        talk = [text for line in lines if not _CHATTER.match(text := line.decode(errors="replace"))]
-        if TRACEBACK_MARKER in talk or self._silent:
-            talk = [] if self._silent else talk[: talk.index(TRACEBACK_MARKER)]
-            self._silent, self._rest = True, b""
-        return talk
+        self._offset += len(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        texts = [text for line in lines if not _LIBRARY_DIAGNOSTICS.match(text := line.decode(errors="replace"))]
+        if TRACEBACK_MARKER in texts or self._is_silenced:
+            texts = [] if self._is_silenced else texts[: texts.index(TRACEBACK_MARKER)]
+            self._is_silenced, self._partial_line = True, b""
+        return texts
 
-    def _move_bar(self) -> None:
+    def _update_bar(self) -> None:
         beat = read_heartbeat(self._pulse)
         if self._bar is None or self._task is None or beat is None or not beat.step:
             return

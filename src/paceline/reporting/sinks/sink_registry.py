@@ -1,4 +1,4 @@
-"""The sinks by name; `"my.pkg:Thing"` names a sink of the user's own."""
+"""The table of sinks by name; `"my.pkg:Thing"` names a sink of the user."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from paceline.run_folder.run_folder import RunFolder
 
 
 class TensorBoardSink:
-    """A sink for TensorBoard scalars, written under the run folder's `tb/`.
+    """A sink for TensorBoard scalars, in `tb/` of the run folder.
 
-    All numbers of a step are one record: one call per number would take a third of a millisecond longer.
-    Steps of an earlier attempt that a resume repeats are purged, so that two curves never overlap.
+    All numbers of a step are one record, which saves a third of a millisecond. Steps of an earlier attempt that a
+    resume repeats are purged, so that two curves never overlap.
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self._make: Any = resolve("torch.utils.tensorboard:SummaryWriter")
-        self._summary: Any = resolve("tensorboard.compat.proto.summary_pb2:Summary")
+        self._writer_class: Any = resolve("torch.utils.tensorboard:SummaryWriter")
+        self._summary_class: Any = resolve("tensorboard.compat.proto.summary_pb2:Summary")
         self._folder = run.path / "tb"
         self._writer: Any = None
 
@@ -35,8 +35,8 @@ class TensorBoardSink:
         numbers = _numbers(event)
         if numbers:
             self._open(after=None)
-            values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-            self._writer.file_writer.add_summary(self._summary(value=values), event.step)  # type: ignore[attr-defined]
+            values = [self._summary_class.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+            self._writer.file_writer.add_summary(self._summary_class(value=values), event.step)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Flush and close."""
@@ -45,13 +45,13 @@ class TensorBoardSink:
 
     def _open(self, *, after: int | None) -> None:
         if self._writer is None:
-            earlier = after is not None and any(self._folder.glob("events.*"))
-            purge = after + 1 if earlier and after is not None else None
-            self._writer = self._make(log_dir=str(self._folder), purge_step=purge)
+            has_earlier_events = after is not None and any(self._folder.glob("events.*"))
+            purge = after + 1 if has_earlier_events and after is not None else None
+            self._writer = self._writer_class(log_dir=str(self._folder), purge_step=purge)
 
 
 class WandbSink:
-    """A sink for Weights & Biases scalars; the run's id is the folder's name. A repeated step keeps its old numbers."""
+    """A sink for Weights & Biases scalars; the name of the run folder is the id. A repeated step keeps its old numbers."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run: Any = resolve("wandb:init")(
@@ -89,22 +89,22 @@ SINKS: dict[str, Callable[[RunFolder], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
 }
-CURVES = {"tensorboard", "wandb"}
+CURVE_SINKS = {"tensorboard", "wandb"}
 _OPTIONAL = {"tensorboard"}
 _REQUIRED = {"wandb": "wandb:init"}
 
 
 def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
-    """Build the sinks of one run, and notes about sinks that are not installed or could not start.
+    """Return the sinks of one run, and notes about sinks that are not installed or could not start.
 
     Raises:
-        UsageError: a name that is no sink, or a sink whose extra was requested and is not installed.
+        UsageError: a name is not that of a sink, or a required package is not installed.
     """
     sinks: list[Sink] = []
     notes: list[str] = []
     for name in names:
         try:
-            sinks.append(_make(name, run))
+            sinks.append(_make_sink(name, run))
         except (ImportError, UsageError):
             if name not in _OPTIONAL:
                 raise
@@ -115,10 +115,10 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse a name that is neither a sink nor a reference to one.
+    """Check that each name is a sink or a reference to one.
 
     Raises:
-        UsageError: with a suggestion.
+        UsageError: a name is neither; the error has a suggestion.
     """
     for name in names:
         if ":" not in name and name not in SINKS:
@@ -127,29 +127,29 @@ def check_names(names: Sequence[str]) -> None:
                 cause=did_you_mean(name, SINKS),
                 hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
             )
-        place, colon, thing = name.partition(":")
-        if colon and not all(part.isidentifier() for part in [*place.split("."), *thing.split(".")]):
+        module, colon, attribute = name.partition(":")
+        if colon and not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
             raise UsageError(f"{name!r} does not name a sink.", hint="--watch.to my.pkg:Thing")
 
 
-def refuse_missing_sinks(names: Sequence[str], *, near: Sequence[Path]) -> list[PacelineError]:
-    """Return an error for each sink whose package is neither installed nor in a folder of `near`; import nothing."""
-    found: list[PacelineError] = []
+def refuse_missing_sinks(names: Sequence[str], *, folders: Sequence[Path]) -> list[PacelineError]:
+    """Return an error for each sink whose package is neither installed nor in `folders`, without importing any."""
+    errors: list[PacelineError] = []
     for name in names:
         reference = name if ":" in name else _REQUIRED.get(name, "")
         package = reference.partition(":")[0].partition(".")[0]
-        here = [folder / package for folder in near]
+        candidates = [folder / package for folder in folders]
         if (
             package
-            and not any(one.is_dir() or one.with_suffix(".py").is_file() for one in here)
+            and not any(one.is_dir() or one.with_suffix(".py").is_file() for one in candidates)
             and package not in sys.modules
             and find_spec(package) is None
         ):
-            found.append(UsageError(f"{reference!r}: no module named {package!r}.", hint="pip install it"))
-    return found
+            errors.append(UsageError(f"{reference!r}: no module named {package!r}.", hint="pip install it"))
+    return errors
 
 
-def _make(name: str, run: RunFolder) -> Sink:
+def _make_sink(name: str, run: RunFolder) -> Sink:
     check_names([name])
     if ":" in name:
         sink: Sink = resolve(name)(run)

@@ -10,10 +10,10 @@ from paceline.reporting.svg.downsampling import (
     Point,
     is_noisy,
     mean_columns,
+    mean_window,
     running_mean,
     thin_points,
     value_band,
-    window_of,
 )
 
 _WIDTH, _HEIGHT = 420, 200
@@ -21,7 +21,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
 _MOST_COLUMNS, _MOST_DOTS = 90, 24
 _SCIENTIFIC = 1e-3
 _ROWS, _LETTER = 2, 5.2  # rows of labels; width of a letter
-INKS = 6
+NUM_COLORS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,65 +49,73 @@ class _Frame:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def chart(title: str, curves: Sequence[Curve], *, marks: Sequence[ResumeMark] = ()) -> str:
-    """Lines over steps. What goes up and down much is a band of all values with their running mean; what is not
-    finite is a gap with a red stroke below; `marks` are dashed verticals (resumes)."""
+def draw_chart(title: str, curves: Sequence[Curve], *, marks: Sequence[ResumeMark] = ()) -> str:
+    """Draw lines over steps. A noisy curve is a band of all values with their running mean. A non-finite value is a gap
+    with a red stroke below. `marks` are dashed vertical lines."""
     finite = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
     if not finite:
         return ""
     frame = _frame([p[0] for curve in curves for p in curve.points], [p[1] for p in finite])
-    body = [_axes(title, frame), *_marks(marks, frame)]
+    body = [_draw_axes(title, frame), *_draw_marks(marks, frame)]
     captions = []
     for number, curve in enumerate(curves):
-        noisy = is_noisy(curve.points)
-        body += _noisy(curve.points, frame, number) if noisy else _line(thin_points(curve.points), frame, number)
-        body += _lost(curve.points, frame)
-        how = f"mean of {window_of(curve.points)} logged values, band: lowest to highest" if noisy else ""
-        if len(curves) > 1 or noisy:
+        is_noisy_curve = is_noisy(curve.points)
+        body += (
+            _draw_noisy(curve.points, frame, number)
+            if is_noisy_curve
+            else _draw_line(thin_points(curve.points), frame, number)
+        )
+        body += _draw_non_finite(curve.points, frame)
+        smoothing_note = (
+            f"mean of {mean_window(curve.points)} logged values, band: lowest to highest" if is_noisy_curve else ""
+        )
+        if len(curves) > 1 or is_noisy_curve:
             name = curve.name if len(curves) > 1 else ""
-            captions.append((number, " · ".join(part for part in (name, how) if part)))
+            captions.append((number, " · ".join(part for part in (name, smoothing_note) if part)))
     return _figure(title, body, captions)
 
 
-def split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
-    """Draw columns over steps, each stacked from its parts. Steps that share a column are averaged."""
-    drawn = mean_columns(rows, most=_MOST_COLUMNS)
-    if not drawn:
+def draw_split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
+    """Draw stacked columns over steps. Steps that share a column are averaged."""
+    columns = mean_columns(rows, max_columns=_MOST_COLUMNS)
+    if not columns:
         return ""
-    top = max(sum(parts) for _, _, parts in drawn)
+    top = max(sum(parts) for _, _, parts in columns)
     if not math.isfinite(top) or top <= 0:
         return ""
-    frame = _frame([drawn[0][0], drawn[-1][1]], [0.0, top])
-    width = (_WIDTH - _LEFT - _RIGHT) / len(drawn)
-    body = [_axes(title, frame)]
-    for place, (first, last, parts) in enumerate(drawn):
-        base, cells = 0.0, []
+    frame = _frame([columns[0][0], columns[-1][1]], [0.0, top])
+    width = (_WIDTH - _LEFT - _RIGHT) / len(columns)
+    body = [_draw_axes(title, frame)]
+    for column, (first, last, parts) in enumerate(columns):
+        stacked_value, cells = 0.0, []
         for number, value in enumerate(parts):
-            y, high = frame.y(base + value), frame.y(base) - frame.y(base + value)
+            y, high = frame.y(stacked_value + value), frame.y(stacked_value) - frame.y(stacked_value + value)
             if high > 0:
                 cells.append(
-                    f'<rect x="{_LEFT + place * width:.2f}" y="{y:.2f}" width="{max(width - 0.3, 0.3):.2f}" '
-                    f'height="{high:.2f}" class="fill{number % INKS}"/>'
+                    f'<rect x="{_LEFT + column * width:.2f}" y="{y:.2f}" width="{max(width - 0.3, 0.3):.2f}" '
+                    f'height="{high:.2f}" class="fill{number % NUM_COLORS}"/>'
                 )
-            base += value
-        said = ", ".join(f"{name} {value:.3g}" for name, value in zip(names, parts, strict=True))
-        body.append(f"<g><title>steps {first:.0f} to {last:.0f}: {escape(said)}</title>{''.join(cells)}</g>")
+            stacked_value += value
+        tooltip = ", ".join(f"{name} {value:.3g}" for name, value in zip(names, parts, strict=True))
+        body.append(f"<g><title>steps {first:.0f} to {last:.0f}: {escape(tooltip)}</title>{''.join(cells)}</g>")
     return _figure(title, body, list(enumerate(names)))
 
 
-def stacked_bar(shares: Mapping[str, float]) -> str:
+def draw_stacked_bar(shares: Mapping[str, float]) -> str:
     """Draw one bar of shares that add up to 1."""
     x, parts, legend = 0.0, [], []
     for number, (name, share) in enumerate(shares.items()):
-        parts.append(f'<rect x="{x:.2f}" y="0" width="{share * 100:.2f}" height="10" class="fill{number % INKS}"/>')
-        legend.append(f'<span><i class="box{number % INKS}"></i>{escape(name)} {share:.1%}</span>')
+        parts.append(
+            f'<rect x="{x:.2f}" y="0" width="{share * 100:.2f}" height="10" class="fill{number % NUM_COLORS}"/>'
+        )
+        legend.append(f'<span><i class="box{number % NUM_COLORS}"></i>{escape(name)} {share:.1%}</span>')
         x += share * 100
     bar = f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" class="bar">{"".join(parts)}</svg>'
     return f'{bar}<p class="legend">{"".join(legend)}</p>'
 
 
 def _figure(title: str, body: Sequence[str], captions: Sequence[tuple[int, str]]) -> str:
-    items = "".join(f'<span><i class="box{n % INKS}"></i>{escape(text)}</span>' for n, text in captions)
+    items = "".join(f'<span><i class="box{n % NUM_COLORS}"></i>{escape(text)}</span>' for n, text in captions)
     caption = f'<figcaption class="legend">{items}</figcaption>' if items else ""
     drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
     return f"<figure>{drawing}{caption}</figure>"
@@ -136,101 +144,107 @@ def _ticks(low: float, high: float) -> list[float]:
     return [n * size for n in range(first, math.floor(high / size) + 1)]
 
 
-def _axes(title: str, frame: _Frame) -> str:
+def _draw_axes(title: str, frame: _Frame) -> str:
     lines = [f'<text x="{_LEFT}" y="15" class="title">{escape(title)}</text>']
     for value in _ticks(frame.y_low, frame.y_high):
         y = frame.y(value)
         lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        lines.append(f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" class="tick" text-anchor="end">{_tick(value)}</text>')
+        lines.append(
+            f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" class="tick" text-anchor="end">{_format_tick(value)}</text>'
+        )
     for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         value = frame.x_low + part * (frame.x_high - frame.x_low)
         x, y = frame.x(value), _HEIGHT - 8
         short = frame.x_high - frame.x_low < 5  # seconds: whole ones would appear twice
-        said = f"{value:,.0f}" if not short or value == int(value) else f"{value:,.2f}"
-        lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{said}</text>')
+        label = f"{value:,.0f}" if not short or value == int(value) else f"{value:,.2f}"
+        lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{label}</text>')
     return "".join(lines)
 
 
-def _noisy(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
-    edges = value_band(points)
-    there = [f"{frame.x(x):.1f},{frame.y(high):.1f}" for x, _, high in edges]
-    back = [f"{frame.x(x):.1f},{frame.y(low):.1f}" for x, low, _ in reversed(edges)]
-    area = f'<polygon points="{" ".join(there + back)}" class="band fill{number % INKS}"/>'
-    mean = thin_points(running_mean(points, window=window_of(points)))
-    return [area, *_line(mean, frame, number)]
+def _draw_noisy(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
+    band = value_band(points)
+    upper = [f"{frame.x(x):.1f},{frame.y(high):.1f}" for x, _, high in band]
+    lower = [f"{frame.x(x):.1f},{frame.y(low):.1f}" for x, low, _ in reversed(band)]
+    area = f'<polygon points="{" ".join(upper + lower)}" class="band fill{number % NUM_COLORS}"/>'
+    mean = thin_points(running_mean(points, window=mean_window(points)))
+    return [area, *_draw_line(mean, frame, number)]
 
 
-def _line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
-    runs: list[list[str]] = [[]]
+def _draw_line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
+    segments: list[list[str]] = [[]]
     for step, value in points:
         if math.isfinite(value):
-            runs[-1].append(f"{frame.x(step):.1f},{frame.y(value):.1f}")
-        elif runs[-1]:
-            runs.append([])
-    over = " over" if number else ""
-    drawn = [f'<polyline points="{" ".join(run)}" class="line{number % INKS}{over}"/>' for run in runs if len(run) > 1]
-    for run in runs:
+            segments[-1].append(f"{frame.x(step):.1f},{frame.y(value):.1f}")
+        elif segments[-1]:
+            segments.append([])
+    overlay_class = " over" if number else ""
+    shapes = [
+        f'<polyline points="{" ".join(run)}" class="line{number % NUM_COLORS}{overlay_class}"/>'
+        for run in segments
+        if len(run) > 1
+    ]
+    for run in segments:
         if len(run) == 1:
             x, y = run[0].split(",")
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" class="fill{number % INKS}"/>')
+            shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" class="fill{number % NUM_COLORS}"/>')
     if points and len(points) <= _MOST_DOTS:
-        drawn += [
-            f'<circle cx="{frame.x(s):.1f}" cy="{frame.y(v):.1f}" r="2" class="fill{number % INKS}">'
+        shapes += [
+            f'<circle cx="{frame.x(s):.1f}" cy="{frame.y(v):.1f}" r="2" class="fill{number % NUM_COLORS}">'
             f"<title>step {s:.0f}: {v:.6g}</title></circle>"
             for s, v in points
             if math.isfinite(v)
         ]
-    return drawn
+    return shapes
 
 
-def _lost(points: Sequence[Point], frame: _Frame) -> list[str]:
-    """Draw a short stroke below each stretch that contains a non-finite value."""
-    places = {round(frame.x(step)): (step, value) for step, value in points if not math.isfinite(value)}
+def _draw_non_finite(points: Sequence[Point], frame: _Frame) -> list[str]:
+    """Draw a short stroke at each step with a non-finite value."""
+    strokes = {round(frame.x(step)): (step, value) for step, value in points if not math.isfinite(value)}
     return [
         f'<line x1="{x}" x2="{x}" y1="{_HEIGHT - _BOTTOM - 9}" y2="{_HEIGHT - _BOTTOM}" class="lost">'
         f"<title>step {step:.0f}: {value}</title></line>"
-        for x, (step, value) in sorted(places.items())
+        for x, (step, value) in sorted(strokes.items())
     ]
 
 
-def _marks(marks: Sequence[ResumeMark], frame: _Frame) -> list[str]:
-    """Draw a stroke per mark, with labels in two rows; a label without room is counted in the label before it."""
-    drawn, labels = [], list[_Label]()
+def _draw_marks(marks: Sequence[ResumeMark], frame: _Frame) -> list[str]:
+    """Draw a line for each mark, with labels in two rows. A label without room is counted in the previous label."""
+    shapes, labels = [], list[_Label]()
     for mark in sorted((m for m in marks if frame.x_low <= m.step <= frame.x_high), key=lambda m: m.step):
         x = frame.x(mark.step)
-        drawn.append(
+        shapes.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" class="mark">'
             f"<title>resumed at step {mark.step}: {escape(mark.text)}</title></line>"
         )
-        rooms = (_Label(x=x, row=row, said=[mark.text]) for row in range(_ROWS))
-        label = next((room for room in rooms if not any(room.meets(other) for other in labels)), None)
+        possible_labels = (_Label(x=x, row=row, texts=[mark.text]) for row in range(_ROWS))
+        label = next((room for room in possible_labels if not any(room.overlaps(other) for other in labels)), None)
         if label is not None:
             labels.append(label)
         else:
-            labels[-1].said.append(mark.text)
-    return [*drawn, *(label.drawn for label in labels)]
+            labels[-1].texts.append(mark.text)
+    return [*shapes, *(label.svg for label in labels)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Label:
-    """A label next to a stroke: on its left in the right half of the picture, otherwise on its right."""
+    """A label next to a line: on its left in the right half of the picture, otherwise on its right."""
 
     x: float
     row: int
-    said: list[str]
+    texts: list[str]
 
     @property
-    def drawn(self) -> str:
+    def svg(self) -> str:
         """Return the label as SVG, above the lines."""
         anchor, x = ("end", self.x - 4) if self._is_left else ("start", self.x + 4)
-        text = self.said[0] if len(self.said) == 1 else f"{len(self.said)} resumes"
+        text = self.texts[0] if len(self.texts) == 1 else f"{len(self.texts)} resumes"
         y = _TOP + 7 + 11 * self.row
         return f'<text x="{x:.1f}" y="{y}" class="tick over-lines" text-anchor="{anchor}">{escape(text)}</text>'
 
-    def meets(self, other: "_Label") -> bool:
-        """Return whether the two labels would overlap; a label may yet become a count."""
-        mine, theirs = self._span, other._span
-        return self.row == other.row and mine[0] < theirs[1] and theirs[0] < mine[1]
+    def overlaps(self, other: "_Label") -> bool:
+        """Return True if the two labels would overlap, even if a label becomes a count of resumes."""
+        own_span, other_span = self._span, other._span
+        return self.row == other.row and own_span[0] < other_span[1] and other_span[0] < own_span[1]
 
     @property
     def _is_left(self) -> bool:
@@ -238,11 +252,11 @@ class _Label:
 
     @property
     def _span(self) -> tuple[float, float]:
-        wide = 6 + _LETTER * max(len(self.said[0]), len("10 resumes"))
-        return (self.x - wide, self.x) if self._is_left else (self.x, self.x + wide)
+        width = 6 + _LETTER * max(len(self.texts[0]), len("10 resumes"))
+        return (self.x - width, self.x) if self._is_left else (self.x, self.x + width)
 
 
-def _tick(value: float) -> str:
+def _format_tick(value: float) -> str:
     if value and abs(value) < _SCIENTIFIC:
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -12,7 +12,7 @@ _DARK = (
 FILLS = len(_LIGHT)
 
 
-def _inks(colours: tuple[str, ...]) -> str:
+def _color_rules(colours: tuple[str, ...]) -> str:
     return "".join(
         f".line{n}{{stroke:{c}}}.fill{n}{{fill:{c}}}.ink{n}{{fill:{c}}}.box{n}{{background:{c}}}"
         for n, c in enumerate(colours)
@@ -60,8 +60,8 @@ summary{cursor:pointer;font-weight:600}details table{margin-top:8px}
 ul{margin:0;padding-left:18px}li{margin:2px 0}
 @media print{details{display:block}figure{break-inside:avoid}}
 """
-    + _inks(_LIGHT)
+    + _color_rules(_LIGHT)
     + "@media(prefers-color-scheme:dark){"
-    + _inks(_DARK)
+    + _color_rules(_DARK)
     + "}"
 )

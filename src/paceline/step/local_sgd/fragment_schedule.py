@@ -18,7 +18,7 @@ from paceline.config.update_rule import UpdateRule
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.module_access.tensor_access import bits_checksum, copy_into
-from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
+from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
 from paceline.step.local_sgd.outer_step import Fragment, SiteGroup, averaging_dtype_tensor
 
 _RESHAPED = 2
@@ -49,7 +49,7 @@ class FragmentSchedule:
         self._apart = False
         shapes = {name: weights.mine[name].part.shape for name in weights.names if name in weights.parameters}
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        place = fragment_of(sizes, fragments=rule.fragments)
+        place = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
             Fragment([m for m in named if place[m.name] == number], rule=rule, link=self._link)
             for number in range(rule.fragments)
@@ -75,7 +75,7 @@ class FragmentSchedule:
     def after(self, step: int) -> None:
         """Send and apply the fragments that are due after `step` updates."""
         self._apart = True
-        number = sent_after(step, update=self._rule)
+        number = fragment_to_send(step, update=self._rule)
         if number is not None:
             self.fragments[number].send(step)
         due = [fragment for fragment in self.fragments if fragment.due == step]
@@ -137,7 +137,7 @@ class FragmentSchedule:
 
     def _has_met(self, step: int) -> bool:
         """Return whether all sites hold the same weights; a mean is then skipped, since rounding could change them."""
-        return sent_after(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
+        return fragment_to_send(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

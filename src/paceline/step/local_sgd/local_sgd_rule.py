@@ -28,13 +28,13 @@ class LocalSgdRule(StepRule):
         """Yield the errors of a job that needs all weights, or the whole batch, in one place."""
         if job.ema is not None:
             yield JobError(
-                f"ema= with --update {plan.rule.kind}: each site would have an average of its own.",
+                f"ema= with --update {plan.update_rule.kind}: each site would have an average of its own.",
                 cause="the mean of the sites is what is evaluated and saved",
                 hint="ema=None",
             )
         if job.loss_over == "batch":
             yield JobError(
-                f'loss_over="batch" with --update {plan.rule.kind}: no site ever has the whole batch.',
+                f'loss_over="batch" with --update {plan.update_rule.kind}: no site ever has the whole batch.',
                 cause="sites don't wait for each other's outputs",
                 hint="--update sync",
             )
@@ -48,7 +48,7 @@ class LocalSgdRule(StepRule):
         plan, replica, placed, replicas = request.plan, request.contexts[0], request.placed, request.replicas
         passes = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
         sites = FragmentSchedule(
-            rule=plan.rule,
+            rule=plan.update_rule,
             named=placed.named,
             weights=placed.weights,
             peers=replace(replicas, traffic=Traffic()),
@@ -59,7 +59,7 @@ class LocalSgdRule(StepRule):
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule and the number of sites."""
-        return f"{plan.rule} of {plural(plan.mesh.dp_replicate, 'site')}"
+        return f"{plan.update_rule} of {plural(plan.mesh.dp_replicate, 'site')}"
 
     def buffer_note(self, policy: str) -> str:
         """Return the line on the policy within a site, and the average over sites."""

@@ -45,7 +45,7 @@ class ParameterServerRule(StepRule):
                     hint="--update sync",
                 )
             )
-        if job.ema is not None and plan.rule.staleness:
+        if job.ema is not None and plan.update_rule.staleness:
             found.append(
                 JobError(
                     f"ema= with --update {plan.update}: it would be updated once per share, at an uncontrolled rate.",
@@ -53,7 +53,7 @@ class ParameterServerRule(StepRule):
                     hint="ema=None, or --update ps,staleness=0",
                 )
             )
-        elif job.ema is not None and plan.rule.servers > 1:
+        elif job.ema is not None and plan.update_rule.servers > 1:
             found.append(
                 JobError(
                     "ema= with several servers: none has all weights after an update.",
@@ -72,7 +72,7 @@ class ParameterServerRule(StepRule):
 
     def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
         """Join the other servers. A single server has no other ranks; in both cases workers connect to the servers."""
-        servers = plan.rule.servers
+        servers = plan.update_rule.servers
         if servers == 1:
             store = host_store(place, timeout_seconds=timeout_seconds)
             return World(timeout_seconds=timeout_seconds, entrance=WorkerEntrance(place=place), store=store)
@@ -90,7 +90,7 @@ class ParameterServerRule(StepRule):
         refuse_served(replica, plan)
         return ServerStep(
             replica,
-            rule=plan.rule,
+            rule=plan.update_rule,
             shares=plan.replicas,
             micro_batch_size=plan.micro_batch_size,
             spread=request.placed.spread,
@@ -98,7 +98,7 @@ class ParameterServerRule(StepRule):
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule of one server: the state is the same for any number."""
-        return str(replace(plan.rule, servers=1))
+        return str(replace(plan.update_rule, servers=1))
 
 
 def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
@@ -118,10 +118,10 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
             )
         )
     tensors = len(trainable_parameters(replica.model))
-    if plan.rule.servers > tensors:
+    if plan.update_rule.servers > tensors:
         found.append(
             LayoutError(
-                f"--update {plan.update}: {plan.rule.servers} servers, "
+                f"--update {plan.update}: {plan.update_rule.servers} servers, "
                 f"but the model has {plural(tensors, 'parameter')}.",
                 cause="each parameter is whole on one server",
                 hint=f"--update ps,servers={max(1, tensors)}",

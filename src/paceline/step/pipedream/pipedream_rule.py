@@ -7,7 +7,7 @@ from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.parallel.placement import ParallelizedModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.planner.layout.pipedream_checks import stash_of
+from paceline.planner.layout.pipedream_checks import build_version_rule
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
@@ -26,16 +26,18 @@ class WeightStashingRule(StepRule):
             return SynchronousStep(request.contexts[0])
         _refuse_stashed(request.contexts[0], request.placed, piped, plan)
         rounds = -(-plan.num_micro // plan.replicas)
-        return PipeDreamStep(request.contexts[0], piped=piped, stash=stash_of(plan.rule, plan.mesh), rounds=rounds)
+        return PipeDreamStep(
+            request.contexts[0], piped=piped, stash=build_version_rule(plan.update_rule, plan.mesh), rounds=rounds
+        )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
-        if piped is None or plan.rule.kind is not UpdateKind.PIPEDREAM:
-            return str(plan.rule)
+        if piped is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:
+            return str(plan.update_rule)
         rounds = -(-plan.num_micro // plan.replicas)
         blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
         of_replica = f"{plural(rounds, 'microbatch')} of a replica"
-        return f"{plan.rule} in {piped.cut.num_stages} stages of {blocks} blocks, {of_replica}"
+        return f"{plan.update_rule} in {piped.cut.num_stages} stages of {blocks} blocks, {of_replica}"
 
 
 def _refuse_stashed(

@@ -16,9 +16,9 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
-from paceline.schedule.lowering import with_messages
+from paceline.schedule.lowering import add_messages
 from paceline.schedule.program import Action, Op
-from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, continuous
+from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, build_continuous_program
 from paceline.step.forward_backward import IdleReplica, loss_for_backward, open_all
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipedream.in_flight_batches import Batch, Counts, Micro, add_over_replicas
@@ -40,8 +40,8 @@ class PipeDreamStep(SynchronousStep):
         self._stage = piped.world.rank
         self._stash = stash
         self._stream = Stream()
-        self._course = StageVersions(stash=stash, stage=self._stage, stream=self._stream)
-        self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world, is_continuous=True)
+        self._course = StageVersions(version_rule=stash, stage=self._stage, stream=self._stream)
+        self._pipeline = Pipeline(build_continuous_program(stash, sizes=[1]), world=piped.world, is_continuous=True)
         self._work = _Work(replica, piped=piped, tells=piped.has_loss)
         self._stand = IdleReplica(replica, always=True)
         self._parameters = replica.update.parameters
@@ -52,7 +52,7 @@ class PipeDreamStep(SynchronousStep):
         self._settled, self._watched = True, 0
         self._forwards = 0
         self._fresh = True
-        direct = stash.is_direct(self._stage)
+        direct = stash.needs_no_stash(self._stage)
         self.versions = WeightVersions(replica.model, named=replica.update.named, direct=direct)
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
@@ -67,7 +67,7 @@ class PipeDreamStep(SynchronousStep):
             self.replica.buffers.trust()
         self._watched += 1
         batch = self._admit(given)
-        actions = self._with_messages(self._course.batch())
+        actions = self._with_messages(self._course.batch_actions())
         waited = 0.0
         if not self._work.reporter.is_agreed:
             first = 1 + next(n for n, action in enumerate(actions) if action.op in self._leaves)
@@ -82,13 +82,13 @@ class PipeDreamStep(SynchronousStep):
 
     def place(self) -> dict[str, list[int]]:
         """Return the ends of recent batches, in microbatches relative to now, for a checkpoint."""
-        return {"ends": [end - self._stream.length for end in self._stream.ends]}
+        return {"ends": [end - self._stream.num_microbatches for end in self._stream.ends]}
 
     def begin(self, step: int, *, ends: Sequence[int], kept: Mapping[int, Weights]) -> None:
         """Resume after `step` updates; `kept` maps a number of updates ago to the weights of that time, if saved."""
         ends = list(ends) or [0] * bool(step)
-        self._stream = Stream(ends=ends, gone=step - len(ends))
-        self._course = StageVersions(stash=self._stash, stage=self._stage, stream=self._stream)
+        self._stream = Stream(ends=ends, num_dropped=step - len(ends))
+        self._course = StageVersions(version_rule=self._stash, stage=self._stage, stream=self._stream)
         self._forwards = 0
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
 
@@ -100,7 +100,7 @@ class PipeDreamStep(SynchronousStep):
 
     def settle(self) -> None:
         """Finish all batches that were begun."""
-        self._follow(self._with_messages(self._course.rest()))
+        self._follow(self._with_messages(self._course.remaining_backwards()))
         self._pipeline.pause()
         self._settled = True
 
@@ -124,12 +124,12 @@ class PipeDreamStep(SynchronousStep):
         places = [(micro.index, micro.num_samples) for micro in given.micro] + [(given.num_micro, 0)] * missing
         for at, ((index, samples), portion) in enumerate(zip(places, [*data, *spares], strict=True)):
             micro = Micro(batch=batch, index=index, num_samples=samples, portion=portion)
-            self._work.micro[self._stream.length + at] = micro
+            self._work.micro[self._stream.num_microbatches + at] = micro
         self._stream.add(batch.left)
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
-        return list(with_messages(order, owner=range(self._stash.stages)))
+        return list(add_messages(order, owner=range(self._stash.stages)))
 
     def _follow(self, actions: Sequence[Action]) -> float:
         """Run the actions; return the seconds spent waiting for other ranks."""
@@ -193,7 +193,7 @@ class PipeDreamStep(SynchronousStep):
         self.versions.after_update(needed=needed)
         self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
         self._fresh = True
-        self._stream.forget(keep=2 * self._stash.stages + 2)
+        self._stream.drop_old_batches(num_kept=2 * self._stash.stages + 2)
 
     def _writes(self) -> JobError:
         names = self.replica.buffers.written()

@@ -111,7 +111,7 @@ class Pipeline:
         actions = self.program.actions[self._rank]
         self.expect(actions)
         try:
-            with nullcontext() if self.program.trains else torch.no_grad():
+            with nullcontext() if self.program.has_backward else torch.no_grad():
                 for action in actions:
                     self.one(action, work)
             self.finish()
@@ -149,12 +149,12 @@ class Pipeline:
             outputs = [tensor for tensor in output.tensors if tensor.requires_grad]
         else:
             outputs = [] if output is None else [output]
-            if self.program.trains and not any(tensor.requires_grad for tensor in outputs):
+            if self.program.has_backward and not any(tensor.requires_grad for tensor in outputs):
                 raise JobError(
                     "the loss does not depend on any trainable parameter of the last stage or before it.",
                     hint="return the loss as a tensor that the model's output flows into",
                 )
-        if self.program.trains:
+        if self.program.has_backward:
             self._live[at] = _Live(inputs=inputs, outputs=outputs)
 
     def _pass_on(self, at: At, sent: StageOutput) -> None:

@@ -9,7 +9,7 @@ from paceline.errors import JobError, LayoutError, PacelineError, UsageError, ra
 from paceline.job import Job
 from paceline.parallel.data_parallel.exact_reduction import MOST_MICROBATCHES
 from paceline.parallel.data_parallel.thread_replicas import refuse_under_threads
-from paceline.planner.layout.compression_checks import refuse_compress_settings
+from paceline.planner.layout.compression_checks import refuse_compressed_settings
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.layout_checks import check_layout_settings
 from paceline.planner.layout.update_rule_checks import check_update_settings
@@ -25,9 +25,11 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     """
     train = settings.train
     problems = check_layout_settings(plan.asked, plan.mesh, settings)
-    problems += check_update_settings(plan.rule, settings, device=plan.device)
-    problems += refuse_compress_settings(plan.wire, settings, backend=plan.backend if plan.device == "cuda" else "")
-    problems += step_rule(plan.rule).refuse_job(job, settings, plan)
+    problems += check_update_settings(plan.update_rule, settings, device=plan.device)
+    problems += refuse_compressed_settings(
+        plan.compression, settings, backend=plan.backend if plan.device == "cuda" else ""
+    )
+    problems += step_rule(plan.update_rule).refuse_job(job, settings, plan)
     problems += _check_on_update(job, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
@@ -51,7 +53,7 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     """Return errors for `on_update`, which needs the full weights, equal on every rank, after each update."""
     if job.on_update is None:
         return []
-    if not plan.rule.is_synchronous:
+    if not plan.update_rule.is_synchronous:
         return [
             JobError(f"on_update= with --update {plan.update}: each rank takes its own updates.", hint="--update sync")
         ]
@@ -93,7 +95,7 @@ def refuse_foreign(model: nn.Module, plan: ExecutionPlan) -> None:
     Raises:
         LayoutError
     """
-    inside = [axis for axis in plan.mesh.split if axis in ("pp", "cp", "tp", "ep")]
+    inside = [axis for axis in plan.mesh.split_axes if axis in ("pp", "cp", "tp", "ep")]
     inside += ["fsdp"] if plan.mesh.zero == 3 else []
     if inside and isinstance(model, torch.jit.ScriptModule):
         raise LayoutError(

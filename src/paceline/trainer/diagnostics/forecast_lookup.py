@@ -18,7 +18,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 def is_forecast_supported(prepared_job: PreparedJob) -> bool:
     """Return True for runs that forecasts cover: synchronous, uncompressed training with one process per rank."""
     plan = prepared_job.plan
-    is_plain = plan.rule.has_cost_model and plan.compress == "none" and plan.processes == plan.mesh.ranks
+    is_plain = plan.update_rule.has_cost_model and plan.compress == "none" and plan.processes == plan.mesh.ranks
     return prepared_job.task.verb == "train" and is_plain
 
 

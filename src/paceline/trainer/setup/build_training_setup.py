@@ -35,7 +35,7 @@ from paceline.parallel.parallelize import parallelize, parallelize_thread_replic
 from paceline.parallel.placement import ParallelizedModel, PlacementRequest
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.planner.layout.mesh import DATA, Mesh
+from paceline.planner.layout.mesh import DATA_AXES, Mesh
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.step.replica_context import ReplicaContext
@@ -169,7 +169,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         JobError, UsageError, Problems: the request is not possible.
     """
     check_compatibility(job, settings, plan)
-    rule = step_rule(plan.rule)
+    rule = step_rule(plan.update_rule)
     plan = rule.plan_of_group(plan, world_size=world.world_size)
     worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
     own = _own(plan, settings, rule.groups(worlds, plan=plan))
@@ -268,13 +268,13 @@ def _placed(
 ) -> ParallelizedModel:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
-    if not step_rule(plan.rule).traits.divides_parameters:
+    if not step_rule(plan.update_rule).traits.divides_parameters:
         whole = [member.name for member in trainable_parameters(model)]
     device = worlds.all_ranks.device
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
-    if set(plan.mesh.split) - set(DATA):
+    if set(plan.mesh.split_axes) - set(DATA_AXES):
         example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
     if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.all_ranks.is_imagined:
@@ -294,7 +294,7 @@ def _placed(
         context=context,
         rows=begun.rows,
         late=begun.late,
-        compress=plan.wire,
+        compress=plan.compression,
     )
     return parallelize(model, request)
 
@@ -363,7 +363,7 @@ def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[Me
 def _notes_of_placement(
     placed: ParallelizedModel, plan: ExecutionPlan, contract: LossContract, *, world: World
 ) -> list[str]:
-    notes = compression_notes(plan.wire, placed.reducer, named=placed.named, world=world)
+    notes = compression_notes(plan.compression, placed.reducer, named=placed.named, world=world)
     return [*notes, *hook_notes(placed.hooked, counts_first=contract.counts_first)]
 
 

@@ -71,7 +71,7 @@ def make_update(
     given = factory_options(optimizers)
     schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
     raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
-    fp16, traits = settings.train.precision == "fp16", step_rule(plan.rule).traits
+    fp16, traits = settings.train.precision == "fp16", step_rule(plan.update_rule).traits
     update = OptimizerUpdate(
         named=placed.named,
         optimizers=optimizers,

@@ -95,7 +95,7 @@ def make_plan(
         one_thread=settings.train.exact or task.verb == "verify",
         threads=settings.train.threads,
         backend=settings.train.backend,
-        built_in=available_backends(),
+        built_in_backends=available_backends(),
         is_resumed=is_resumed,
     )
     return make_execution_plan(
@@ -147,12 +147,12 @@ def _read_saved_plan(path: Path) -> dict[str, Any] | None:
 def join_world(prepared_job: PreparedJob) -> World:
     """Join the other ranks of this process's group."""
     plan, seconds = prepared_job.plan, prepared_job.settings.train.timeout_seconds
-    return step_rule(plan.rule).join(plan, place=LaunchInfo.read(os.environ), timeout_seconds=seconds)
+    return step_rule(plan.update_rule).join(plan, place=LaunchInfo.read(os.environ), timeout_seconds=seconds)
 
 
 def is_gradient_worker(prepared_job: PreparedJob) -> bool:
     """Return True if this process only computes gradients for parameter servers."""
-    rule = prepared_job.plan.rule
+    rule = prepared_job.plan.update_rule
     return step_rule(rule).is_gradient_worker(rule, rank=LaunchInfo.read(os.environ).rank)
 
 

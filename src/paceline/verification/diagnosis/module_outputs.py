@@ -196,7 +196,7 @@ def _fit_factor(actual: Tensor, expected: Tensor) -> float | None:
 
 def _matching_degree(setup: TrainingSetup, factor: float) -> str:
     mesh = setup.worlds.mesh
-    axes = [axis for axis in mesh.split if abs(factor - mesh.size(axis)) < _FACTOR_TOLERANCE]
+    axes = [axis for axis in mesh.split_axes if abs(factor - mesh.size(axis)) < _FACTOR_TOLERANCE]
     return f", the {' or '.join(axes)} degree" if axes else ""
 
 

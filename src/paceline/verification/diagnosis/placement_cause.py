@@ -88,12 +88,12 @@ def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[s
     up to there.
     """
     last = next(name for name in reversed(list(case.expected)) if name in differing)
-    for axis in case.rank_names.mesh.split:
+    for axis in case.rank_names.mesh.split_axes:
         if axis == "ep" or not all(_adds_up(case, name, axis) for name in differing):
             continue
         share = f"{len(differing)} of {len(case.expected)} parameters"
         return differing[0], f"{_describe_partial(case, differing[0], axis)} ({share})"
-    for axis in case.rank_names.mesh.split:
+    for axis in case.rank_names.mesh.split_axes:
         if axis != "ep" and _adds_up(case, last, axis):
             num_earlier = len(differing) - 1
             return last, (
@@ -130,7 +130,7 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
     """Find copies of one tensor that are not equal, and the axis along which they differ."""
     for name in differing:
         rank_parts, wrong = case.rank_parts(name), set(case.wrong_ranks(name))
-        for axis in case.rank_names.mesh.split:
+        for axis in case.rank_names.mesh.split_axes:
             for group in case.rank_names.equal_part_groups(name, axis) if axis != "ep" else ():
                 correct_ranks = [rank for rank in group if rank not in wrong]
                 wrong_ranks = [rank for rank in group if rank in wrong]

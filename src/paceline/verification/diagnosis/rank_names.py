@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
-from paceline.planner.layout.mesh import DATA, Mesh
+from paceline.planner.layout.mesh import DATA_AXES, Mesh
 from paceline.verification.tensor_distance import euclidean_norm
 
 Tensors = Mapping[str, Tensor]
@@ -24,7 +24,7 @@ class RankNames:
     @property
     def is_replicas(self) -> bool:
         """True if all ranks are replicas of the whole model."""
-        return self.mesh.split in ((), ("dp_replicate",))
+        return self.mesh.split_axes in ((), ("dp_replicate",))
 
     def holders(self, name: str) -> list[int]:
         """Return the ranks that hold some part of the tensor."""
@@ -66,23 +66,23 @@ class RankNames:
     def name_ranks(self, ranks: Sequence[int], *, all_ranks: Collection[int]) -> str:
         """Return the mesh coordinate that these ranks and no others in `all_ranks` have, or the ranks themselves."""
         numbers = _format_ranks(ranks)
-        for axis in ("pp", "tp", "cp", *DATA):
-            values = {self.mesh.place(rank)[axis] for rank in ranks}
-            other_values = {self.mesh.place(rank)[axis] for rank in all_ranks if rank not in ranks}
+        for axis in ("pp", "tp", "cp", *DATA_AXES):
+            values = {self.mesh.coordinates(rank)[axis] for rank in ranks}
+            other_values = {self.mesh.coordinates(rank)[axis] for rank in all_ranks if rank not in ranks}
             if self.mesh.size(axis) == 1 or len(values) != 1 or values & other_values:
                 continue
             value = values.pop()
-            if self.mesh.split == (axis,):
+            if self.mesh.split_axes == (axis,):
                 return {"pp": f"stage {value} (rank {value})"}.get(axis, self.member_name(value, axis))
             return f"{_axis_label(axis)} {value} ({numbers})"
-        if len(ranks) > 1 or len(self.mesh.split) < 2:
+        if len(ranks) > 1 or len(self.mesh.split_axes) < 2:
             return numbers
-        coords = self.mesh.place(ranks[0])
+        coords = self.mesh.coordinates(ranks[0])
         return f"{numbers} ({', '.join(f'{_axis_label(a)} {n}' for a, n in coords.items() if self.mesh.size(a) > 1)})"
 
     def member_name(self, value: int, axis: str) -> str:
         """Return the name of a rank on a mesh of one axis."""
-        return f"rank {value}" if axis in DATA else f"{_axis_label(axis)} {value}"
+        return f"rank {value}" if axis in DATA_AXES else f"{_axis_label(axis)} {value}"
 
     def replica_name(self, number: int) -> str:
         """Return the name of a replica: the ranks that run the same samples."""
@@ -101,20 +101,20 @@ class RankNames:
 
     def weight_axes(self) -> dict[str, int]:
         """Return the degree of each axis that splits a layer, which the data and pipeline axes do not."""
-        return {axis: self.mesh.size(axis) for axis in self.mesh.split if axis not in ("pp", *DATA)}
+        return {axis: self.mesh.size(axis) for axis in self.mesh.split_axes if axis not in ("pp", *DATA_AXES)}
 
     def describe_axis_group(self, axis: str, ranks: Sequence[int]) -> str:
         """Return text such as `tp ranks 0 and 1 (ranks 2, 3)`."""
-        values = " and ".join(str(self.mesh.place(rank)[axis]) for rank in ranks)
+        values = " and ".join(str(self.mesh.coordinates(rank)[axis]) for rank in ranks)
         word = {"pp": "stages", "dp_replicate": "dp_replicate ranks", "dp_shard": "dp_shard ranks"}.get(
             axis, f"{axis} ranks"
         )
         return f"{word} {values}" + (
-            "" if self.mesh.split == (axis,) and axis != "pp" else f" ({_format_ranks(ranks)})"
+            "" if self.mesh.split_axes == (axis,) and axis != "pp" else f" ({_format_ranks(ranks)})"
         )
 
     def _replica_index(self, rank: int) -> int:
-        coordinates = self.mesh.place(rank)
+        coordinates = self.mesh.coordinates(rank)
         return coordinates["dp_replicate"] * self.mesh.dp_shard + coordinates["dp_shard"]
 
 

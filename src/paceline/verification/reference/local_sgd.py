@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.config.update_rule import UpdateRule
-from paceline.planner.layout.local_sgd_checks import fragment_of, sent_after
+from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
 from paceline.verification.reference.loss_terms import nonzero_counts
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
@@ -143,10 +143,10 @@ class LocalSgdReference(Reference):
 
     def _synchronize(self) -> None:
         rule, outer = self._sync_rule.rule, self._outer
-        fragment = sent_after(self._num_updates, update=rule)
+        fragment = fragment_to_send(self._num_updates, update=rule)
         if fragment is not None:
             sizes = {name: p.numel() for name, p in self.model.named_parameters()}
-            fragment_by_name = fragment_of(sizes, fragments=rule.fragments)
+            fragment_by_name = assign_fragments(sizes, fragments=rule.fragments)
             names = [name for name in outer.global_weights if fragment_by_name[name] == fragment]
             outer.pending.append(
                 (self._num_updates + rule.delay, {n: outer.global_weights[n] - self._site_mean(n) for n in names})

@@ -51,7 +51,7 @@ class PipeDreamReference(Reference):
         step_microbatches = self.read_microbatches(position) if microbatches is None else microbatches
         self._history[-1] = self._copy_weights()
         if self._batch_stream.num_batches < len(self._history):
-            self._first_microbatch = self._batch_stream.length
+            self._first_microbatch = self._batch_stream.num_microbatches
             self._batch_stream.add(-(-len(step_microbatches) // self._rule.replicas))
         try:
             return super().compute_gradient(position, microbatches=step_microbatches, **options)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from paceline.config.update_rule import UpdateKind
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.planner.layout.pipedream_checks import stash_of
+from paceline.planner.layout.pipedream_checks import build_version_rule
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_in_lockstep import ReportProgress
 from paceline.verification.compare_independent_runs import WeightDrift, compare_free_run
@@ -55,7 +55,7 @@ class _PipeDreamRuns(RuleReference):
             return Reference
         stages = map_stages(piped, setup.weights.names)
         pipedream_rule = PipeDreamRule(
-            version_rule=stash_of(plan.rule, plan.mesh), stage_of=stages, replicas=plan.replicas
+            version_rule=build_version_rule(plan.update_rule, plan.mesh), stage_of=stages, replicas=plan.replicas
         )
         return partial(PipeDreamReference, rule=pipedream_rule)
 
@@ -64,7 +64,7 @@ class _LocalSgdRuns(RuleReference):
     rules_out = "samples, gradients or optimizer of a site, different synchronisation than the rule's, or evaluation"
 
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
-        rule, mesh = setup.plan.rule, setup.plan.mesh
+        rule, mesh = setup.plan.update_rule, setup.plan.mesh
         sync_rule = SyncRule(rule=rule, sites=mesh.dp_replicate, replicas=mesh.dp_shard)
         return partial(LocalSgdReference, sync_rule=sync_rule)
 
@@ -73,7 +73,7 @@ class _ParameterServerRuns(RuleReference):
     """With a staleness of 0 the shares of a batch form one update, so one process needs no record of their order."""
 
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
-        return ParameterServerReference if setup.plan.rule.staleness > 0 else Reference
+        return ParameterServerReference if setup.plan.update_rule.staleness > 0 else Reference
 
     def compare(
         self,
@@ -84,7 +84,7 @@ class _ParameterServerRuns(RuleReference):
         report_progress: ReportProgress,
         drift: WeightDrift | None,
     ) -> RungResult:
-        if setup.plan.rule.staleness > 0:
+        if setup.plan.update_rule.staleness > 0:
             return compare_parameter_server_run(
                 setup, reference=reference, steps=steps, report_progress=report_progress
             )
@@ -104,20 +104,20 @@ RULE_REFERENCES: Mapping[UpdateKind, RuleReference] = {
 
 def rule_reference(plan: ExecutionPlan) -> RuleReference:
     """Return the `RuleReference` of the plan's update rule."""
-    return RULE_REFERENCES[plan.rule.kind]
+    return RULE_REFERENCES[plan.update_rule.kind]
 
 
 def select_reference(setup: TrainingSetup) -> Callable[..., Reference]:
     """Return the reference's constructor: for compression if gradients are compressed, else for the update rule."""
     plan = setup.plan
-    if plan.wire.is_on:
-        return partial(CompressedReference, compression=plan.wire, replicas=plan.replicas)
+    if plan.compression.is_on:
+        return partial(CompressedReference, compression=plan.compression, replicas=plan.replicas)
     return rule_reference(plan).reference_constructor(setup)
 
 
 def allowed_drift(plan: ExecutionPlan, *, is_double: bool) -> tuple[str, WeightDrift]:
     """Return what a comparison of independent runs rules out, and how far the two runs may diverge."""
-    if not plan.wire.is_on:
+    if not plan.compression.is_on:
         return rule_reference(plan).rules_out, WeightDrift()
     return _COMPRESSION_FAULTS, WeightDrift(
         share=_FLOAT64_DRIFT if is_double else WeightDrift.share, cause=f"the runs diverge: {_COMPRESSION_FAULTS}"
